@@ -2,9 +2,10 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# The tests of real runs (tests/e2e) take turns; beside them run those of decisions, which hardly start a process, and
-# all others once the types are checked. Those that compare times have the machine to themselves. Byte code is kept
-# whatever the environment says: the tests start some hundred processes, and each would compile all that it imports.
+# Four lanes run side by side, because tests of real runs (tests/e2e) wait for most of their time: two of those, the
+# tests of decisions, which hardly start a process, and all others. Those that compare times have the machine to
+# themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
+# compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -15,32 +16,30 @@ SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
-STORMS := tests/e2e/test_sections.py tests/e2e/test_silence.py tests/e2e/test_stress.py
+MORE_RUNS := $(addprefix tests/e2e/test_,precision.py sections.py shards.py silence.py slow.py stress.py tensor_parallel.py)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
 
-.PHONY: demo test test-all test-slow test-runs test-storms test-decisions test-others docs lint types format lock clean
+.PHONY: demo test test-all test-slow test-runs test-more-runs test-decisions test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs types test-decisions test-others
+	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-decisions test-more-runs
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow
 
-# Most of these wait for most of their time, so two of real runs are made at once.
 test-slow: $(STAMP)
-	$(BESIDE) SELECT="slow and not alone" DECISIONS= ELSEWHERE="$(addprefix --ignore ,$(STORMS))" \
-		test-storms test-runs test-others
+	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-more-runs test-runs test-others
 	$(PYTEST) -m "slow and alone" $(ALONE)
 
 test-runs: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" tests/e2e $(ELSEWHERE)
+	$(PYTEST) -m "$(SELECT)" tests/e2e $(addprefix --ignore ,$(MORE_RUNS))
 
-test-storms: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" $(STORMS)
+test-more-runs: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" $(MORE_RUNS)
 
 test-decisions: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" $(DECISIONS)

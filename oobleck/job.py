@@ -23,16 +23,21 @@ __all__ = [
     "ControlSpec",
     "DataSpec",
     "JobSpec",
+    "LoraSpec",
     "ModelSpec",
     "NodeSpec",
     "OptimizerSpec",
     "ScalingSpec",
     "ScheduleName",
     "ScriptSpec",
+    "Task",
     "check_model_numbers",
+    "check_tag",
 ]
 
 Scalar = bool | int | float | str | None
+Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
+"""What a model predicts: the next token, masked tokens, a label of a sample, or one of each token."""
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384
@@ -80,6 +85,30 @@ def check_model_numbers(config: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Adapters that are trained in place of the model's own parameters: PEFT's LoraConfig, by its names."""
+
+    r: int | None = bounded(None, 1, 65_536)
+    """The rank of the adapters; None: there are none, and the model itself is trained."""
+    lora_alpha: float = bounded(8.0, 1e-6, 1e6)
+    """Adapters are scaled by this, divided by their rank."""
+    lora_dropout: float = bounded(0.0, 0, 1, excluded=(1,))
+    target_modules: tuple[str, ...] = ()
+    """The ends of the names of the modules that are adapted, or `all-linear`; none: PEFT's choice for the type."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained as a whole, beside heads that classify, which always are."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained as well."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha` divided by the square root of the rank."""
+
+    def __post_init__(self) -> None:
+        check_spec(self, "model.lora.")
+        is_off = self.r is None and replace(self, r=1) != LoraSpec(r=1)
+        require(not is_off, "model.lora.r", self.r, "given where other keys of lora are")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A transformers model, built from its configuration, or from a directory with its weights."""
 
@@ -90,8 +119,10 @@ class ModelSpec:
     path: str | None = None
     """A directory, on every node, that transformers' `save_pretrained` wrote: `type` is its own then, training starts
     from its weights, and its tokenizer is taken unless another is named."""
-    task: Literal["causal_lm", "masked_lm"] | None = None
-    """What is predicted; None: masked tokens by encoders such as BERT, the next token by all others."""
+    task: Task | None = None
+    """What is predicted; None: what a `path` was saved for, or else masked tokens by encoders such as BERT, the next
+    token by all others."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
 
     def __post_init__(self) -> None:
         check_spec(self, "model.")
@@ -111,6 +142,12 @@ class DataSpec:
     dataset_name: str | None = None
     """Which configuration of that dataset."""
     dataset_split: str = "train"
+    format: Literal["text", "samples", "prompts", "messages", "labels"] = "text"
+    """Of JSON lines and datasets. `text`: documents, strung together. Else each row is a sample: named arrays;
+    `prompt` and `completion`, of which the latter is predicted; `messages`, of which those of the assistant are; or a
+    text and its `label`."""
+    packing: bool = False
+    """Prompts and conversations that fit one after the other share a sample, and see nothing of each other."""
     text_column: str = "text"
     """The key of JSON lines, or the column of a dataset, that holds the text."""
     tokenizer: str | None = None
@@ -143,6 +180,10 @@ class DataSpec:
             require(not others, "data.shards", list(self.shards), "left out where paths or dataset_path are given")
             split = self.validation_split
             require(not split, "data.validation_split", split, "0 where the data is in shards")
+        is_text = self.format == "text"
+        require(is_text or bool(self.paths or self.dataset_path), "data.format", self.format, "text without paths")
+        is_packed = self.format in ("prompts", "messages") or not self.packing
+        require(is_packed, "data.packing", self.packing, "false unless format is prompts or messages")
         require(
             not (self.paths and self.dataset_path), "data.dataset_path", self.dataset_path, "left out where paths are"
         )
@@ -201,6 +242,10 @@ class ControlSpec:
     """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
     rejoin_after_s: float = bounded(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
+    relay_nodes: int = bounded(64, 0, 1_000_000, note="0: never")
+    """With so many nodes and more, agents speak to the master through others, in a tree; 0: all speak directly."""
+    relay_fanout: int = bounded(32, 2, 1024)
+    """So many agents speak through one, and to the master itself."""
     notice_command: str | None = None
     """A shell command that succeeds when the node it runs on is about to be taken away; None: nothing is asked."""
     notice_url: str | None = None
@@ -353,9 +398,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_spec(self)
-        valid_tag = self.tag and all(c.isalnum() or c in "._-" for c in self.tag) and self.tag[0] not in ".-"
-        require(bool(valid_tag), "tag", self.tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
-        require(len(self.tag) <= 40, "tag", self.tag, "at most 40 characters (it is part of a socket's path)")
+        check_tag(self.tag)
         require(
             self.global_batch_size % self.microbatch_size == 0,
             "global_batch_size",
@@ -431,7 +474,16 @@ class NodeSpec:
     address: str | None = None
     """Where process groups listen: an address of the node, its name, or one of its network interfaces. None is the
     address that SSH reached it by."""
+    origin: str = ""
+    """What has given it, for people: `Slurm's job 17`. Empty for one that a user has named."""
 
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+
+def check_tag(tag: str) -> None:
+    """Raise ConfigError for what cannot name a run."""
+    valid = tag and all(letter.isalnum() or letter in "._-" for letter in tag) and tag[0] not in ".-"
+    require(bool(valid), "tag", tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
+    require(len(tag) <= 40, "tag", tag, "at most 40 characters (it is part of a socket's path)")

@@ -22,7 +22,10 @@ from typing import Any
 from .errors import ConfigError, UsageError
 from .job import ScriptSpec
 
-__all__ = ["Job", "run_script"]
+__all__ = ["SCRIPT_STREAM", "Job", "run_script"]
+
+SCRIPT_STREAM = "script://data"
+"""The shard, among a job's, that is what its script gives one after the other."""
 
 _MODULE = "__oobleck_script__"
 _FUNCTION = "job"
@@ -34,13 +37,15 @@ class Job:
     Arguments:
         model: settings of the model as in a job file, or a function that returns a transformers model or a list of
             layers.
-        loss: with a list of layers, (output, labels, number of predicted tokens in the step) -> this microbatch's
-            share of the loss; that of the next token where it is left out.
+        loss: with a list of layers, (output, labels, divisor, the same for all microbatches of a step) -> this
+            microbatch's share of the loss: a sum over its tokens, divided; that of the next token where it is left out.
         data: settings as in a job file, or a function that returns samples: anything with a length whose items are
-            `sequence_length` tokens.
+            tokens, at most `sequence_length`, or mappings of named arrays: `input_ids`, labels, masks.
         eval_data: a function like that, for evaluation.
         optimizer: settings, or a function from torch's parameter groups to an optimizer.
         lr_lambda: from a step's number, from 1, to a factor of the learning rate, as torch's LambdaLR takes it.
+        streaming: `data` returns something to iterate over that has no length: a new iteration each time, which gives
+            the same samples in the same order. Each is in one step an epoch, until `max_steps`, or there are no more.
         callbacks: objects with the events of transformers' `TrainerCallback`, and `on_recovery`.
         settings: any other key of a job file, and those of `TrainingArguments` that mean the same.
     """
@@ -55,6 +60,7 @@ class Job:
         optimizer: Mapping[str, Any] | Callable[..., Any] | None = None,
         lr_lambda: Callable[[int], float] | None = None,
         callbacks: Sequence[object] = (),
+        streaming: bool = False,
         **settings: Any,
     ) -> None:
         parts = {"model": model, "loss": loss, "data": data, "eval_data": eval_data, "optimizer": optimizer}
@@ -65,6 +71,10 @@ class Job:
         self.callbacks = tuple(callbacks)
         given = {name: value for name, value in parts.items() if value is not None and not callable(value)}
         self.settings: Mapping[str, Any] = {**settings, **given}
+        if streaming:
+            if not callable(data):
+                raise ConfigError("streaming: it is for data that a script makes; give a function as `data`")
+            self.settings = {**self.settings, "data": {"shards": [SCRIPT_STREAM]}}
         if callable(model):
             self.settings = {**self.settings, "model": {"type": "script"}}
 

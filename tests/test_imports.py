@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
-_VALUES = {"bounds", "errors", "exit_codes", "job", "json_table"}
+_VALUES = {"bounds", "errors", "exit_codes", "job", "json_table", "ranks"}
 _PURE = _VALUES | {"planner", "schedule", "control"}
 _WORLD = _PURE | {"wire", "roles"}
 
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "exit_codes": {"errors"},
     "job": {"bounds", "errors"},
     "json_table": {"errors"},
+    "ranks": {"bounds", "job"},
     "script": {"errors", "job"},
     "streams": set(),
     "user_path": {"errors"},
@@ -45,7 +46,7 @@ MAY_IMPORT = {
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
 
-PURE_FLOORS = ("bounds", "errors", "exit_codes", "job", "json_table", "planner", "schedule", "control")
+PURE_FLOORS = ("bounds", "errors", "exit_codes", "job", "json_table", "ranks", "planner", "schedule", "control")
 
 # The world, as far as the standard library reaches into it.
 IMPURE = {
@@ -59,9 +60,13 @@ FLOORS_OF = {
     "tokenizers": {"training"},
     "safetensors": {"training"},
     "datasets": {"training"},
+    "peft": {"training"},
+    "pynvml": {"training"},
     "redis": {"training"},
+    "ray": {"runtime"},
     "trio": {"roles", "runtime", "sim", "ui", "cli"},
     "asyncssh": {"runtime"},
+    "cryptography": {"runtime"},
     "trio_asyncio": {"runtime"},
     "numpy": {"planner", "training", "sim"},
     "rich": {"ui", "cli"},
@@ -187,6 +192,34 @@ def test_asyncio_appears_in_one_file_only():
     assert len(places) == 1, sorted(places)
 
 
+def names_from(module: str) -> Iterator[tuple[str, str]]:
+    """(file, name) of every name that is imported from a module of ours, by its absolute name or a relative one."""
+    for _, path in modules():
+        file = str(path.relative_to(PACKAGE))
+        package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+                if ".".join(filter(None, (base, node.module))) == module:
+                    yield from ((file, alias.name) for alias in node.names)
+
+
+def test_one_file_knows_which_launchers_there_are():
+    are_launchers = "(name for name in door.__all__ if {'connect', 'follow', 'named'} <= {*dir(getattr(door, name))})"
+    code = f"import oobleck.runtime.launchers as door; print(*{are_launchers})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    launchers = {*done.stdout.split()} - {"Launcher"}
+    assert "ListedNodes" in launchers
+    knowing = {file for file, name in names_from("oobleck.runtime.launchers") if name in launchers}
+    assert knowing == {"cli/run/launching.py"}
+
+
+def test_launchers_alone_connect_to_nodes():
+    connecting = {file for file, name in names_from("oobleck.runtime.ssh") if name == "connect"}
+    assert connecting
+    assert {file for file in connecting if not file.startswith("runtime/launchers/")} == set()
+
+
 def loaded_after(code: str) -> set[str]:
     """The top-level packages that are loaded after running `code` in a fresh interpreter."""
     show = "import sys; print('\\nLOADED', *sorted({name.split('.')[0] for name in sys.modules}))"
@@ -219,7 +252,7 @@ def test_commands_that_only_ask_load_nothing_heavy(command):
     assert not loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])") & HEAVY
 
 
-@pytest.mark.parametrize("command", ["up", "plan", "check", "sim"])
+@pytest.mark.parametrize("command", ["up", "run", "plan", "check", "sim"])
 def test_the_help_of_a_command_that_trains_loads_no_torch(command):
     loaded = loaded_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])")
     assert not loaded & {"torch", "transformers", "asyncssh"}

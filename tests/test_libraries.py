@@ -27,7 +27,7 @@ from oobleck.planner.reconfiguration.transport import transport
 from oobleck.wire import decode_json, encode_frame, encode_json
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = {"yaml": "pyyaml", "trio_asyncio": "trio-asyncio"}
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml", "trio_asyncio": "trio-asyncio"}
 """Of modules that are called otherwise."""
 TOOLS = ("docs", "test")
 """Extras of those who work on the package; nobody who runs it needs them."""

@@ -16,7 +16,7 @@ from oobleck.errors import ConfigError, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes.script_process import describe_script
-from oobleck.script import run_script
+from oobleck.script import SCRIPT_STREAM, run_script
 
 
 def script(source: str, *arguments: str, directory: str = "/nowhere") -> ScriptSpec:
@@ -119,16 +119,24 @@ def test_words_that_are_neither_hostfile_nor_script_are_refused(tmp_path: Path, 
 
 
 def test_what_the_page_says_is_read_as_it_stands():
-    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
-    stream, source = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "training.md").read_text(encoding="utf-8")
+    endless, stream, source = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     exec(stream.replace('"kafka"', '"of-the-page"'), {"__name__": "script"})  # other tests count on no reader of Kafka
     described = run_script(script(source))
     job = load_job(json.dumps(described.settings), source="train.py", has_lines=False)
     assert (job.model.type, job.optimizer.warmup_steps, job.num_microbatches) == ("llama", 100, 16)
-    text, shards = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    settings = run_script(script(endless)).settings
+    data = load_job(json.dumps(settings), source="train.py", has_lines=False).data
+    assert (data.shards, data.epochs, data.vocab_size) == ((SCRIPT_STREAM,), 2, 50257)
+    text, tuning, adapters, shards = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert load_job(text, source="page").model.config["intermediate_size"] == 1376
+    data = load_job(tuning, source="page").data
+    assert (data.paths, data.format, data.packing) == (("chat.jsonl",), "messages", True)
+    assert load_job(adapters, source="page").model.lora.r == 16
     assert load_job(shards, source="page").data.shards == ("/data/part-*.bin",)
     examples = {
         path.name for path in (Path(__file__).parents[1] / "examples").iterdir() if path.suffix in (".py", ".yaml")
     }
-    assert set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", page)) == examples
+    pages = page + (docs / "scripts.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", pages)) == examples

@@ -39,6 +39,13 @@ CLAIMS = "tests/control/commit/test_follower.py::test_who_has_not_applied_a_step
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
+RELAYED = "tests/sim/cluster/test_relays.py::test_what_a_frozen_relay_did_not_pass_on_is_said_again"
+NAMED_TENSORS = "tests/training/model/test_named_tensors.py::test_masks_and_types_are_the_models_own_on_every_stage"
+MEANS = "tests/training/step/test_step.py::test_a_steps_loss_and_gradients_are_means_over_the_tokens_that_count"
+TUNING = "tests/e2e/test_finetuning.py::test_losses_are_those_of_transformers_whatever_fails"
+ADAPTED = "tests/training/model/test_adapters.py::test_adapters_leave_a_model_as_it_is_until_they_are_trained"
+NOT_FULL = "tests/training/data/test_script_stream.py::test_a_step_that_is_not_full_is_filled_with_what_does_not_count"
+REDUCED = "tests/training/model/test_frozen.py::test_only_what_is_trained_is_reduced"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
 
@@ -300,9 +307,49 @@ MUTATIONS = (
         name="unheard_words",
         what="an agent does not repeat to a new master what the previous one may not have received",
         file="oobleck/roles/agent.py",
-        old="        self._resend_queue.repeat_unheard(also=reported)\n",
+        old="            self._resend_queue.repeat_unheard(also=reported)\n",
         new="",
         caught_by=UNHEARD,
+    ),
+    Mutation(
+        name="lost_mail",
+        what="what was sent through a relay that was lost is not sent again",
+        file="oobleck/control/relays/mail.py",
+        old="            if kept.number <= heard:\n",
+        new="            if True:\n",
+        caught_by="tests/control/relays/test_desk.py::test_every_message_arrives_once_and_in_order",
+    ),
+    Mutation(
+        name="lost_words",
+        what="an agent does not repeat what it sent through a relay that was lost",
+        file="oobleck/roles/way.py",
+        old="        self._queue.repeat_unheard()\n",
+        new="",
+        caught_by=RELAYED,
+    ),
+    Mutation(
+        name="silent_relay",
+        what="the master waits for a relay that is silent, and for all that speak through it",
+        file="oobleck/control/relays/tree.py",
+        old="            elif now_s - agent.heard_s >= PATIENCE * self._lease_s:\n",
+        new="            elif False:\n",
+        caught_by="tests/control/relays/test_desk.py::test_a_silent_relay_is_left_before_a_lease_lapses",
+    ),
+    Mutation(
+        name="relay_speaks_for_any",
+        what="a relay is heard for nodes that do not speak through it",
+        file="oobleck/control/relays/tree.py",
+        old=" and node != through and self.root_of(node) == through else",
+        new=" else",
+        caught_by="tests/control/relays/test_desk.py::test_nobody_speaks_for_a_node_that_is_elsewhere",
+    ),
+    Mutation(
+        name="relay_behind_a_wall",
+        what="agents that nobody may be able to connect to have relays, or are some",
+        file="oobleck/control/relays/desk.py",
+        old="self._tree.come(node, now_s) if takes_calls else",
+        new="self._tree.come(node, now_s) if True else",
+        caught_by="tests/control/relays/test_desk.py::test_agents_that_take_no_calls_speak_directly_and_are_no_relays",
     ),
     Mutation(
         name="endless_save",
@@ -434,6 +481,109 @@ MUTATIONS = (
         new="        elif self._commit_state.applied == update.finish:\n",
         caught_by=KILLS,
         end_to_end="tests/e2e/test_losses.py::test_killed_nodes_cost_no_step_and_change_no_loss",
+    ),
+    Mutation(
+        name="dropped_mask",
+        what="stages but the last do not give their blocks the masks and positions of a batch",
+        file="oobleck/training/model/models.py",
+        old="use_cache=False, **others)\n        hidden:",
+        new="use_cache=False)\n        hidden:",
+        caught_by=NAMED_TENSORS,
+        end_to_end=TUNING,
+    ),
+    Mutation(
+        name="dropped_mask_of_the_head",
+        what="the last stage does not give its blocks the masks and positions of a batch",
+        file="oobleck/training/model/models.py",
+        old=', "use_cache": False, **self._others(batch)}',
+        new=', "use_cache": False}',
+        caught_by=NAMED_TENSORS,
+        end_to_end=TUNING,
+    ),
+    Mutation(
+        name="seen_padding",
+        what="padding is not hidden from the other tokens",
+        file="oobleck/training/data/samples.py",
+        old="    return {_MASK}\n",
+        new="    return set()\n",
+        caught_by="tests/training/data/test_samples.py::test_padding_is_hidden_and_predicts_nothing",
+    ),
+    Mutation(
+        name="all_tokens_count",
+        what="ignored labels count where a step's loss is averaged",
+        file="oobleck/training/data/batches.py",
+        old="int((labels != IGNORED_LABEL).sum())",
+        new="labels.numel()",
+        caught_by=MEANS,
+        end_to_end=TUNING,
+    ),
+    Mutation(
+        name="first_tokens_count",
+        what="the first token of each sample counts, though nothing predicts it",
+        file="oobleck/training/data/batches.py",
+        old="self.labels[:, 1:] if self.is_causal else",
+        new="self.labels if self.is_causal else",
+        caught_by="tests/training/data/test_data.py::test_batches_are_the_samples_asked_for",
+        end_to_end="tests/e2e/test_losses.py::test_four_nodes_compute_what_one_process_computes",
+    ),
+    Mutation(
+        name="frozen_in_buckets",
+        what="frozen parameters are reduced with those that are trained",
+        file="oobleck/training/step/reduction.py",
+        old="for name in structure.trained_parameters(layer)",
+        new="for name in structure.layer_parameters(layer)",
+        caught_by=REDUCED,
+    ),
+    Mutation(
+        name="adapters_like_weights",
+        what="adapters start as other weights do, and change the model before they are trained",
+        file="oobleck/training/model/initialization.py",
+        old="            initialize_adapter(model, module)\n",
+        new="            pass\n",
+        caught_by=ADAPTED,
+    ),
+    Mutation(
+        name="filler_that_counts",
+        what="in a stream's last step, what stands for samples that are not there counts",
+        file="oobleck/training/data/script_stream.py",
+        old="labels=np.full(shape, IGNORED_LABEL)",
+        new="labels=some.tokens.reshape(shape)",
+        caught_by=NOT_FULL,
+    ),
+    Mutation(
+        name="means_of_microbatches",
+        what="a step's loss and gradients are divided by the tokens that could count, not by those that do",
+        file="oobleck/training/step/step_work.py",
+        old="    return num_items / divisor if num_items else 1.0\n",
+        new="    return 1.0\n",
+        caught_by=MEANS,
+        end_to_end=TUNING,
+    ),
+    Mutation(
+        name="uncorrected_gradients",
+        what="only the loss is corrected to a mean over the tokens that count, not the gradients",
+        file="oobleck/training/step/layer_store.py",
+        old="record.loss_scale * record.item_share",
+        new="record.loss_scale",
+        caught_by=("tests/training/step/test_step.py::test_gradients_are_applied_as_means_over_the_tokens_that_count"),
+        end_to_end=TUNING,
+    ),
+    Mutation(
+        name="tokens_of_sections_forgotten",
+        what="the tokens of a section that is given back do not count any more",
+        file="oobleck/training/step/sections.py",
+        old="        work.num_items += section.num_items\n",
+        new="",
+        caught_by="tests/training/step/test_sections.py::"
+        "test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts",
+    ),
+    Mutation(
+        name="tokens_of_committed_sections_forgotten",
+        what="a plan in the middle of a step does not say how many tokens count in what is committed",
+        file="oobleck/control/commit/generations.py",
+        old="            num_items=verdict.partial.num_items,\n",
+        new="",
+        caught_by="tests/control/test_partial_commits.py::test_what_is_committed_of_a_step_is_not_run_again",
     ),
     Mutation(
         name="evaluated_within_a_step",

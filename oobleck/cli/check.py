@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
@@ -13,16 +12,39 @@ from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.json_table import to_json
 
-from .inputs import SLOW_FACTOR, BaseDirOption, JsonOption, PythonOption, SSHConfigOption, base_dir_of
-from .up import read_nodes, readable_file
+from .inputs import (
+    SLOW_FACTOR,
+    BaseDirOption,
+    DialIn,
+    DialInOption,
+    FromRay,
+    FromSlurm,
+    HostsFromOption,
+    JsonOption,
+    KeysOption,
+    KubernetesOption,
+    NodeSource,
+    NumNodesOption,
+    PythonOption,
+    RayOption,
+    SlurmJobOption,
+    SlurmOption,
+    SSHConfigOption,
+    base_dir_of,
+    read_source,
+)
+from .up import readable_file
 
 if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport
-    from oobleck.job import NodeSpec
+    from oobleck.runtime.launchers import Launcher
 
 __all__ = ["check"]
 
 _MAX_SLOWNESS = 1e6
+_CLOSE_S = 2.0
+_TAG = "check"
+"""Of the directory below that of all runs in which nodes that dial in find keys."""
 
 
 def check(
@@ -30,6 +52,14 @@ def check(
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
     ] = None,
+    hosts_from: HostsFromOption = None,
+    dial_in: DialInOption = None,
+    num_nodes: NumNodesOption = None,
+    keys: KeysOption = None,
+    slurm: SlurmOption = False,
+    slurm_job: SlurmJobOption = None,
+    ray: RayOption = False,
+    kubernetes: KubernetesOption = None,
     python: PythonOption = None,
     ssh_config: SSHConfigOption = None,
     slow_factor: Annotated[
@@ -48,7 +78,18 @@ def check(
         raise UsageError(
             f"--slow-factor: {slow_factor:g} is not possible; it must be more than 1, and {_MAX_SLOWNESS:,.0f} at most"
         )
-    nodes = read_nodes(hostfile, local)
+    source = read_source(
+        hostfile,
+        local=local,
+        hosts_from=hosts_from,
+        dial_in=dial_in,
+        num_nodes=num_nodes,
+        keys=keys,
+        slurm=slurm,
+        slurm_job=slurm_job,
+        ray=ray,
+        kubernetes=kubernetes,
+    )
     config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
 
     import trio
@@ -57,18 +98,21 @@ def check(
     from oobleck.runtime.processes import PatientClock
     from oobleck.ui.check_table import check_table
 
+    def say(text: str) -> None:
+        typer.echo(f"oobleck check: {text}", err=True)
+
     def tell(text: str) -> None:
         if not as_json:
-            typer.echo(f"oobleck check: {text}", err=True)
+            say(text)
 
     report = trio.run(
         _check,
-        nodes,
-        local or 0,
+        source,
         config,
-        python or sys.executable,
+        python,
         base_dir_of(base_dir).absolute(),
         slow_factor,
+        say,
         tell,
         clock=PatientClock(),
     )
@@ -76,30 +120,77 @@ def check(
         typer.echo(to_json(report.to_dict(), indent=2))
     else:
         Console().print(check_table(report))
-    raise SystemExit(ExitCode.DONE if report.is_healthy else ExitCode.FAILED)
+    num_missing = len(source.names) - len(report.nodes)
+    if num_missing > 0:
+        say(f"{num_missing} of {len(source.names)} nodes have not dialled in, and were not checked")
+    raise SystemExit(ExitCode.DONE if report.is_healthy and num_missing <= 0 else ExitCode.FAILED)
 
 
 async def _check(
-    nodes: tuple[NodeSpec, ...],
-    num_local: int,
+    source: NodeSource,
     ssh_config: Path | None,
-    python: str,
+    python: str | None,
     base_dir: Path,
     slow_factor: float,
+    say: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> CheckReport:
-    from oobleck.runtime.node_check import check_nodes
-    from oobleck.runtime.ssh import SSHOptions, open_ssh_loop, serve_local_nodes
+    """Check the nodes of a source; what has to be known is said by `say`, and what comes of it by `tell`."""
+    import trio
 
-    async with open_ssh_loop():
-        if not num_local:
-            options = SSHOptions(config=ssh_config)
-            directory = PurePosixPath("~/.oobleck")
-            return await check_nodes(
-                nodes, options, python=python, directory=directory, slow_factor=slow_factor, tell=tell
+    from oobleck.runtime.connections import NodeConnections
+    from oobleck.runtime.files import RunDirectory
+    from oobleck.runtime.node_check import check_nodes
+    from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+
+    from .run import open_launcher
+
+    known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
+    if isinstance(source, DialIn | FromSlurm | FromRay):
+        known.create()
+    async with (
+        open_ssh_loop(),
+        open_launcher(
+            source,
+            SSHOptions(config=ssh_config),
+            keys_directory=known.path / "dial-in",
+            run_id=known.run_id,
+            tell=say,
+            num_spare=0,
+        ) as launcher,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(_say_reports, launcher, say)
+        connections = NodeConnections(launcher)
+        try:
+            nodes = await launcher.begin()
+            report = await check_nodes(
+                nodes,
+                connections,
+                python=python or launcher.python,
+                directory=PurePosixPath(base_dir if launcher.are_virtual else "~/.oobleck"),
+                slow_factor=slow_factor,
+                tell=tell,
             )
-        async with serve_local_nodes(num_local) as (virtual, options):
-            directory = PurePosixPath(base_dir)
-            return await check_nodes(
-                virtual, options, python=python, directory=directory, slow_factor=slow_factor, tell=tell
-            )
+            if not (isinstance(source, DialIn) and source.keys is not None):  # else they wait for their run
+                for node in nodes:
+                    await launcher.release(node)
+            nursery.cancel_scope.cancel()
+            return report
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_S):
+                await connections.aclose()
+
+
+async def _say_reports(launcher: Launcher, say: Callable[[str], None]) -> None:
+    """Say what the launcher has to say, until cancelled; who comes and goes meanwhile is not checked."""
+    import trio
+
+    from oobleck.runtime.launchers import NodeChange, Reported
+
+    reported, changes = trio.open_memory_channel[NodeChange](0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(launcher.follow, reported)
+        async for change in changes:
+            if isinstance(change, Reported):
+                say(change.text)

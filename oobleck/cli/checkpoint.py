@@ -91,15 +91,21 @@ def export_checkpoint(
     where: WhereArgument,
     target: Annotated[Path, typer.Argument(help="The model directory to write.")],
     *,
-    form: Annotated[str, typer.Option("--format", help="hf: the format of transformers' save_pretrained.")] = "hf",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="hf: as transformers' save_pretrained, adapters taken into the weights; peft: adapters alone.",
+        ),
+    ] = "hf",
     base_dir: BaseDirOption = None,
 ) -> None:
     """Write a checkpoint's weights as a model directory for `from_pretrained`. Every byte is verified first."""
-    if form != "hf":
-        raise UsageError(f"--format: {form} is not known; it is hf")
+    if form not in ("hf", "peft"):
+        raise UsageError(f"--format: {form} is not known; it is hf or peft")
     directory, manifest = _one(where, base_dir)
     _refuse_to_overwrite(target)
-    convert("export", directory.path / manifest.name, target.absolute())
+    convert(form, directory.path / manifest.name, target.absolute())
     tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
     if tokenizer is None:
         typer.echo(f"step {manifest.step} exported to {target}; the tokenizer of its data is not on this machine")

@@ -24,6 +24,7 @@ from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.user_path import expand_user
 
+from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
 
 __all__ = ["dry_run"]
@@ -36,15 +37,14 @@ _MOMENTS = 2
 
 def dry_run(
     job: JobSpec,
-    nodes: tuple[NodeSpec, ...],
-    num_local: int,
+    source: NodeSource,
     *,
     base_dir: Path,
     resume: str,
     as_json: bool,
     find_outline: Callable[[JobSpec], ModelOutline] = outline_of,
 ) -> None:
-    """Print the plan of a job on the nodes of a hostfile, or on `num_local` virtual ones.
+    """Print the plan of a job on the nodes of a source.
 
     `find_outline` tells what the job's model is made of; by default, a process that loads torch for it.
 
@@ -52,12 +52,13 @@ def dry_run(
     paths that virtual nodes do not have. What the nodes of a hostfile have is known only in a run.
     """
     _check_base_dir(base_dir)
+    num_local = source.count if isinstance(source, VirtualOnes) else 0
     if num_local:
         _check_paths(job, resume)
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
-    names = [spec.name for spec in nodes] or [f"node{index}" for index in range(num_local)]
-    devices_per_node = _devices_per_node(nodes) if nodes else job.tensor_parallel
+    names = source.names
+    devices_per_node = _devices_per_node(source.specs) if source.specs else job.tensor_parallel
     directory = RunDirectory(base_dir=base_dir, tag=job.tag)
     outline = find_outline(job)
     measured = next(_fitting(directory.profile, job, outline), None)
@@ -71,8 +72,8 @@ def dry_run(
         kind=fixed_schedule(job),
     )
     if not as_json:
-        source = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
-        Console().print(f"dry run of {job.tag}: nothing is started. Times: {source}\n", markup=False, highlight=False)
+        times = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
+        Console().print(f"dry run of {job.tag}: nothing is started. Times: {times}\n", markup=False, highlight=False)
         if target.num_nodes < len(names):
             said = f"{target.num_nodes} of {len(names)} nodes are to train ({job.scaling.policy}): {target.reason}\n"
             Console().print(said, markup=False, highlight=False, soft_wrap=True)
@@ -142,9 +143,12 @@ def _fits(profile: Profile, job: JobSpec, outline: ModelOutline) -> bool:
 
 
 def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *, is_end: bool) -> bool:
-    expected = other.parameters * item_bytes
+    expected, frozen_bytes = other.parameters * item_bytes, (other.parameters - other.trained) * item_bytes
     # A small text yields fewer tokens than were asked for, and the embedding and the head are as much smaller.
-    same_size = layer.param_bytes <= expected if is_end else layer.param_bytes == expected
+    if is_end:
+        same_size = layer.param_bytes <= expected and layer.frozen_bytes <= frozen_bytes
+    else:
+        same_size = layer.param_bytes == expected and layer.frozen_bytes == frozen_bytes
     return layer.name == other.name and same_size
 
 
@@ -168,14 +172,15 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int) -> Profile
 def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerProfile:
     """A layer with the model's own name and sizes; wider numbers take as much longer to move and to multiply."""
     factor = item_bytes // _ITEM_BYTES["float32"]
-    param_bytes = other.parameters * item_bytes
+    param_bytes, trained_bytes = other.parameters * item_bytes, other.trained * item_bytes
     return replace(
         layer,
         name=other.name,
         forward_s={count: factor * seconds for count, seconds in layer.forward_s.items()},
         backward_s={count: factor * seconds for count, seconds in layer.backward_s.items()},
         param_bytes=param_bytes,
-        optimizer_bytes=_MOMENTS * param_bytes,
+        frozen_bytes=param_bytes - trained_bytes,
+        optimizer_bytes=_MOMENTS * trained_bytes,
         activation_bytes=factor * layer.activation_bytes,
         output_bytes=factor * layer.output_bytes,
     )

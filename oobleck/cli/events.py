@@ -99,6 +99,7 @@ def _finding_to_json(finding: Finding) -> dict[str, object]:
         "t_s": finding.t_s,
         "failure": finding.failure,
         "node": finding.node,
+        "origin": finding.origin,
         "device": None if finding.worker_id is None else finding.worker_id.device,
         "is_tried_again": finding.is_tried_again,
         "evidence": f"{evidence_text(finding)}\n{evidence_detail(finding)}".strip(),

@@ -39,7 +39,7 @@ class CliCommand:
     subcommands: tuple[CliCommand, ...] = ()
     """Commands below this one, which has no target of its own then."""
     pass_through: bool = False
-    """Whether options that it does not know are its arguments (of a training script, for instance)."""
+    """Whether it reads all words after its name itself, `--help` included."""
 
     def load(self) -> Callable[..., None]:
         """Import the command's module and return its function."""
@@ -57,7 +57,40 @@ COMMANDS: tuple[CliCommand, ...] = (
             ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
             ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
             ("oobleck up hosts.txt train.py -- --its-args", "train what a Python script says"),
+            ("oobleck up --hosts-from ./hosts.sh", "train on the nodes that a command prints, now and later"),
             ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
+        ),
+    ),
+    CliCommand(
+        name="run",
+        target="oobleck.cli.torchrun:run",
+        help="Run a script that was written for torchrun, and start it again when a process or a node fails.",
+        pass_through=True,
+        examples=(
+            ("oobleck run --nproc-per-node 8 train.py", "on this machine, as torchrun does"),
+            ("oobleck run --nproc-per-node 8 hosts.txt train.py", "on all nodes of a hostfile"),
+            (
+                "oobleck run --nnodes 2:4 --max-restarts 3 hosts.txt train.py",
+                "on two of them at least, on four at most",
+            ),
+            ("oobleck run --local 4 -m package.train", "a module, on four virtual nodes of this machine"),
+        ),
+    ),
+    CliCommand(
+        name="node",
+        target="oobleck.cli.node:node",
+        help="Give this machine to a run, where nobody may log in.",
+        examples=(
+            ("oobleck node node.json", "dial in to the master of a run that was started with --dial-in"),
+            ("oobleck node node.json 'worker3 slots=8'", "by another name, with eight devices"),
+        ),
+    ),
+    CliCommand(
+        name="keys",
+        target="oobleck.cli.keys:keys",
+        help="Make the keys of a run and its nodes beforehand.",
+        examples=(
+            ("oobleck keys keys --master oobleck-master:7077", "two files, as Kubernetes' Secrets are made from"),
         ),
     ),
     CliCommand(
@@ -247,6 +280,12 @@ COMMANDS: tuple[CliCommand, ...] = (
 
 _CONTEXT: dict[str, object] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
+_PASS_THROUGH: dict[str, object] = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
 _EXAMPLES: Examples = (
     ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
     ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
@@ -321,7 +360,7 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
             _add_commands(group, command.subcommands, words[asked + 1 :] if is_asked else ())
             app.add_typer(group, name=command.name, help=command.help, epilog=_epilog(command))
         else:
-            settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command.pass_through else None
+            settings = dict(_PASS_THROUGH) if command.pass_through else None
             app.command(
                 command.name,
                 help=None if is_asked else command.help,

@@ -15,9 +15,9 @@ from oobleck.schedule.forecast import forecast
 from oobleck.ui.plan_json import plan_json
 from oobleck.ui.plan_report import AfterLosing, PlanReport, TemplateRow, plan_report
 
-__all__ = ["make_report", "show_report"]
+__all__ = ["MAX_CASES", "make_report", "show_report"]
 
-_MAX_CASES = 64
+MAX_CASES = 64
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 
@@ -51,8 +51,8 @@ def make_report(
         why=explain_num_pipelines(planner, decision, alternatives),
         templates=_template_rows(planner, len(names)),
         losses=(
-            what_if_one_is_lost(planner, decision.plan, max_cases=_MAX_CASES),
-            *((what_if_two_are_lost(planner, decision.plan, max_cases=_MAX_CASES),) if len(names) > 1 else ()),
+            what_if_one_is_lost(planner, decision.plan, max_cases=MAX_CASES),
+            *((what_if_two_are_lost(planner, decision.plan, max_cases=MAX_CASES),) if len(names) > 1 else ()),
         ),
         after=_after(planner, decision, kind, lost) if lost else None,
         model_flops=model_flops,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_MICROBATCHES, MAX_NODES
+from oobleck.job import MAX_MICROBATCHES
 
 from .inputs import (
     DeviceOption,
@@ -23,12 +23,14 @@ from .inputs import (
     ProfileOption,
     RecomputeOption,
     SequenceLengthOption,
+    parse_nodes,
+    parse_prices,
+    parse_profiles,
     parse_schedule_name,
-    whole,
 )
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner, Profile
+    from oobleck.planner import Planner, PlannerSettings, Profile
     from oobleck.schedule import ScheduleKind
     from oobleck.ui.plan_report import PlanReport
 
@@ -41,7 +43,12 @@ def plan(
     model: ModelOption = None,
     device: DeviceOption = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes to plan for: node0, node1, …")
+        str,
+        typer.Option(
+            "--nodes",
+            metavar="N",
+            help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
+        ),
     ],
     devices_per_node: DevicesPerNodeOption = 1,
     fault_threshold: FaultThresholdOption = 1,
@@ -54,6 +61,20 @@ def plan(
     schedule: Annotated[
         str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto (the faster of the last two).")
     ] = "1f1b",
+    profiles: Annotated[
+        str | None,
+        typer.Option(
+            "--profiles", metavar="KIND:FILE,…", help="Profiles of kinds of nodes; estimates where it is missing."
+        ),
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            "--prices",
+            metavar="KIND:PRICE,…",
+            help="What a node of each kind costs an hour: also say which nodes train most for their price.",
+        ),
+    ] = None,
     after_losing: Annotated[
         str | None,
         typer.Option(
@@ -77,6 +98,7 @@ def plan(
     from .pictures import picture_writer, write_output
     from .plan_profile import ProfileSource, profile_of, utilisation_of
 
+    counts = parse_nodes(nodes)
     write_picture = picture_writer(plot) if plot is not None else None
     source = ProfileSource(
         file=profile_file,
@@ -88,23 +110,38 @@ def plan(
         activation_checkpointing=recompute,
         devices_per_node=devices_per_node,
     )
-    profile = profile_of(source)
     lost = tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
-    planner = _planner(
-        profile,
-        devices_per_node=devices_per_node,
-        fault_threshold=fault_threshold,
-        global_batch_size=global_batch,
-        num_pipelines=pipelines,
-    )
-    report = make_report(
-        planner,
-        _names(nodes, lost),
-        global_batch_size=global_batch,
-        kind=_kind(schedule),
-        lost=lost,
-        utilisation=utilisation_of(profile, source, global_batch),
-    )
+    if isinstance(counts, int):
+        for option, given in (("--profiles", profiles), ("--prices", prices)):
+            if given is not None:
+                raise UsageError(f"{option} is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+        profile = profile_of(source)
+        settings = _settings(
+            profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines, per_node=devices_per_node
+        )
+        report = make_report(
+            _planner(profile, settings),
+            _known(tuple(f"node{number}" for number in range(counts)), lost),
+            global_batch_size=global_batch,
+            kind=_kind(schedule),
+            lost=lost,
+            utilisation=utilisation_of(profile, source, global_batch),
+        )
+    else:
+        from .plan_kinds import kinds_of, make_mixed_report
+
+        names = [count.kind for count in counts]
+        kinds = kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
+        _known(tuple(name for count in counts for name in count.names), lost)
+        report = make_mixed_report(
+            counts,
+            kinds,
+            _settings(kinds[0].profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines),
+            global_batch_size=global_batch,
+            kind=_kind(schedule),
+            lost=lost,
+            prices=parse_prices(prices, names) if prices is not None else None,
+        )
     if write_picture is not None:
         write_picture(_svg(report))
     if chrome_trace is not None:
@@ -112,15 +149,16 @@ def plan(
     show_report(report, as_json=as_json)
 
 
-def _planner(
-    profile: Profile,
-    *,
-    devices_per_node: int,
-    fault_threshold: int,
-    global_batch_size: int,
-    num_pipelines: int | None,
-) -> Planner:
-    from oobleck.planner import Planner, PlannerSettings
+def _planner(profile: Profile, settings: PlannerSettings) -> Planner:
+    from oobleck.planner import Planner
+
+    return Planner(profile, settings)
+
+
+def _settings(
+    profile: Profile, global_batch_size: int, *, fault_threshold: int, num_pipelines: int | None, per_node: int = 1
+) -> PlannerSettings:
+    from oobleck.planner import PlannerSettings
 
     if global_batch_size % profile.microbatch_size:
         raise UsageError(
@@ -131,14 +169,13 @@ def _planner(
             f"--global-batch is {global_batch_size}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
             f"{profile.microbatch_size}"
         )
-    settings = PlannerSettings(
+    return PlannerSettings(
         num_microbatches=global_batch_size // profile.microbatch_size,
-        devices_per_node=devices_per_node,
-        max_devices_per_stage=devices_per_node,
+        devices_per_node=per_node,
+        max_devices_per_stage=per_node,
         fault_threshold=fault_threshold,
         num_pipelines=num_pipelines,
     )
-    return Planner(profile, settings)
 
 
 def _kind(name: str) -> ScheduleKind | None:
@@ -147,8 +184,7 @@ def _kind(name: str) -> ScheduleKind | None:
     return None if parse_schedule_name(name) == "auto" else ScheduleKind(name)
 
 
-def _names(num_nodes: int, lost: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(f"node{number}" for number in range(num_nodes))
+def _known(names: tuple[str, ...], lost: tuple[str, ...]) -> tuple[str, ...]:
     if unknown := sorted(set(lost) - set(names)):
         raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
     return names

@@ -146,7 +146,7 @@ def sim(
         str | None,
         typer.Option(
             "--cost-model",
-            metavar="ring|tree",
+            metavar="tree|ring",
             help="The protocol whose recoveries and commits are timed; by default, that of this version.",
         ),
     ] = None,

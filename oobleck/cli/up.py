@@ -15,26 +15,36 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 import typer
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 from oobleck.user_path import expand_user
 
 from .inputs import (
     BaseDirOption,
+    DialIn,
+    DialInOption,
+    HostsEveryOption,
+    HostsFromOption,
     JsonOption,
+    KeysOption,
+    KubernetesOption,
+    NumNodesOption,
     PythonOption,
+    RayOption,
+    SlurmJobOption,
+    SlurmOption,
     SSHConfigOption,
     base_dir_of,
-    parse_hostfile,
     parse_scaling,
     read_job,
+    read_source,
     with_save_every,
 )
 
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress
 
-__all__ = ["read_nodes", "readable_file", "up"]
+__all__ = ["readable_file", "up"]
 
 _STEP = re.compile(r"[0-9]{1,15}")
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
@@ -52,6 +62,15 @@ def up(
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Train on N virtual nodes of this machine.")
     ] = None,
+    hosts_from: HostsFromOption = None,
+    hosts_every: HostsEveryOption = 10.0,
+    dial_in: DialInOption = None,
+    num_nodes: NumNodesOption = None,
+    keys: KeysOption = None,
+    slurm: SlurmOption = False,
+    slurm_job: SlurmJobOption = None,
+    ray: RayOption = False,
+    kubernetes: KubernetesOption = None,
     job_file: Annotated[
         Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
     ] = None,
@@ -128,13 +147,25 @@ def up(
     ] = None,
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Train a job on the nodes of a hostfile, or on virtual nodes of this machine.
+    """Train a job on the nodes of a hostfile or of a command that prints one, or on virtual nodes of this machine.
 
     Training continues when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
     hostfile, script, arguments = _parse_words(words or [])
-    nodes = read_nodes(hostfile, local)
-    names = [spec.name for spec in nodes] if nodes else [f"node{index}" for index in range(local or 0)]
+    source = read_source(
+        hostfile,
+        local=local,
+        hosts_from=hosts_from,
+        hosts_every_s=hosts_every,
+        dial_in=dial_in,
+        num_nodes=num_nodes,
+        slurm=slurm,
+        slurm_job=slurm_job,
+        ray=ray,
+        kubernetes=kubernetes,
+        keys=keys,
+    )
+    names = source.names
     if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
@@ -171,22 +202,21 @@ def up(
         _check_python(python, is_local=local is not None)
     address = _metrics_address(metrics) if metrics is not None else None
     config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
-    kills = tuple(_parse_kill(text, names, job.max_steps) for text in kill or [])
+    known = None if isinstance(source, DialIn) else names
+    kills = tuple(_parse_kill(text, known, job.max_steps) for text in kill or [])
     if dry:
         if summary is not None:
             raise UsageError("--summary: a dry run has none; leave it out, or take --json for the plan as JSON")
         from .dry_run import dry_run
 
-        dry_run(job, nodes, local or 0, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
+        dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
     from .run import Run, run_job
 
     run = Run(
         job=job,
-        hostfile=expand_user(hostfile).absolute() if hostfile is not None else None,
-        nodes=nodes,
-        num_local=local or 0,
+        source=source,
         kills=kills,
         python=python,
         ssh_config=config,
@@ -260,34 +290,18 @@ def _check_python(python: str, *, is_local: bool) -> None:
         raise UsageError(f"--python: there is no {python or 'interpreter without a name'}; name one that can be run")
 
 
-def read_nodes(hostfile: Path | None, local: int | None) -> tuple[NodeSpec, ...]:
-    """The hostfile's nodes; none where virtual nodes are wanted, which have no addresses yet."""
-    if (hostfile is None) == (local is None):
-        raise UsageError("name the nodes by a hostfile, or ask for virtual ones with --local N; one of the two")
-    if local is not None:
-        most = 16 * (os.cpu_count() or 1)
-        if not 1 <= local <= most:
-            raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
-        return ()
-    assert hostfile is not None
-    nodes = parse_hostfile(read_input(hostfile, "hostfile"), source=str(hostfile))
-    if not nodes:
-        raise ConfigError(f"{hostfile}: names no node; write one host a line")
-    return nodes
-
-
 def readable_file(path: Path, what: str) -> Path:
     """A file that others will read, from anywhere. Raises UserError where it cannot be read."""
     read_input(path, what)
     return expand_user(path).absolute()
 
 
-def _parse_kill(text: str, nodes: list[str], max_steps: int) -> tuple[str, int]:
-    """Read NODE@STEP."""
+def _parse_kill(text: str, nodes: tuple[str, ...] | None, max_steps: int) -> tuple[str, int]:
+    """Read NODE@STEP; `nodes` is None where nobody knows yet who there will be."""
     node, at, step = text.rpartition("@")
     if not at or not _STEP.fullmatch(step):
-        raise UsageError(f"--kill: {text!r} is not NODE@STEP, as in {nodes[-1]}@20")
-    if node not in nodes:
+        raise UsageError(f"--kill: {text!r} is not NODE@STEP, as in {nodes[-1] if nodes else 'node2'}@20")
+    if nodes is not None and node not in nodes:
         raise UsageError(f"--kill: there is no node {node!r}; the nodes are {', '.join(nodes)}")
     if not 1 <= int(step) < max_steps:
         raise UsageError(f"--kill: step {step} is not between 1 and {max_steps - 1}, the last but one")

@@ -28,11 +28,13 @@ from .profiles import (
     profile_from_json,
     profile_to_json,
     shape_from_config,
+    sheet_of_product,
 )
 from .settings import PlannerSettings
 from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
+    from .mixed import MixedPlanner, NodeKind
     from .planner import Planner
     from .tensor_parallel import TensorParallelPlanner
 
@@ -45,8 +47,10 @@ __all__ = [
     "ExecutionPlan",
     "LayerProfile",
     "LayerTransfer",
+    "MixedPlanner",
     "ModelShape",
     "NetworkProfile",
+    "NodeKind",
     "Pipeline",
     "PipelineTemplate",
     "Planner",
@@ -64,6 +68,7 @@ __all__ = [
     "profile_from_json",
     "profile_to_json",
     "shape_from_config",
+    "sheet_of_product",
 ]
 
 
@@ -72,6 +77,11 @@ def __getattr__(name: str) -> object:
         from .planner import Planner
 
         return Planner
+    if name in ("MixedPlanner", "NodeKind"):
+        from . import mixed
+
+        found: object = getattr(mixed, name)
+        return found
     if name == "TensorParallelPlanner":
         from .tensor_parallel import TensorParallelPlanner
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from oobleck.errors import PlanningError
 
 from .costs import StageCosts, Timing
+from .fastest import ExactTimes, FastPipelines
 from .instantiation import SizeOption, Sizing, choose_sizes, distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
@@ -14,7 +15,10 @@ from .profiles import Profile
 from .settings import PlannerSettings
 from .templates import find_templates
 
-__all__ = ["Catalog"]
+__all__ = ["STILL_FAST", "Catalog", "rest_of_step_s"]
+
+STILL_FAST = 1.05
+"""A pipeline's own template may take this many times as long as the present one: to cut it again moves its layers."""
 
 
 class Catalog:
@@ -35,7 +39,9 @@ class Catalog:
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
-        self._needed: dict[int, tuple[Holding, ...]] = {}
+        self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
+        """By the identity of the template, which is kept with it: comparing templates takes long."""
+        self._exact = ExactTimes(self.costs)
 
     @property
     def most_nodes(self) -> int:
@@ -53,7 +59,6 @@ class Catalog:
             )
             for size, template in found.items():
                 self._templates[size] = template
-                self._needed[size] = needed_holdings(template, self.settings.devices_per_node)
                 self._options[size] = SizeOption(
                     timing=self.costs.timing(template), reduced_bytes=self.costs.reduced_bytes(template)
                 )
@@ -66,9 +71,42 @@ class Catalog:
         """Return the template of a size that `options` named."""
         return self._templates[num_nodes]
 
-    def needed(self, num_nodes: int) -> tuple[Holding, ...]:
-        """Return what each node of a pipeline of that size has to hold."""
-        return self._needed[num_nodes]
+    def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
+        """Return what each node of a pipeline of that template has to hold."""
+        if id(template) not in self._needed:
+            self._needed[id(template)] = template, needed_holdings(template, self.settings.devices_per_node)
+        return self._needed[id(template)][1]
+
+    def continued(self, template: PipelineTemplate, num_nodes: int) -> PipelineTemplate:
+        """Return the template with which a pipeline of a plan goes on, in a plan of so many nodes: mostly its own.
+
+        A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now.
+        """
+        size = template.num_nodes
+        present = self._templates[size]
+        if template is present or template.stages == present.stages:
+            return present
+        share = max(1, round(self.settings.num_microbatches * size / num_nodes))
+        is_possible = (
+            template.num_layers == self.costs.num_layers
+            and all(stage.num_devices in self.costs.device_counts for stage in template.stages)
+            and self.costs.fits(template)
+        )
+        if is_possible and self._exact.step_s(template, share) <= STILL_FAST * self._exact.step_s(present, share):
+            return template
+        return present
+
+    def faster(self, chosen: Sizing, num_nodes: int, fewest: int, most: int) -> FastPipelines | None:
+        """Return pipelines that the event-exact time shows to be faster than the chosen ones, if it does."""
+        options = self.options(num_nodes)
+        return self._exact.faster(
+            {size: self._templates[size] for size in options},
+            options,
+            chosen,
+            num_nodes=num_nodes,
+            fewest=fewest,
+            most=most,
+        )
 
     def num_pipelines(self, num_nodes: int) -> tuple[int, int]:
         """Return the fewest and the most pipelines that `num_nodes` nodes should have.
@@ -100,25 +138,25 @@ class Catalog:
 
     def build_plan(
         self,
-        pipelines: Sequence[tuple[int, Sequence[str]]],
+        pipelines: Sequence[tuple[PipelineTemplate, Sequence[str]]],
         spares: Sequence[str],
         speeds: Mapping[str, float],
         *,
         before: ExecutionPlan | None = None,
     ) -> tuple[ExecutionPlan, float]:
-        """Return the plan of pipelines given as (size, nodes), and the seconds of its step at the given speeds.
+        """Return the plan of pipelines given as (template, nodes), and the seconds of its step at the given speeds.
 
         Pipelines that are as in the plan `before` are the same objects: they know their workers already.
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
-        timings = [self._timing(size, nodes, speeds) for size, nodes in pipelines]
+        timings = [self._timing(template, nodes, speeds) for template, nodes in pipelines]
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        reduced_bytes = max(self._options[size].reduced_bytes for size, _ in pipelines)
+        reduced_bytes = max(self._options[len(nodes)].reduced_bytes for _, nodes in pipelines)
         plan = ExecutionPlan(
             pipelines=tuple(
-                self._pipeline(size, tuple(nodes), count, known)
-                for (size, nodes), count in zip(pipelines, counts, strict=True)
+                _pipeline(template, tuple(nodes), count, known)
+                for (template, nodes), count in zip(pipelines, counts, strict=True)
             ),
             spares=tuple(spares),
         )
@@ -128,24 +166,25 @@ class Catalog:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
         options = self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
         slowest_s = max(
-            _rest_s(self._timing(len(each.nodes), each.nodes, speeds), each.num_microbatches, own, others)
+            rest_of_step_s(self._timing(each.template, each.nodes, speeds), each.num_microbatches, own, others)
             for each, own, others in rests
         )
         reduced_bytes = max(options[len(pipeline.nodes)].reduced_bytes for pipeline, _, _ in rests)
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(rests))
 
-    def _pipeline(
-        self, size: int, nodes: tuple[str, ...], count: int, known: Mapping[tuple[str, ...], Pipeline]
-    ) -> Pipeline:
-        template, before = self._templates[size], known.get(nodes)
-        if before is not None and before.template is template and before.num_microbatches == count:
-            return before
-        return Pipeline(template=template, nodes=nodes, num_microbatches=count)
-
-    def _timing(self, size: int, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
+    def _timing(self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
+        """Return the bound on a pipeline's step; one that was cut by its event-exact time has that of its size."""
+        size = len(nodes)
+        bound = self._options[size].timing
         if not speeds or not any(node in speeds for node in nodes):
-            return self._options[size].timing
-        return self.costs.timing(self._templates[size], [speeds.get(node, 1.0) for node in nodes])
+            return bound
+        slowed = self.costs.timing(template, [speeds.get(node, 1.0) for node in nodes])
+        if template is self._templates[size]:
+            return slowed
+        own = self.costs.timing(template)
+        return Timing(
+            first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
+        )
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""
@@ -153,8 +192,8 @@ class Catalog:
         usable = largest * self.costs.usable_bytes
         each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
         for index, layer in enumerate(self.profile.layers):
-            footprint = self.costs.footprint(index, index + 1)
-            missing = footprint.static_bytes + footprint.activation_bytes - usable
+            held = self.costs.footprint(index, index + 1, num_devices=largest)
+            missing = held.static_bytes + held.activation_bytes - usable
             if missing > 0:
                 return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
         if self.most_nodes < 1:
@@ -167,14 +206,23 @@ class Catalog:
                 f"the model needs at least {min(larger)} nodes of {self.settings.devices_per_node} × "
                 f"{self.profile.device.name}; there {'is' if num_nodes == 1 else 'are'} {num_nodes}"
             )
-        whole = self.costs.footprint(0, self.costs.num_layers)
+        whole = self.costs.footprint(0, self.costs.num_layers, num_devices=largest)
         return (
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"
         )
 
 
-def _rest_s(timing: Timing, num_microbatches: int, own: int, others: int) -> float:
+def _pipeline(
+    template: PipelineTemplate, nodes: tuple[str, ...], count: int, known: Mapping[tuple[str, ...], Pipeline]
+) -> Pipeline:
+    before = known.get(nodes)
+    if before is not None and before.template is template and before.num_microbatches == count:
+        return before
+    return Pipeline(template=template, nodes=nodes, num_microbatches=count)
+
+
+def rest_of_step_s(timing: Timing, num_microbatches: int, own: int, others: int) -> float:
     """Return the seconds of what a pipeline has left: a pipeline that is filled takes one after the other."""
     own_s = timing.step_s(own) if own == num_microbatches else own * timing.next_s
     return own_s + (timing.step_s(others) if others else 0.0)

@@ -6,6 +6,8 @@ have equal bits.
 
 A stage pays for the messages it sends: its output to the stage after it, and its input's gradient to the one
 before it. Summed over a pipeline that is exactly the way of one microbatch there and back.
+
+What a stage holds is `footprint`; `StageCosts.most_in_flight` is the same for all stages at once.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from oobleck.errors import PlanningError
 from .plan import PipelineTemplate, StageTemplate
 from .profiles import NetworkProfile, Profile
 
-__all__ = ["Floats", "Footprint", "StageCosts", "Timing", "cut_seconds"]
+__all__ = ["MESSAGES_AT_A_CUT", "Floats", "Footprint", "StageCosts", "Timing", "cut_seconds", "footprint"]
 
 Floats = NDArray[np.float64]
 
 GRADIENT_COPIES = 1
 """Gradients are kept in the parameters' own precision."""
+MESSAGES_AT_A_CUT = 3
+"""At most, in the memory of each device beside it: two that are received ahead, and one that is sent or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,41 @@ class Timing:
 class Footprint:
     """Bytes of a stage, summed over its devices."""
 
-    static_bytes: int
-    """Parameters, gradients and optimizer state."""
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    copy_bytes: int
+    """Of gradients and weights, for reductions and autocast."""
+    communication_bytes: int
+    """Messages under way, and the communication library's own."""
+    transient_bytes: int
+    """At the fullest moment of a pass, on top of all else."""
     activation_bytes: int
-    """Of one microbatch in flight."""
+    """Of one microbatch in flight, with the output that its backward pass starts from."""
+
+    @property
+    def static_bytes(self) -> int:
+        """What is held with nothing in flight, and the room for a pass."""
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.copy_bytes + self.communication_bytes + self.transient_bytes
+
+
+def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
+    """Return what a stage of these layers holds on its devices; O(its layers)."""
+    layers = profile.layers[first_layer:stop_layer]
+    left = profile.layers[first_layer - 1].message_bytes if first_layer else 0
+    right = layers[-1].message_bytes if stop_layer < profile.num_layers else 0
+    # Each device of a stage has all of a message.
+    messages = MESSAGES_AT_A_CUT * (left + right)
+    return Footprint(
+        weight_bytes=sum(layer.param_bytes for layer in layers),
+        gradient_bytes=GRADIENT_COPIES * sum(layer.trained_bytes for layer in layers),
+        optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
+        copy_bytes=sum(layer.copy_bytes for layer in layers),
+        communication_bytes=num_devices * (messages + profile.device.communication_bytes),
+        transient_bytes=max(layer.transient_bytes for layer in layers),
+        activation_bytes=sum(layer.activation_bytes for layer in layers) + num_devices * right,
+    )
 
 
 def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
@@ -98,11 +133,13 @@ class StageCosts:
             count: _prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
             for count in self.device_counts
         }
-        self._static = _prefix_sums(
-            [(1 + GRADIENT_COPIES) * layer.param_bytes + layer.optimizer_bytes for layer in layers]
+        self._held = _prefix_sums(
+            [layer.state_bytes + GRADIENT_COPIES * layer.trained_bytes + layer.copy_bytes for layer in layers]
         )
+        self._transient = _largest([layer.transient_bytes for layer in layers])
+        self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._activation = _prefix_sums([layer.activation_bytes for layer in layers])
-        self._params = _prefix_sums([layer.param_bytes for layer in layers])
+        self._trained = _prefix_sums([layer.trained_bytes for layer in layers])
         self._cuts = {
             same_node: np.array(
                 [0.0]
@@ -126,8 +163,10 @@ class StageCosts:
 
     def most_in_flight(self, num_devices: int) -> Floats:
         """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do."""
-        room = num_devices * self.usable_bytes - (self._static[None, :] - self._static[:, None])
-        activation = self._activation[None, :] - self._activation[:, None]
+        at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
+        room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
+        room -= self._held[None, :] - self._held[:, None] + self._transient
+        activation = self._activation[None, :] - self._activation[:, None] + num_devices * self._messages[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.floor(room / activation)
         most[(activation <= 0) & (room >= 0)] = np.inf
@@ -138,11 +177,8 @@ class StageCosts:
         """Return the microbatches that 1F1B keeps in flight at a stage, itself counted in `stages_to_end`."""
         return min(stages_to_end, self.max_in_flight)
 
-    def footprint(self, first_layer: int, stop_layer: int) -> Footprint:
-        return Footprint(
-            static_bytes=int(self._static[stop_layer] - self._static[first_layer]),
-            activation_bytes=int(self._activation[stop_layer] - self._activation[first_layer]),
-        )
+    def footprint(self, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
+        return footprint(self.profile, first_layer, stop_layer, num_devices=num_devices)
 
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
         """Return each stage's seconds; `speeds` divides the compute of the template's nodes (1.0 is nominal)."""
@@ -166,20 +202,24 @@ class StageCosts:
 
     def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
         """Say whether every stage holds its state, the microbatches in flight there, and more copies of gradients."""
-        return all(
-            footprint.static_bytes
-            + self.in_flight(template.num_stages - index) * footprint.activation_bytes
-            + more_copies * (self._params[stage.stop_layer] - self._params[stage.first_layer])
-            <= stage.num_devices * self.usable_bytes
-            for index, stage in enumerate(template.stages)
-            if (footprint := self.footprint(stage.first_layer, stage.stop_layer))
+        return all(self.stage_fits(template, index, more_copies=more_copies) for index in range(template.num_stages))
+
+    def stage_fits(self, template: PipelineTemplate, index: int, *, more_copies: int = 0) -> bool:
+        """Say the same of one stage."""
+        stage = template.stages[index]
+        held = self.footprint(stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
+        needed = (
+            held.static_bytes
+            + self.in_flight(template.num_stages - index) * held.activation_bytes
+            + more_copies * (self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         )
+        return bool(needed <= stage.num_devices * self.usable_bytes)
 
     def reduced_bytes(self, template: PipelineTemplate) -> int:
         """Return the most gradient bytes that one node of the pipeline has to reduce with its peers."""
         nodes = [0] * template.num_nodes
         for stage in template.stages:
-            nodes[stage.node_index] += int(self._params[stage.stop_layer] - self._params[stage.first_layer])
+            nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
 
     def stage(self, first_layer: int, stop_layer: int, device: int, num_devices: int) -> StageTemplate:
@@ -192,6 +232,15 @@ class StageCosts:
             first_device=first_device,
             num_devices=num_devices,
         )
+
+
+def _largest(values: Sequence[float]) -> Floats:
+    """Return the largest value of every stage: `[L + 1, L + 1]`, at [i, j] of layers i to j - 1; else 0."""
+    size = len(values)
+    table = np.zeros((size + 1, size + 1))
+    for first in range(size if any(values) else 0):
+        table[first, first + 1 :] = np.maximum.accumulate(np.array(values[first:], dtype=np.float64))
+    return table
 
 
 def _prefix_sums(values: Sequence[float]) -> Floats:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from oobleck.errors import PlanningError
 
 from .catalog import Catalog
 from .decision import Decision
+from .fastest import FastPipelines
 from .formatting import counted
-from .plan import ExecutionPlan, PipelineTemplate, WorkerId
+from .plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from .profiles import Profile
-from .reconfiguration import reconfigure
+from .reconfiguration import Changes, reconfigure
 from .settings import PlannerSettings
+from .speeds import speeds_of
+from .start import check_nodes, started
 
 __all__ = ["Planner"]
 
@@ -57,12 +59,8 @@ class Planner:
         named take 1.0. Nodes of like speed come together; the slowest become the spares, if there are any. Raises
         PlanningError.
         """
-        speeds = _speeds(slow)
-        if len(set(nodes)) != len(nodes):
-            twice = sorted({node for node in nodes if nodes.count(node) > 1})
-            raise PlanningError(f"node {twice[0]} is named twice; every node has one name")
-        if not nodes:
-            raise PlanningError("no nodes were given; a plan needs at least 1")
+        speeds = speeds_of(slow)
+        check_nodes(nodes)
         wanted = self.settings.num_pipelines
         if wanted is not None and wanted > len(nodes):
             raise PlanningError(f"{wanted} pipelines need at least {wanted} nodes; there are {len(nodes)}")
@@ -71,24 +69,19 @@ class Planner:
         for num_nodes in self._counts_to_try(ordered, speeds):
             fewest, most = self._catalog.num_pipelines(num_nodes)
             sizing = self._catalog.choose(num_nodes, self.settings.num_microbatches, fewest, most)
+            if not speeds and (faster := self._catalog.faster(sizing, num_nodes, fewest, most)) is not None:
+                best = _instantiate(faster, ordered), sizing.step_s  # a bound, as all predictions are
+                continue
             pipelines, start = [], 0
             for size in sizing.sizes:
-                pipelines.append((size, ordered[start : start + size]))
+                pipelines.append((self._catalog.template(size), ordered[start : start + size]))
                 start += size
             plan, step_s = self._catalog.build_plan(pipelines, ordered[start:], speeds)
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
         plan, step_s = best
-        redundant = len(plan.pipelines) > self.settings.fault_threshold
-        return Decision(
-            plan=plan,
-            action="start",
-            reason=self._describe(plan, redundant),
-            transfers=(),
-            predicted_step_s=step_s,
-            redundant=redundant,
-        )
+        return started(plan, step_s, self.settings, sizes=self._sizes(plan))
 
     def reconfigure(
         self,
@@ -115,12 +108,7 @@ class Planner:
         return reconfigure(
             self._catalog,
             plan,
-            lost=lost,
-            joined=joined,
-            leaving=leaving,
-            resting=resting,
-            speeds=_speeds(slow),
-            held=held,
+            Changes(lost=lost, joined=joined, leaving=leaving, resting=resting, speeds=speeds_of(slow), held=held),
         )
 
     def rest_s(
@@ -131,7 +119,7 @@ class Planner:
         `rests` says for each pipeline that does, by its index, how many of its own microbatches it has left, and how
         many of others it takes after them, in a run of their own. `slow` is as in `reconfigure`.
         """
-        return self._catalog.rest_s([(plan.pipelines[index], *rest) for index, rest in rests.items()], _speeds(slow))
+        return self._catalog.rest_s([(plan.pipelines[index], *rest) for index, rest in rests.items()], speeds_of(slow))
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
         """Return whether every device under a plan holds so many copies of its gradients beside all else."""
@@ -148,21 +136,16 @@ class Planner:
                 counts.append(count)
         return counts
 
-    def _describe(self, plan: ExecutionPlan, redundant: bool) -> str:
+    def _sizes(self, plan: ExecutionPlan) -> str:
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
-        each = ", ".join(map(str, sizes[:-1])) + (", " if len(sizes) > 1 else "") + counted(sizes[-1], "node")
-        text = f"{counted(len(plan.nodes), 'node')} form{'s' if len(plan.nodes) == 1 else ''} "
-        text += f"{counted(len(sizes), 'pipeline')} ({each})"
-        if plan.spares:
-            text += f", {counted(len(plan.spares), 'spare')} left"
-        if not redundant:
-            text += f"; f = {self.settings.fault_threshold} asks for {self.settings.fault_threshold + 1}"
-        return text
+        return ", ".join(map(str, sizes[:-1])) + (", " if len(sizes) > 1 else "") + counted(sizes[-1], "node")
 
 
-def _speeds(slow: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the speeds of nodes, 0.5 for one that takes twice as long."""
-    for node, factor in (slow or {}).items():
-        if not (math.isfinite(factor) and factor > 0):
-            raise PlanningError(f"node {node} takes {factor} times as long; that must be finite and above 0")
-    return {node: 1 / factor for node, factor in (slow or {}).items()}
+def _instantiate(pipelines: FastPipelines, nodes: Sequence[str]) -> ExecutionPlan:
+    """Give each pipeline the next of the nodes; those left over are spares."""
+    instantiated, start = [], 0
+    for template, count in zip(pipelines.templates, pipelines.num_microbatches, strict=True):
+        stop = start + template.num_nodes
+        instantiated.append(Pipeline(template=template, nodes=tuple(nodes[start:stop]), num_microbatches=count))
+        start = stop
+    return ExecutionPlan(pipelines=tuple(instantiated), spares=tuple(nodes[start:]))

@@ -32,9 +32,8 @@ class TensorParallelPlanner(Planner):
                 f"tensor_parallel is {degree}, and nodes have {settings.devices_per_node} devices; "
                 "a node's devices must make whole groups"
             )
-        device = replace(profile.device, memory_bytes=profile.device.memory_bytes * degree)
         super().__init__(
-            replace(profile, device=device),
+            _of_groups(profile, degree),
             replace(
                 settings,
                 devices_per_node=settings.devices_per_node // degree,
@@ -77,6 +76,20 @@ class TensorParallelPlanner(Planner):
             plan=expand_plan(decision.plan, self.degree),
             transfers=expand_transfers(decision.transfers, self.degree),
         )
+
+
+def _of_groups(profile: Profile, degree: int) -> Profile:
+    """The profile of groups of devices that act as one: they share the layers, and each has all of a message."""
+    device, layers = profile.device, profile.layers
+    return replace(
+        profile,
+        device=replace(
+            device,
+            memory_bytes=degree * device.memory_bytes,
+            communication_bytes=degree * device.communication_bytes,
+        ),
+        layers=tuple(replace(layer, message_bytes=degree * layer.message_bytes) for layer in layers),
+    )
 
 
 def expand_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:

@@ -6,13 +6,14 @@ names. So one case of each kind is decided, and stands for as many as there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from oobleck.errors import PlanningError, Unrecoverable
 
 from .decision import Decision
+from .mixed import MixedPlanner
 from .plan import ExecutionPlan
 from .planner import Planner
 from .profiles import Profile
@@ -48,14 +49,14 @@ class LossReport:
         return len(self.cases) < self.num_kinds
 
 
-def what_if_one_is_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+def what_if_one_is_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
     """Decide every loss of one node: O(nodes of the distinct templates) decisions, or `max_cases` of them."""
-    return _report(planner, plan, 1, list(_singles(_groups(plan))), max_cases)
+    return _report(planner, plan, 1, list(_singles(_groups(plan, _kinds(planner)))), max_cases)
 
 
-def what_if_two_are_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+def what_if_two_are_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
     """Decide every loss of two nodes at once: O(the square of what one node takes), or `max_cases` of them."""
-    return _report(planner, plan, 2, list(_pairs(_groups(plan))), max_cases)
+    return _report(planner, plan, 2, list(_pairs(_groups(plan, _kinds(planner)))), max_cases)
 
 
 def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
@@ -81,12 +82,19 @@ _Group = list[tuple[str, ...]]
 """Pipelines of one template, each as its nodes; a spare counts as a pipeline of one node."""
 
 
-def _groups(plan: ExecutionPlan) -> list[_Group]:
+def _kinds(planner: Planner | MixedPlanner) -> Callable[[str], str]:
+    return planner.kind_of if isinstance(planner, MixedPlanner) else lambda node: ""
+
+
+def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
     by_template: dict[object, _Group] = {}
     for pipeline in plan.pipelines:
-        by_template.setdefault(pipeline.template.stages, []).append(pipeline.nodes)
-    spares: _Group = [(node,) for node in plan.spares]
-    return [*by_template.values(), *([spares] if spares else [])]
+        alike = pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))
+        by_template.setdefault(alike, []).append(pipeline.nodes)
+    spares: dict[str, _Group] = {}
+    for node in plan.spares:
+        spares.setdefault(kind_of(node), []).append((node,))
+    return [*by_template.values(), *spares.values()]
 
 
 def _singles(groups: list[_Group]) -> Iterator[_Case]:
@@ -111,7 +119,9 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
                     yield (first, second), count * len(other)
 
 
-def _report(planner: Planner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int) -> LossReport:
+def _report(
+    planner: Planner | MixedPlanner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int
+) -> LossReport:
     # An even sample over kinds in the order of their places.
     wanted = min(len(kinds), max_cases)
     sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]
@@ -119,7 +129,7 @@ def _report(planner: Planner, plan: ExecutionPlan, num_lost: int, kinds: list[_C
     return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
 
 
-def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
+def _decide(planner: Planner | MixedPlanner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
     try:
         decision = planner.reconfigure(plan, lost=lost)
     except (PlanningError, Unrecoverable) as error:

@@ -7,7 +7,8 @@ timeout, when it ends its workers and itself.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -15,27 +16,37 @@ import trio
 
 from oobleck.control.protocol import (
     AgentStopped,
+    BecomeRelay,
     CommitCheckpoint,
     Configure,
+    ConfigureRanks,
+    EndRanks,
     ForWorker,
     Greeting,
     Heartbeat,
     Hello,
+    JoinRelay,
     KillWorker,
+    LeaveRelay,
     Leaving,
     MasterMessage,
     Pace,
     PersistState,
     PlanOrder,
     Raised,
+    RankOutput,
+    RanksOrder,
+    Relayed,
     RemoveOld,
     RemoveUnfinished,
     SetUpWorker,
+    StartRanks,
     StartWorker,
     StateNotSaved,
     StateSaved,
     StopAgent,
     StoragePaths,
+    UseRelay,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -46,8 +57,10 @@ from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
 from .checkpoint_persister import CheckpointPersister
-from .ports import CheckpointStore, MasterConnection, WorkerHandle, WorkerHost
+from .ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
+from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
+from .way import Way
 
 __all__ = ["Agent"]
 
@@ -83,13 +96,17 @@ class _Worker:
 class _Duty:
     """What the master said at the first contact."""
 
-    configure: Configure
-    interval_s: float = field(init=False)
-    orphan_timeout_s: float = field(init=False)
+    control: ControlSpec
+    configure: Configure | None
+    """None where there are ranks in place of workers."""
 
-    def __post_init__(self) -> None:
-        self.interval_s = self.configure.job.control.heartbeat_interval_s
-        self.orphan_timeout_s = self.configure.job.control.orphan_timeout_s
+    @property
+    def interval_s(self) -> float:
+        return self.control.heartbeat_interval_s
+
+    @property
+    def orphan_timeout_s(self) -> float:
+        return self.control.orphan_timeout_s
 
 
 class Agent:
@@ -100,17 +117,22 @@ class Agent:
         *,
         tag: str,
         accept: Callable[[], Awaitable[MasterConnection]],
-        workers: WorkerHost,
+        workers: WorkerHost | None = None,
+        ranks: RankHost | None = None,
         hello: Callable[[int, tuple[WorkerStarted, ...]], Hello],
         cache_dir: Path,
         checkpoints: CheckpointStore | None = None,
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
+        relays: RelayNetwork | None = None,
     ) -> None:
-        """Without `checkpoints`, nothing is saved on this node.
+        """`workers` is where it starts the workers of a job; `ranks`, the ranks of a script; it has one of them.
+
+        Without `checkpoints`, nothing is saved on this node; without `relays`, it speaks to no other agent.
 
         `await_notice` returns, with its words, when the node is about to be taken away.
         """
         self._await_notice = await_notice
+        self._relays = relays
         self._checkpoints = checkpoints
         self._is_watching = False
         self._storage: StoragePaths | None = None
@@ -130,13 +152,23 @@ class Agent:
         self._master_came = trio.Event()
         self._heard_s = 0.0
         """When a master last said something."""
+        self._patience = trio.CancelScope()
+        """Ends a conversation in which it says nothing."""
+        self._listening = trio.CancelScope()
+        """Ends once it is asked to stop, directly or through a relay."""
+        self._way: Way | None = None
+        """While there is a conversation."""
         self._stop_reason: str | None = None
+        self._ranks = None if ranks is None else RankKeeper(ranks, say=self._resend_queue.add, show=self._show)
         self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, self._resend_queue.add)
 
     async def run(self) -> str:
         """Serve masters, one after the other; returns why it ended."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_fork_server)
+            if self._host is not None:
+                nursery.start_soon(self._watch_fork_server, self._host)
+            if self._ranks is not None:
+                nursery.start_soon(self._ranks.run)
             if self._persister is not None:
                 nursery.start_soon(self._persister.run)
             nursery.start_soon(self._meet_masters)
@@ -150,8 +182,7 @@ class Agent:
                         self._persister.leave()
                     break
                 await self._serve(connection, nursery)
-            for worker in self._workers.values():
-                worker.handle.kill()
+            self._kill_all()
             nursery.cancel_scope.cancel()
         return self._stop_reason or "done"
 
@@ -188,23 +219,33 @@ class Agent:
         try:
             workers = tuple(worker.started(device) for device, worker in sorted(self._workers.items()))
             await connection.send([self._hello(self._generation, workers)])
+            reported = () if self._persister is None else self._persister.reports
+            self._resend_queue.repeat_unheard(also=reported)
             async with trio.open_nursery() as talk:
-                talk.start_soon(self._speak, connection)
+                deliver = partial(self._hear, nursery)
+                self._way = way = Way(connection, self._resend_queue, talk, network=self._relays, deliver=deliver)
+                talk.start_soon(way.speak, self._beat)
                 talk.start_soon(self._give_way, talk.cancel_scope)
                 # A master answers heartbeats that ask. One whose machine lost its power never closes the connection.
                 self._heard_s = trio.current_time()  # it greeted
-                with trio.fail_after(self._patience_s) as patience:
+                with trio.fail_after(self._patience_s) as self._patience, trio.CancelScope() as self._listening:
                     while self._stop_reason is None:
-                        self._obey(await connection.receive(), nursery)
-                        self._heard_s = trio.current_time()
-                        patience.deadline = self._heard_s + self._patience_s
+                        self._hear(nursery, await connection.receive())
                 with trio.move_on_after(_LEAVE_S):
+                    await way.leave()
                     await self._take_leave()
                 talk.cancel_scope.cancel()
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
             pass  # the master is gone or talks nonsense; training continues, and another may come
         finally:
+            self._way = None
             await _close(connection)
+
+    def _hear(self, nursery: trio.Nursery, message: MasterMessage) -> None:
+        """The master says something, itself or through others. Raises PeerError."""
+        self._obey(message, nursery)
+        self._heard_s = trio.current_time()
+        self._patience.deadline = self._heard_s + self._patience_s
 
     async def _hear_greeting(self, connection: MasterConnection) -> None:
         with trio.fail_after(_GREETING_S):
@@ -214,12 +255,19 @@ class Agent:
         if greeting.tag != self._tag:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
 
-    async def _take_leave(self) -> None:
-        """End the workers and say so, after all that was to be said; then nothing of this node is left."""
+    def _kill_all(self) -> None:
         for worker in self._workers.values():
             worker.handle.kill()
+        if self._ranks is not None:
+            self._ranks.kill_all()
+
+    async def _take_leave(self) -> None:
+        """End the workers and say so, after all that was to be said; then nothing of this node is left."""
+        self._kill_all()
         while self._workers or self._starting:
             await self._worker_ended.wait()
+        if self._ranks is not None:
+            await self._ranks.all_gone()
         if self._persister is not None:
             with trio.move_on_after(_LEAVE_S / 2):
                 await self._persister.settle()
@@ -227,31 +275,25 @@ class Agent:
         self._resend_queue.add(AgentStopped(reason=self._stop_reason or ""))
         await self._resend_queue.all_said()
 
-    async def _speak(self, connection: MasterConnection) -> None:
-        """Say what there is to say at once, and a heartbeat every so often."""
-        reported = () if self._persister is None else self._persister.reports
-        self._resend_queue.repeat_unheard(also=reported)
-        beats_s = trio.current_time()
-        while True:
-            with trio.move_on_at(beats_s):
-                await self._resend_queue.wait()
-            now_s = trio.current_time()
-            if now_s >= beats_s:
-                beats_s = now_s + (self._duty.interval_s if self._duty else _UNTIL_TOLD_S)
-                if self._duty is not None:
-                    self._resend_queue.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
-            if said := self._resend_queue.take():
-                await connection.send(said)
-                self._resend_queue.note_sent()
+    def _beat(self) -> float:
+        """Have a heartbeat said, and return when the next one is."""
+        now_s = trio.current_time()
+        if self._duty is None:
+            return now_s + _UNTIL_TOLD_S
+        self._resend_queue.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
+        return now_s + self._duty.interval_s
 
     async def _watch_for_notice(
         self, await_notice: Callable[[ControlSpec], Awaitable[str]], control: ControlSpec
     ) -> None:
         self.request_leave(await await_notice(control))
 
-    async def _watch_fork_server(self) -> None:
+    async def _watch_fork_server(self, host: WorkerHost) -> None:
         while True:
-            self._resend_queue.add(await self._host.server_ended())
+            self._resend_queue.add(await host.server_ended())
+
+    def _show(self, output: RankOutput) -> bool:
+        return self._resend_queue.offer(output)
 
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
@@ -260,15 +302,25 @@ class Agent:
     def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
         match message:
             case Configure():
-                is_first, self._duty = self._duty is None, _Duty(message)
+                is_first, self._duty = self._duty is None, _Duty(message.job.control, message)
+                if self._host is None:
+                    raise PeerError("asked for workers; this agent runs a script")
                 if is_first:  # it is said again where it may have been lost with a connection
                     self._open_storage(message)
                     nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
-                if self._await_notice is not None and not self._is_watching:
-                    self._is_watching = True
-                    nursery.start_soon(self._watch_for_notice, self._await_notice, message.job.control)
+                self._watch_notice(message.job.control, nursery)
+            case ConfigureRanks():
+                self._duty = _Duty(message.run.control, None)
+                self._watch_notice(message.run.control, nursery)
+                self._order_ranks(message)
+            case StartRanks() | EndRanks():
+                self._order_ranks(message)
             case Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)
+            case BecomeRelay() | JoinRelay() | UseRelay() | LeaveRelay() | Relayed():
+                if self._duty is None or self._duty.configure is None or self._way is None:
+                    raise PeerError(f"{type(message).__name__} came before Configure")
+                self._way.obey(message, self._duty.configure)
             case Greeting():
                 raise PeerError("a second greeting on one connection")
             case CommitCheckpoint() | PersistState() | RemoveOld() | RemoveUnfinished():
@@ -290,8 +342,22 @@ class Agent:
                 self._tell(message.device, message)
             case StopAgent(reason=reason):
                 self._stop_reason = reason
+                self._listening.cancel()
             case _:
                 assert_never(message)
+
+    def _watch_notice(self, control: ControlSpec, nursery: trio.Nursery) -> None:
+        if self._await_notice is not None and not self._is_watching:
+            self._is_watching = True
+            nursery.start_soon(self._watch_for_notice, self._await_notice, control)
+
+    def _order_ranks(self, order: RanksOrder) -> None:
+        if self._ranks is None:
+            raise PeerError(f"said {type(order).__name__}; this agent has workers, and runs no script")
+        try:
+            self._ranks.take(order)
+        except trio.WouldBlock:
+            raise PeerError("gives more orders for ranks than can be carried out") from None
 
     def _open_storage(self, configure: Configure) -> None:
         if self._checkpoints is None or not configure.job.checkpoint.enabled:
@@ -315,7 +381,7 @@ class Agent:
 
     def _duty_for(self, device: int) -> Configure:
         """What a worker of this device is to do. Raises PeerError where there can be none."""
-        if self._duty is None:
+        if self._duty is None or self._duty.configure is None:
             raise PeerError("StartWorker came before Configure")
         configure = self._duty.configure
         if device not in range(len(configure.devices)):
@@ -324,6 +390,7 @@ class Agent:
 
     async def _run_worker(self, device: int, configure: Configure) -> None:
         """Start a worker, relay for it, and report its end."""
+        assert self._host is not None
         setup = SetUpWorker(
             job=configure.job,
             worker_id=WorkerId(node=configure.node, device=device),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 import trio
 
-from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import (
     Command,
     Connect,
@@ -19,6 +19,7 @@ from oobleck.control.events import (
     LookUpProfile,
     MessageReceived,
     NodeFailed,
+    NodesHeard,
     NodeUp,
     ProfileFound,
     Record,
@@ -38,14 +39,30 @@ from oobleck.control.journal import (
     Unreachable,
 )
 from oobleck.control.membership import saying_farewell_s
-from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello, MasterMessage
+from oobleck.control.protocol import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    Greeting,
+    Hello,
+    MasterMessage,
+    RankOutput,
+    RelayHeard,
+    RelayJoined,
+    RelayLeft,
+    RelayOpen,
+    RelayReport,
+    RelaySaid,
+)
+from oobleck.control.relays import RelayDesk
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
+from oobleck.ranks import RanksSpec
+from oobleck.wire import FrameDecoder, encode_frame
 
-from .ports import AgentConnection, Cluster, Journal, LinkLost, ProfileCache
+from .ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
 from .run_clock import RunClock
 
-__all__ = ["Master"]
+__all__ = ["Master", "decode_relayed"]
 
 _EVENTS_BUFFERED = 10_000
 _EVENTS_AT_ONCE = 100
@@ -58,13 +75,21 @@ _FAREWELL_S = 5.0
 """How long a few agents may take to end their workers once they are asked to stop."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    """An agent said something about relays, or others said something through it."""
+
+    node: str
+    report: RelayReport
+
+
 class Master:
     """Runs one job to its end. `submit` lets others (a control socket, signals) feed events."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
-        job: JobSpec,
+        coordinator: Decisions,
+        job: JobSpec | RanksSpec,
         *,
         cluster: Cluster,
         journal: Journal,
@@ -83,11 +108,13 @@ class Master:
         self._profiles = profiles
         self._hello_timeout_s = job.control.connect_timeout_s
         self._clock = clock
-        self._events, self._inbox = trio.open_memory_channel[Event](_EVENTS_BUFFERED)
+        self._events, self._inbox = trio.open_memory_channel[Event | _Reported](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
         self._observers: list[Callable[[JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
+        self._screens: list[Callable[[RankOutput], None]] = []
         self._outcome: End | None = None
+        self._relays = RelayDesk(job.control, encode=encode_frame, decode=decode_relayed)
 
     @property
     def now_s(self) -> float:
@@ -106,6 +133,10 @@ class Master:
     def listen(self, listener: Callable[[str, float], None]) -> None:
         """Have `listener` called with (node, seconds since the start) whenever a node is heard of."""
         self._listeners.append(listener)
+
+    def show_output(self, screen: Callable[[RankOutput], None]) -> None:
+        """Have what ranks write handed to `screen`: it is for people, and nothing is decided by it."""
+        self._screens.append(screen)
 
     def submit(self, event: Event) -> None:
         """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
@@ -136,38 +167,78 @@ class Master:
         return self._outcome
 
     async def _next_commands(self) -> list[Command]:
-        with trio.move_on_at(self._clock.deadline(self._coordinator.next_deadline())):
+        at = self._clock.deadline(min(self._coordinator.next_deadline(), self._relays.due_s))
+        with trio.move_on_at(at):
             commands = self._feed(await self._inbox.receive())
             with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
                 for _ in range(_EVENTS_AT_ONCE):
                     commands += self._feed(self._inbox.receive_nowait())
             return commands
+        self._post_all(self._relays.handle_deadline(self.now_s))
         return self._coordinator.handle_deadline(self.now_s)
 
-    def _feed(self, event: Event) -> list[Command]:
-        if isinstance(event, MessageReceived):
-            for listener in self._listeners:
-                listener(event.node, self.now_s)
+    def _feed(self, event: Event | _Reported) -> list[Command]:
+        match event:
+            case _Reported(node=node, report=report):
+                return self._take_report(node, report)
+            case MessageReceived(node=node, message=message):
+                if isinstance(message, RankOutput):
+                    for screen in self._screens:
+                        screen(message)
+                self._relays.hear(node, self.now_s)
+                self._note_heard(node, self.now_s)
+            case NodesHeard(heard=heard):
+                for node, heard_s in heard:
+                    self._note_heard(node, heard_s)
+            case NodeUp(node=node):
+                self._meet(node)
         return self._coordinator.handle(self.now_s, event)
+
+    def _meet(self, node: str) -> None:
+        """An agent has said hello; it has no relay yet, whatever it had before."""
+        if node in self._tunnels:
+            self._post_all(self._relays.come(node, self.now_s, takes_calls=self._tunnels[node].takes_calls))
+            self._look_after_tunnel(node)
+
+    def _note_heard(self, node: str, heard_s: float) -> None:
+        for listener in self._listeners:
+            listener(node, heard_s)
+
+    def _take_report(self, node: str, report: RelayReport) -> list[Command]:
+        try:
+            heard = self._relays.report(node, report, self.now_s)
+        except PeerError as error:
+            return self._coordinator.handle(self.now_s, NodeFailed(node=node, loss=ProtocolBroken(problem=str(error))))
+        if isinstance(report, RelayJoined | RelayLeft):
+            self._look_after_tunnel(node)
+        self._post_all(heard.sends)
+        for lost in heard.is_lost:
+            if lost in self._tunnels:
+                self._tunnels[lost].begin_again()
+        return [command for event in heard.events for command in self._feed(event)]
+
+    def _look_after_tunnel(self, node: str) -> None:
+        if node in self._tunnels:
+            self._tunnels[node].rest(not self._relays.is_direct(node))
 
     def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
         for command in commands:
             match command:
-                case Send():
-                    self._post(command)
-                case SendAll() | SendOrders():
-                    for send in command.each():
-                        self._post(send)
+                case Send() | SendAll() | SendOrders():
+                    self._post_all(self._relays.route(command, self.now_s))
                 case Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:
                         observer(entry)
                 case Connect(node=spec, attach=attach):
                     self._nodes[spec.name] = spec
+                    if (before := self._tunnels.get(spec.name)) is not None:
+                        before.scope.cancel()  # it still tries; two would each end the other's agent
                     self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events, attach=attach)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
+                    self._post_all(self._relays.go(node, self.now_s))
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
                 case LookUpProfile(key=key):
                     self.submit(ProfileFound(profile_json=self._profiles.load(key)))
@@ -176,9 +247,10 @@ class Master:
                 case End():
                     self._outcome = command
 
-    def _post(self, send: Send) -> None:
-        if send.node in self._tunnels:
-            self._tunnels[send.node].post(send.message)
+    def _post_all(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            if send.node in self._tunnels:
+                self._tunnels[send.node].post(send.message)
 
     async def _say_farewell(self) -> None:
         """Let agents end by themselves; those that do not in time are ended by `Cluster.clean`."""
@@ -194,7 +266,9 @@ class _Tunnel:
     has waited long enough. What is to be said meanwhile is kept.
     """
 
-    def __init__(self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event], *, attach: bool) -> None:
+    def __init__(
+        self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event | _Reported], *, attach: bool
+    ) -> None:
         self.scope = trio.CancelScope()
         self.closed = trio.Event()
         self._spec = spec
@@ -202,6 +276,10 @@ class _Tunnel:
         self._events = events
         self._attach = attach
         """An agent lives there: it is to be found, and none is to be started."""
+        self._connection: AgentConnection | None = None
+        self.takes_calls = False
+        """Of the newest connection."""
+        self._conversation = trio.CancelScope()
         self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
 
     def post(self, message: MasterMessage) -> None:
@@ -211,6 +289,15 @@ class _Tunnel:
         except trio.WouldBlock:
             self._fail(NotReading(num_unread=_MESSAGES_BUFFERED))
             self.scope.cancel()
+
+    def rest(self, is_resting: bool) -> None:
+        """The agent is heard through another one for now, or is no more."""
+        if self._connection is not None:
+            self._connection.rest(is_resting)
+
+    def begin_again(self) -> None:
+        """End the connection, and look for the agent by a new one: what was said is not known to have arrived."""
+        self._conversation.cancel()
 
     async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
         """Talk to the agent until its end, or until `scope` is cancelled."""
@@ -237,9 +324,13 @@ class _Tunnel:
             if self._attach and not isinstance(error, AgentGone | FaultyNode):
                 return True
             raise
+        self._connection, self.takes_calls = connection, connection.takes_calls
         try:
-            return await self._talk(connection, hello_timeout_s)
+            with trio.CancelScope() as self._conversation:
+                return await self._talk(connection, hello_timeout_s)
+            return True
         finally:
+            self._connection = None
             with trio.CancelScope(shield=True), trio.move_on_after(1):
                 await connection.aclose()
 
@@ -270,7 +361,13 @@ class _Tunnel:
 
     async def _read(self, connection: AgentConnection) -> None:
         while True:
-            said = MessageReceived(node=self._spec.name, message=await connection.receive())
+            message = await connection.receive()
+            said: Event | _Reported
+            match message:
+                case RelayOpen() | RelayJoined() | RelayLeft() | RelaySaid() | RelayHeard():
+                    said = _Reported(node=self._spec.name, report=message)
+                case _:
+                    said = MessageReceived(node=self._spec.name, message=message)
             try:
                 self._events.send_nowait(said)
             except trio.WouldBlock:
@@ -289,3 +386,11 @@ class _Tunnel:
 
     def _fail(self, loss: Loss) -> None:
         self._events.send_nowait(NodeFailed(node=self._spec.name, loss=loss))
+
+
+def decode_relayed(frame: bytes) -> AgentMessage:
+    """Read a message that an agent's relay has passed on. Raises PeerError."""
+    messages = FrameDecoder[AgentMessage](AgentMessage).feed(frame)
+    if len(messages) != 1:
+        raise PeerError(f"passes on a frame with {len(messages)} messages; it must be one")
+    return messages[0]

@@ -8,13 +8,17 @@ from typing import Protocol
 
 import trio
 
+from oobleck.control.events import Command, Event
+from oobleck.control.generations import RankSetup
 from oobleck.control.journal import JournalEntry
 from oobleck.control.protocol import (
-    AgentMessage,
     ForkServerEnded,
+    FromAgent,
     Manifest,
     MasterMessage,
     ProcessEnd,
+    RankError,
+    RelayOpen,
     SetUpWorker,
     Shard,
     StoragePaths,
@@ -22,16 +26,22 @@ from oobleck.control.protocol import (
     WorkerMessage,
 )
 from oobleck.job import CheckpointSpec, JobSpec, NodeSpec
+from oobleck.ranks import RanksSpec
 
 __all__ = [
     "AgentConnection",
     "CheckpointStore",
     "Cluster",
+    "Decisions",
     "Journal",
-    "Launcher",
     "LinkLost",
+    "LiveCluster",
     "MasterConnection",
     "ProfileCache",
+    "RankHandle",
+    "RankHost",
+    "RelayListener",
+    "RelayNetwork",
     "WorkerHandle",
     "WorkerHost",
 ]
@@ -52,16 +62,28 @@ class AgentConnection(Protocol):
         """Where the node's peers reach it."""
         ...
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the node was connected to at its address, so that other agents can be expected to do the same.
+
+        One that dials in, or is behind a jump host or a proxy command, may take no calls.
+        """
+        ...
+
     async def send(self, messages: Sequence[MasterMessage]) -> None:
         """Send messages as one write. Raises trio.BrokenResourceError when the connection is lost."""
         ...
 
-    async def receive(self) -> AgentMessage:
+    async def receive(self) -> FromAgent:
         """Wait for the next message.
 
         Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
         the agent is, PeerError for nonsense.
         """
+        ...
+
+    def rest(self, is_resting: bool) -> None:
+        """Say whether the connection is idle for now, since the agent is heard through another one."""
         ...
 
     async def aclose(self) -> None: ...
@@ -70,11 +92,45 @@ class AgentConnection(Protocol):
 class MasterConnection(Protocol):
     """The agent's end of the tunnel."""
 
-    async def send(self, messages: Sequence[AgentMessage]) -> None: ...
+    async def send(self, messages: Sequence[FromAgent]) -> None: ...
 
     async def receive(self) -> MasterMessage: ...
 
     async def aclose(self) -> None: ...
+
+
+class RelayListener(Protocol):
+    """Where an agent takes in others that are to speak through it."""
+
+    @property
+    def door(self) -> RelayOpen:
+        """What callers must know."""
+        ...
+
+    async def accept(self) -> trio.abc.Stream:
+        """Wait for the next caller, who may be anybody."""
+        ...
+
+    async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
+        """Return a stream on which nothing arrives but what comes from one who knows the ticket.
+
+        Raises trio.BrokenResourceError or trio.TooSlowError.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class RelayNetwork(Protocol):
+    """How agents reach each other. What passes is secret, and each side knows that the other belongs to the run."""
+
+    async def listen(self, address: str) -> RelayListener:
+        """Listen at an address, a host name or a network interface of this machine. Raises OSError."""
+        ...
+
+    async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
+        """Reach a listener. Raises OSError, or a trio error for a stream that is broken."""
+        ...
 
 
 class Cluster(Protocol):
@@ -100,8 +156,8 @@ class Cluster(Protocol):
         ...
 
 
-class Launcher(Cluster, Protocol):
-    """All that a run asks of what reaches its nodes: SSH today. `Cluster` is the part that the master uses."""
+class LiveCluster(Cluster, Protocol):
+    """All that a run on real nodes asks of them. `Cluster` is the part that the master uses."""
 
     async def is_alive(self, node: NodeSpec) -> bool:
         """Return whether an agent of this run lives on the node; False where it cannot be reached."""
@@ -115,12 +171,36 @@ class Launcher(Cluster, Protocol):
         """Have the node's workers take `factor` times as long; False where there are none. Raises NodeUnreachable."""
         ...
 
+    def release(self, node: NodeSpec) -> None:
+        """Give the node back to the launcher that gave it, once it is cleaned."""
+        ...
+
     async def forget(self, node: NodeSpec) -> None:
         """Give back the memory in which the node keeps states; best effort, raises nothing."""
         ...
 
     async def aclose(self) -> None:
         """Close all connections."""
+        ...
+
+
+class Decisions(Protocol):
+    """All decisions of a run, as a pure machine: the coordinator of a training job, or of a script's ranks."""
+
+    def start(self, now_s: float) -> list[Command]:
+        """Begin."""
+        ...
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        """Take in an event. Raises nothing."""
+        ...
+
+    def next_deadline(self) -> float:
+        """The latest time at which `handle_deadline` must be called; infinity for never."""
+        ...
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        """Act on what has not happened in time. Early calls do nothing."""
         ...
 
 
@@ -168,6 +248,66 @@ class WorkerHost(Protocol):
 
     async def server_ended(self) -> ForkServerEnded:
         """Wait until the process that forks workers ends; returns how it ended, and whether there is another."""
+        ...
+
+
+class RankHandle(Protocol):
+    """A rank of a script, from its agent's side."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it was forked from a process that had imported what earlier ranks import."""
+        ...
+
+    async def wait(self) -> ProcessEnd:
+        """Wait until the process is gone."""
+        ...
+
+    def ask_to_end(self) -> None:
+        """SIGTERM."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL, to all that it has started and that is still of its process group."""
+        ...
+
+    def error(self) -> RankError | None:
+        """Why it failed, as far as its error file or its standard error says."""
+        ...
+
+    def new_output(self, *, is_error: bool, is_last: bool) -> str:
+        """What it has written since `note_shown`: whole lines, some of them; all that is left with `is_last`."""
+        ...
+
+    def note_shown(self, *, is_error: bool) -> None:
+        """What `new_output` returned last is shown."""
+        ...
+
+
+class RankHost(Protocol):
+    """Where an agent starts the ranks of a script."""
+
+    async def run(self) -> None:
+        """Keep what starts ranks, for ever."""
+        ...
+
+    async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
+        """Get ready; returns how many ranks the node has. Raises ConfigError where the command cannot be run here."""
+        ...
+
+    def reserve_port(self) -> int:
+        """Return a port that is free, and keep it for a rank; the one before is given back."""
+        ...
+
+    async def start(self, setup: RankSetup) -> RankHandle:
+        """Start a rank. Raises WorkersUnavailable where none can be started, ConfigError for a bad place for logs."""
+        ...
+
+    async def server_ended(self) -> ForkServerEnded:
+        """Wait until the process that forks ranks ends; returns how it ended, and whether there is another."""
         ...
 
 

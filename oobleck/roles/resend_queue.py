@@ -13,19 +13,28 @@ from collections.abc import Iterable
 
 import trio
 
-from oobleck.control.protocol import AgentMessage, Heartbeat, Pace
+from oobleck.control.protocol import AgentMessage, Heartbeat, Pace, RankOutput, RelayHeard, RelaySaid, news_in
 
 __all__ = ["ResendQueue"]
 
+_OFFERS_WAITING = 32
 _ALIVE = Heartbeat(sequence=None)
+
+Outgoing = AgentMessage | RelaySaid | RelayHeard
+"""What an agent says: its own, and what others say through it."""
+
+
+_PASSING = (Pace, RankOutput, RelaySaid, RelayHeard)
+_ONCE = (Heartbeat, Pace, RelaySaid, RelayHeard)
+"""Of no use to a later master, said or not."""
 
 
 class ResendQueue:
     """Messages in order; the oldest are dropped when a master is away for too long."""
 
     def __init__(self, *, limit: int) -> None:
-        self._unsaid: deque[AgentMessage] = deque(maxlen=limit)
-        self._unheard: deque[AgentMessage] = deque(maxlen=limit)
+        self._unsaid: deque[Outgoing] = deque(maxlen=limit)
+        self._unheard: deque[Outgoing] = deque(maxlen=limit)
         """Said, heartbeats that ask among them, and not known to be heard."""
         self._is_pressing = False
         """Something unsaid is not only to go along with the next message."""
@@ -46,9 +55,28 @@ class ResendQueue:
         """Have a message said along with the next one, and never again."""
         self._unsaid.append(message)
 
+    def offer(self, message: RankOutput) -> bool:
+        """Have a message said once; False where too much waits to be said: it is to be offered again later."""
+        if len(self._unsaid) >= _OFFERS_WAITING:
+            return False
+        self._unsaid.append(message)
+        self._is_sent = False
+        self.wake()
+        return True
+
+    def pass_on(self, messages: Iterable[RelaySaid | RelayHeard]) -> None:
+        """Have said what others say through this agent. They keep it themselves, and say it again."""
+        self._unsaid.extend(messages)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have `wait` return: what speaks has something else to look at."""
+        self._is_pressing = True
+        self._added.unpark_all()
+
     def beat(self, *, asks: bool = False) -> None:
         """Have a heartbeat said. It is to be answered if it `asks`, or if something before it may not be heard."""
-        if asks or self._is_pressing or self._unheard:
+        if asks or self._unheard or not all(isinstance(message, _PASSING) for message in self._unsaid):
             self.add(Heartbeat(sequence=self._sequence))
             self._sequence += 1
         else:
@@ -60,12 +88,17 @@ class ResendQueue:
             while self._unheard.popleft() != Heartbeat(sequence=sequence):
                 pass
 
+    def forget_news(self, news: str) -> None:
+        """Forget what the master knows from others: see `news_in`."""
+        for message in [message for message in self._unheard if news_in(message) == news]:
+            self._unheard.remove(message)
+
     def repeat_unheard(self, also: Iterable[AgentMessage] = ()) -> None:
         """Have everything said that no master has surely heard; heartbeats were for the one before.
 
         What is to be said `also` comes first, unless it is among the rest.
         """
-        unheard = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, Heartbeat | Pace)]
+        unheard = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, _ONCE)]
         waiting = [*(message for message in also if message not in unheard), *unheard]
         self._unheard.clear()
         self._unsaid.clear()
@@ -78,12 +111,12 @@ class ResendQueue:
         while not self._is_pressing:
             await self._added.park()
 
-    def take(self) -> list[AgentMessage]:
+    def take(self) -> list[Outgoing]:
         """Return all that there is to be said. It counts as said."""
         said = list(self._unsaid)
         self._unsaid.clear()
         self._is_pressing = False
-        self._unheard.extend(message for message in said if message is not _ALIVE and not isinstance(message, Pace))
+        self._unheard.extend(message for message in said if message is not _ALIVE and not isinstance(message, _PASSING))
         return said
 
     def note_sent(self) -> None:

@@ -7,9 +7,9 @@ import logging
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 import trio
@@ -17,13 +17,14 @@ import trio
 from oobleck import __version__
 from oobleck.control.membership import attaching_s, starting_s
 from oobleck.control.node_check import Health
-from oobleck.control.protocol import AgentMessage, MasterMessage
+from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import LinkLost
 from oobleck.wire import FrameDecoder
 
+from .connections import NodeConnections
 from .files import (
     answer_command,
     clean_command,
@@ -35,18 +36,19 @@ from .files import (
     slow_command,
 )
 from .node_check import check_nodes
-from .ssh import CompletedCommand, SSHConnection, SSHOptions, connect
+from .ssh import CompletedCommand, SSHConnection
 
 __all__ = ["RemotePaths", "SSHCluster"]
 
 _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
-_COMMAND_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 10.0
 _AT_ONCE = 32
 """Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
 _NO_AGENT = 76
 """A shell's exit status where an agent was to be taken up with that does not live."""
+_TOO_LONG = "a command took too long; is the machine overloaded?"
 _NOT_FOUND = 127
 """A shell's exit status for a command that does not exist."""
 
@@ -62,28 +64,39 @@ class RemotePaths:
     cache_dir: PurePosixPath
 
 
-class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
+class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
     """A channel to an agent through an SSH connection."""
 
-    def __init__(self, connection: SSHConnection, stream: trio.abc.Stream) -> None:
-        super().__init__(stream, FrameDecoder(AgentMessage))
+    def __init__(
+        self, connection: SSHConnection, stream: trio.abc.Stream, *, has_node_ended: Callable[[], Awaitable[bool]]
+    ) -> None:
+        super().__init__(stream, FrameDecoder(FromAgent))
         self._connection = connection
+        self._has_node_ended = has_node_ended
 
     @property
     def address(self) -> str:
         return self._connection.peer_address
 
-    async def receive(self) -> AgentMessage:
+    @property
+    def takes_calls(self) -> bool:
+        return self._connection.takes_calls
+
+    def rest(self, is_resting: bool) -> None:
+        self._connection.rest(is_resting)
+
+    async def receive(self) -> FromAgent:
         try:
             return await super().receive()
         except trio.BrokenResourceError as error:
-            if self._connection.is_lost:  # else the channel was closed alone: at its other end is the agent
+            # Else the channel was closed alone: at its other end is the agent.
+            if self._connection.is_lost and not await self._has_node_ended():
                 raise LinkLost(str(error)) from error
             raise
 
 
 class SSHCluster:
-    """The nodes of a job, reached by SSH. Connections are kept: what comes later needs no new handshake."""
+    """The nodes of a job, reached by SSH, whatever their launcher is."""
 
     def __init__(
         self,
@@ -91,24 +104,28 @@ class SSHCluster:
         nodes: Sequence[NodeSpec],
         *,
         run_id: str,
-        options: SSHOptions,
+        connections: NodeConnections,
         paths: RemotePaths,
         checks_returning: bool = False,
+        runs_ranks: bool = False,
     ) -> None:
         """`nodes` are those known at the start; others may join them.
+
+        With `runs_ranks`, their agents run the ranks of a script in place of workers.
 
         With `checks_returning`, a node that the run has let go is checked before its agent is started once more.
         """
         self._tag = tag
         self._run_id = run_id
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
-        self._options = options
+        self._connections = connections
         self._paths = paths
         self._checks_returning = checks_returning
+        self._runs_ranks = runs_ranks
         self._let_go: set[str] = set()
+        self._released: set[str] = set()
+        """Nodes to be given back once they are cleaned."""
         self._turns = trio.CapacityLimiter(_AT_ONCE)
-        self._connections: dict[str, SSHConnection] = {}
-        self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         """Held while a node's agent is started or cleaned up after: a node may be added while it is still cleaned."""
 
@@ -120,7 +137,7 @@ class SSHCluster:
         """
         num_nodes = len(self._index)  # all may be reached at once, by this one process
         async with self._tending[node.name]:
-            connection = await self._connection(node)
+            connection = await self._connections.to(node)
             try:
                 if attach:
                     command = f"({answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
@@ -132,19 +149,19 @@ class SSHCluster:
                     command = self._agent_command(node)
                 completed = await connection.run(command, timeout_s=starting_s(_START_TIMEOUT_S, num_nodes))
                 socket = self._understand(node, completed)
-                return _Tunnel(connection, await connection.open_unix(socket))
+                stream = await connection.open_unix(socket)
+                return _Tunnel(connection, stream, has_node_ended=partial(self._connections.has_ended, node))
             except trio.BrokenResourceError as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
             except trio.TooSlowError as error:
-                reason = "its agent could not be started: a command took too long; is the machine overloaded?"
-                raise NodeUnreachable(node.name, reason) from error
+                raise NodeUnreachable(node.name, f"its agent could not be started: {_TOO_LONG}") from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
         """Test a node alone that the run continues without. Raises FaultyNode with its fault."""
         if not self._checks_returning or node.name not in self._let_go:
             return
         report = await check_nodes(
-            [node], self._options, python=self._paths.python, directory=self._paths.base_dir, slow_factor=math.inf
+            [node], self._connections, python=self._paths.python, directory=self._paths.base_dir, slow_factor=math.inf
         )
         verdict = report.nodes[0].verdict
         if verdict.health is Health.FAULTY:
@@ -187,6 +204,13 @@ class SSHCluster:
                 await self._run(node, clean_command(self._run_id, node.name))
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
+        if node.name in self._released:
+            self._released.discard(node.name)
+            await self._connections.release(node)
+
+    def release(self, node: NodeSpec) -> None:
+        """Give the node back to the launcher that gave it, once it is cleaned."""
+        self._released.add(node.name)
 
     async def forget(self, node: NodeSpec) -> None:
         """Give back the memory in which the node keeps states; best effort, raises nothing."""
@@ -197,26 +221,19 @@ class SSHCluster:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for connection in self._connections.values():
-            await connection.aclose()
-        self._connections.clear()
+        await self._connections.aclose()
 
     async def _run(self, node: NodeSpec, command: str) -> int:
-        connection = await self._connection(node)
+        connection = await self._connections.to(node)
         try:
             async with self._turns:
                 return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
-        except (trio.BrokenResourceError, trio.TooSlowError) as error:
-            with suppress(trio.BrokenResourceError):
-                await connection.aclose()
+        except trio.BrokenResourceError as error:
+            await self._connections.drop(node)
             raise NodeUnreachable(node.name, f"a command failed: {error}") from error
-
-    async def _connection(self, node: NodeSpec) -> SSHConnection:
-        async with self._locks[node.name]:
-            connection = self._connections.get(node.name)
-            if connection is None or connection.is_lost:
-                connection = self._connections[node.name] = await connect(node, self._options)
-            return connection
+        except trio.TooSlowError as error:
+            await self._connections.drop(node)
+            raise NodeUnreachable(node.name, _TOO_LONG) from error
 
     def _agent_command(self, node: NodeSpec) -> str:
         index = self._index.setdefault(node.name, len(self._index))
@@ -229,7 +246,8 @@ class SSHCluster:
             "--cache": self._paths.cache_dir,
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
-        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.processes.agent_process {options}"
+        ranks = " --ranks" if self._runs_ranks else ""
+        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.processes.agent_process {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         """Read the answer of the agent's start: the path of its socket."""

@@ -6,12 +6,13 @@ apart from the package's own names, since it brings the planner's cost model alo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oobleck.planner import PipelineTemplate, Profile
 
 from .compile import compile_schedule
-from .costs_of_stages import stage_costs
+from .costs_of_stages import profiles_of_stages, stage_costs
 from .schedule import ScheduleKind
 from .timeline import Timeline, timeline
 
@@ -36,14 +37,14 @@ class ScheduleChoice:
 
 
 def choose_schedule(
-    profile: Profile,
+    profile: Profile | Sequence[Profile],
     template: PipelineTemplate,
     num_microbatches: int,
     *,
     reduce_s: float = 0.0,
     reserved_memory_bytes: int = 0,
 ) -> ScheduleChoice:
-    """Choose between 1F1B and zero-bubble for one pipeline by their timelines.
+    """Choose between 1F1B and zero-bubble for one pipeline by their timelines; `profile` is as for `stage_costs`.
 
     1F1B reduces gradients while the last backward pass runs, and is taken to hide all of it (`reduce_s`); zero-bubble
     is not, and must fit the memory of every stage's devices at its fullest. O(instructions).
@@ -53,10 +54,11 @@ def choose_schedule(
         return ScheduleChoice(timeline=plain, saved=0.0)
     split = _evaluate(profile, template, num_microbatches, ScheduleKind.ZERO_BUBBLE, reduce_s)
     saved = 1 - split.makespan_s / (plain.makespan_s - reduce_s)
-    available = profile.device.memory_bytes - reserved_memory_bytes
     fits = all(
-        peak <= stage.num_devices * available
-        for peak, stage in zip(split.peak_memory_bytes, template.stages, strict=True)
+        peak <= stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes)
+        for peak, stage, own in zip(
+            split.peak_memory_bytes, template.stages, profiles_of_stages(profile, template), strict=True
+        )
     )
     return (
         ScheduleChoice(timeline=split, saved=saved)
@@ -66,7 +68,11 @@ def choose_schedule(
 
 
 def _evaluate(
-    profile: Profile, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, reduce_s: float
+    profile: Profile | Sequence[Profile],
+    template: PipelineTemplate,
+    num_microbatches: int,
+    kind: ScheduleKind,
+    reduce_s: float,
 ) -> Timeline:
     return timeline(
         compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches),

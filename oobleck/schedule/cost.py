@@ -35,7 +35,7 @@ class StageCost:
     weight_activation_bytes: int | None = None
     """What BACKWARD_INPUT must leave for BACKWARD_WEIGHT: some of that, and gradients; None means as much as that."""
     static_bytes: int = 0
-    """Held during the whole step: weights, gradients, optimizer state."""
+    """Held during the whole step: weights, gradients, optimizer state, copies, messages, and room for a pass."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

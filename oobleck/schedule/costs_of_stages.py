@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from oobleck.planner import LayerProfile, PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import GRADIENT_COPIES, cut_seconds
+from oobleck.planner.costs import cut_seconds, footprint
 
 from .cost import StageCost
 
-__all__ = ["stage_costs"]
+__all__ = ["profiles_of_stages", "stage_costs"]
 
 
 class _Passes(TypedDict):
@@ -24,29 +24,40 @@ class _Passes(TypedDict):
 
 
 def stage_costs(
-    profile: Profile, template: PipelineTemplate, *, reduce_s: float = 0.0, splits: bool = False
+    profile: Profile | Sequence[Profile], template: PipelineTemplate, *, reduce_s: float = 0.0, splits: bool = False
 ) -> tuple[StageCost, ...]:
     """Say what each stage of a template costs; `reduce_s` is the same for all of them.
+
+    `profile` may be one for each node of the pipeline, where these are of several kinds.
 
     These are the planner's own costs, in parts: its seconds of a stage are forward, backward and both sends. With
     `splits`, stages after the first take the backward pass in two parts, at the costs that the profile has measured
     for that; where it has none, at those of the whole pass, half in each part.
     """
     stages = template.stages
+    profiles = profiles_of_stages(profile, template)
     costs = []
-    for index, stage in enumerate(stages):
+    for index, (stage, profile) in enumerate(zip(stages, profiles, strict=True)):
         layers = [profile.layers[layer] for layer in stage.layers]
+        held = footprint(profile, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
         costs.append(
             StageCost(
                 **_passes(layers, stage.num_devices, splits=splits and index > 0),
                 send_forward_s=_send_s(profile, stages, index, index + 1),
                 send_backward_s=_send_s(profile, stages, index, index - 1),
                 reduce_s=reduce_s,
-                activation_bytes=sum(layer.activation_bytes for layer in layers),
-                static_bytes=sum((1 + GRADIENT_COPIES) * layer.param_bytes + layer.optimizer_bytes for layer in layers),
+                activation_bytes=held.activation_bytes,
+                static_bytes=held.static_bytes,
             )
         )
     return tuple(costs)
+
+
+def profiles_of_stages(profile: Profile | Sequence[Profile], template: PipelineTemplate) -> tuple[Profile, ...]:
+    """Return the profile of each stage's node, from one for all nodes or one for each."""
+    if isinstance(profile, Profile):
+        return (profile,) * template.num_stages
+    return tuple(profile[stage.node_index] for stage in template.stages)
 
 
 def _send_s(profile: Profile, stages: Sequence[StageTemplate], source: int, target: int) -> float:

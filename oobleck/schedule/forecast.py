@@ -7,19 +7,37 @@ cost model, and numpy with it, along.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from oobleck.planner import ExecutionPlan, PipelineTemplate, Profile, StageTemplate
+from oobleck.planner.costs import Footprint, footprint
 from oobleck.planner.instantiation import reduction_s
 
 from .choice import choose_schedule
 from .compile import compile_schedule
-from .costs_of_stages import stage_costs
+from .costs_of_stages import profiles_of_stages, stage_costs
 from .schedule import ScheduleKind
 from .timeline import Timeline, timeline
 
-__all__ = ["Forecast", "PipelineForecast", "forecast", "stage_costs"]
+__all__ = ["Forecast", "PipelineForecast", "StageMemory", "forecast", "stage_costs"]
+
+_Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
+"""What pipelines that do the same have in common: stages, their nodes' profiles by identity, microbatches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage's devices hold at their fullest, together: bytes by kind."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    copies: int
+    activations: int
+    """Of the microbatches in flight, with what a pass takes for a moment."""
+    communication: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +48,27 @@ class PipelineForecast:
     """Indices in the plan."""
     template: PipelineTemplate
     timeline: Timeline
+    footprints: tuple[Footprint, ...]
+    """Of each stage."""
     available_bytes: tuple[int, ...]
     """For each stage, the memory of its devices that the model may have."""
+    profiles: tuple[Profile, ...]
+    """Of each node."""
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """For each stage; its kinds add up to the timeline's peak."""
+        return tuple(
+            StageMemory(
+                weights=held.weight_bytes,
+                gradients=held.gradient_bytes,
+                optimizer=held.optimizer_bytes,
+                copies=held.copy_bytes,
+                activations=peak - held.static_bytes + held.transient_bytes,
+                communication=held.communication_bytes,
+            )
+            for held, peak in zip(self.footprints, self.timeline.peak_memory_bytes, strict=True)
+        )
 
     @property
     def headroom_bytes(self) -> tuple[int, ...]:
@@ -69,44 +106,68 @@ def forecast(
     *,
     kind: ScheduleKind | None = ScheduleKind.ONE_F_ONE_B,
     reserved_memory_bytes: int = 0,
+    profile_of: Callable[[str], Profile] | None = None,
 ) -> Forecast:
     """Evaluate every kind of pipeline of a plan event by event; without a `kind`, under the schedule that it chooses.
 
     Gradients are reduced once all are there, at the rate that the planner assumes; nothing of it overlaps
-    with the backward pass. O(instructions of the distinct pipelines).
+    with the backward pass. Where nodes are of several kinds, `profile_of` returns the profile of each node's, with the
+    network that all share. O(instructions of the distinct pipelines).
     """
-    groups: dict[tuple[tuple[StageTemplate, ...], int], list[int]] = {}
+    groups: dict[_Alike, list[int]] = {}
+    profiles: dict[_Alike, tuple[Profile, ...]] = {}
     for index, pipeline in enumerate(plan.pipelines):
-        groups.setdefault((pipeline.template.stages, pipeline.num_microbatches), []).append(index)
+        own = (profile,) * len(pipeline.nodes) if profile_of is None else tuple(profile_of(n) for n in pipeline.nodes)
+        alike = pipeline.template.stages, tuple(map(id, own)), pipeline.num_microbatches
+        groups.setdefault(alike, []).append(index)
+        profiles[alike] = own
     templates = [plan.pipelines[indices[0]].template for indices in groups.values()]
-    reduced_bytes = max(node_bytes for template in templates for node_bytes in _param_bytes(profile, template))
+    reduced_bytes = max(node_bytes for template in templates for node_bytes in _trained_bytes(profile, template))
     reduce_s = reduction_s(profile.network, reduced_bytes, len(plan.pipelines))
-    per_device = profile.device.memory_bytes - reserved_memory_bytes
     return Forecast(
         plan=plan,
         pipelines=tuple(
-            PipelineForecast(
-                pipelines=tuple(indices),
-                template=template,
-                timeline=_timeline(profile, template, num_microbatches, kind, reduce_s, reserved_memory_bytes),
-                available_bytes=tuple(stage.num_devices * per_device for stage in template.stages),
-            )
-            for template, ((_, num_microbatches), indices) in zip(templates, groups.items(), strict=True)
+            _pipeline(tuple(indices), template, profiles[alike], alike[-1], kind, reduce_s, reserved_memory_bytes)
+            for template, (alike, indices) in zip(templates, groups.items(), strict=True)
         ),
         reduce_s=reduce_s,
     )
 
 
-def _param_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:
-    """For each node, the bytes of the parameters of all its stages."""
+def _pipeline(
+    pipelines: tuple[int, ...],
+    template: PipelineTemplate,
+    profiles: tuple[Profile, ...],
+    num_microbatches: int,
+    kind: ScheduleKind | None,
+    reduce_s: float,
+    reserved_memory_bytes: int,
+) -> PipelineForecast:
+    each = list(zip(template.stages, profiles_of_stages(profiles, template), strict=True))
+    return PipelineForecast(
+        pipelines=pipelines,
+        template=template,
+        timeline=_timeline(profiles, template, num_microbatches, kind, reduce_s, reserved_memory_bytes),
+        footprints=tuple(
+            footprint(own, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices) for stage, own in each
+        ),
+        available_bytes=tuple(
+            stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes) for stage, own in each
+        ),
+        profiles=profiles,
+    )
+
+
+def _trained_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:
+    """For each node, the bytes of the trained parameters of all its stages."""
     nodes = [0] * template.num_nodes
     for stage in template.stages:
-        nodes[stage.node_index] += sum(profile.layers[layer].param_bytes for layer in stage.layers)
+        nodes[stage.node_index] += sum(profile.layers[layer].trained_bytes for layer in stage.layers)
     return nodes
 
 
 def _timeline(
-    profile: Profile,
+    profile: Sequence[Profile],
     template: PipelineTemplate,
     num_microbatches: int,
     kind: ScheduleKind | None,

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError, DataError
 from oobleck.job import JobSpec
-from oobleck.script import run_script
-from oobleck.training.data import Dataset, ScriptSamples, open_source
-from oobleck.training.model import ModelStructure, Task
+from oobleck.script import SCRIPT_STREAM, run_script
+from oobleck.training.data import Dataset, ModelInputs, ScriptSamples, ScriptStream, open_source
+from oobleck.training.model import ModelStructure, separates_documents
 from oobleck.training.optim import Optimizer
 
 __all__ = ["Assembly", "assemble", "check_optimizer", "structure_of_job"]
+
+_LEAST_KEPT, _STEPS_KEPT = 4096, 96
+"""Samples of a stream that stay in memory: records are dealt some 32 steps ahead, and a step may be run again."""
 
 _Made = Mapping[str, Callable[..., Any]]
 
@@ -40,17 +44,25 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size)
-    if structure.task == "masked_lm" and job.data.shards:
-        raise ConfigError("data.shards: masked language models take no shards; name files by data.paths")
+    if structure.task != "causal_lm" and job.data.shards and not _streams(job):
+        raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
+    if structure.task == "masked_lm" and _streams(job):
+        raise ConfigError("streaming: tokens are masked by the numbers of samples; give data that has a length")
     if structure.task == "masked_lm":
         train = train.with_masking(probability=job.data.mlm_probability, seed=job.seed)
         if validation is not None:
             validation = validation.with_masking(probability=job.data.mlm_probability, seed=job.seed)
         if train.vocab_size != train.source.vocab_size:  # the mask is a token more
             structure = _structure(job, made, vocab_size=train.vocab_size)
+    inputs = _inputs(structure)
+    with _blaming_the_data():
+        train = train.with_inputs(inputs)
+        validation = None if validation is None else validation.with_inputs(inputs)
     if job.eval_steps and validation is None:
         raise ConfigError("eval_steps: nothing is kept for evaluation; set data.validation_split as well, to 0.05 say")
-    return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made))
+    return Assembly(
+        job=job, train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made, structure)
+    )
 
 
 @contextmanager
@@ -69,14 +81,19 @@ def structure_of_job(job: JobSpec) -> ModelStructure:
 
 def check_optimizer(job: JobSpec) -> None:
     """Make a job's optimizer, and its first step's rate, as a trial. Raises ConfigError for one that cannot be."""
-    optimizer = _optimizer(job, _made_by_script(job))
+    optimizer = _optimizer(job, _made_by_script(job), None)
     optimizer.layout()
     optimizer.learning_rate(1)
 
 
-def _optimizer(job: JobSpec, made: _Made) -> Optimizer:
-    factory, schedule = made.get("optimizer"), made.get("lr_lambda")
-    return Optimizer(job.optimizer, max_steps=job.max_steps, factory=factory, schedule=schedule)
+def _optimizer(job: JobSpec, made: _Made, structure: ModelStructure | None) -> Optimizer:
+    return Optimizer(
+        job.optimizer,
+        max_steps=job.max_steps,
+        factory=made.get("optimizer"),
+        schedule=made.get("lr_lambda"),
+        frozen=frozenset() if structure is None else structure.frozen,
+    )
 
 
 def _made_by_script(job: JobSpec) -> _Made:
@@ -86,20 +103,56 @@ def _made_by_script(job: JobSpec) -> _Made:
 def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Dataset | None]:
     if "data" not in made:
         return Dataset(open_source(job.text, cache_dir=cache_dir)).split(job.data.validation_split)
+    made_here = partial(ScriptSamples, sequence_length=job.data.sequence_length, vocab_size=job.data.vocab_size)
+    if _streams(job):
+        kept = Dataset(made_here(made["eval_data"])) if "eval_data" in made else None
+        return Dataset(_stream(job, made["data"])), kept
     if job.data.shards:
         raise ConfigError("data.shards: the script makes the data itself; leave one of the two out")
-    sizes = {"sequence_length": job.data.sequence_length, "vocab_size": job.data.vocab_size}
-    train, validation = Dataset(ScriptSamples(made["data"], **sizes)).split(job.data.validation_split)
+    if job.data.format != "text":
+        raise ConfigError("data.format: the script makes the data itself; leave one of the two out")
+    train, validation = Dataset(made_here(made["data"])).split(job.data.validation_split)
     if "eval_data" in made:
-        validation = Dataset(ScriptSamples(made["eval_data"], **sizes))
+        validation = Dataset(made_here(made["eval_data"]))
     return train, validation
+
+
+def _streams(job: JobSpec) -> bool:
+    """Whether the script gives its samples one after the other."""
+    return job.data.shards == (SCRIPT_STREAM,)
+
+
+def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
+    return ScriptStream(
+        make,
+        sequence_length=job.data.sequence_length,
+        vocab_size=job.data.vocab_size,
+        num_kept=max(_LEAST_KEPT, _STEPS_KEPT * job.global_batch_size),
+    )
 
 
 def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
         return ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
-    task: Task = job.model.task or "causal_lm"
+    if job.model.lora.r is not None:
+        raise ConfigError(
+            "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
+        )
     return ModelStructure.from_factory(
-        made["model"], loss=made.get("loss"), task=task, vocab_size=vocab_size, sequence_length=length
+        made["model"], loss=made.get("loss"), task=job.model.task, vocab_size=vocab_size, sequence_length=length
+    )
+
+
+def _inputs(structure: ModelStructure) -> ModelInputs:
+    """What a model takes of samples."""
+    config, task = structure.config, structure.task
+    pad_id = getattr(config, "pad_token_id", None)
+    has_padding = isinstance(pad_id, int) and pad_id >= 0
+    return ModelInputs(
+        task=task,
+        names=structure.takes,
+        pad_id=pad_id if has_padding else None if task == "sequence_classification" else 0,
+        num_labels=config.num_labels if task in ("sequence_classification", "token_classification") else None,
+        separates_documents=cache(partial(separates_documents, structure)),
     )

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.control.node_check import CheckedNode, CheckReport, Health
+from oobleck.control.node_check import CheckedNode, CheckReport, Health, sentences_of
 
 from .formatting import bytes_text, one_line
 
@@ -50,10 +50,29 @@ def _complaints(report: CheckReport) -> Iterator[Text]:
         verdict = node.verdict
         if verdict.reason:
             yield Text(f"{verdict.node}: {one_line(verdict.reason)}", style=_STYLES[verdict.health])
+        for health in (Health.FAULTY, Health.SLOW, Health.HEALTHY):
+            for sentence in sentences_of(each for each in node.findings if each.health is health):
+                if sentence != verdict.reason:
+                    style = "yellow" if health is Health.HEALTHY else _STYLES[health]
+                    yield Text(f"{verdict.node}: {one_line(sentence)}", style=style)
+        if (speeds := _speeds(node)) is not None:
+            yield speeds
         for warning in node.warnings:
             yield Text(f"{verdict.node}: {one_line(warning)}", style="yellow")
     for link in report.links:
         yield Text(f"link {link.nodes[0]} to {link.nodes[1]}: {one_line(link.reason)}", style="bold red")
+
+
+def _speeds(node: CheckedNode) -> Text | None:
+    """The range of what a node's GPUs reached."""
+    products = sorted(each.product_flops for each in node.gpus if each.product_flops is not None)
+    copies = sorted(each.memory_bytes_per_s for each in node.gpus if each.memory_bytes_per_s is not None)
+    if not products or not copies:
+        return None
+    return Text(
+        f"{node.verdict.node}: its GPUs reach {products[0] / 1e12:.0f} to {products[-1] / 1e12:.0f} TFLOP/s in "
+        f"bfloat16, and copy at {bytes_text(copies[0])}/s to {bytes_text(copies[-1])}/s"
+    )
 
 
 def _exchanges(report: CheckReport) -> Text:

@@ -7,6 +7,7 @@ and gives the room it has to what matters first: header, progress, pipelines, th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -42,6 +43,8 @@ _NODE_STYLES = {
 _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 _GAP = "   "
+_MOST_ORIGINS = 12
+"""Of more nodes the names and states alone are drawn."""
 
 
 class Dashboard:
@@ -63,6 +66,8 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
 
     With `fill`, the events take whatever height is left; without, only a few newest ones are drawn.
     """
+    if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin for node in snapshot.nodes):
+        snapshot = replace(snapshot, nodes=tuple(replace(node, origin="") for node in snapshot.nodes))
     head = [_title(snapshot, width), *_facts(snapshot, width), _progress(snapshot, width)]
     head = head[: max(1, height)]
     room = height - len(head)
@@ -165,12 +170,26 @@ def _heard(node: NodeView) -> str:
 def _node_text(node: NodeView) -> Text:
     style = _NODE_STYLES[node.state]
     mark = "✗ " if node.state is NodeState.LOST else "● "
-    return Text.assemble((mark, style), one_line(node.name), " ", (node.state.value, style), (_heard(node), "dim"))
+    origin = f" {one_line(node.origin)}" if node.origin else ""
+    return Text.assemble(
+        (mark, style), one_line(node.name), " ", (node.state.value, style), (_heard(node), "dim"), (origin, "dim")
+    )
 
 
 def _columns(nodes: Sequence[NodeView], width: int) -> int:
     """How many nodes fit side by side. Counts cells without drawing: there may be thousands of nodes."""
-    widest = max((cell_len(node.name) + len(node.state.value) + len(_heard(node)) + 3 for node in nodes), default=1)
+    widest = max(
+        (
+            cell_len(node.name)
+            + len(node.state.value)
+            + len(_heard(node))
+            + bool(node.origin)
+            + cell_len(node.origin)
+            + 3
+            for node in nodes
+        ),
+        default=1,
+    )
     return max(1, (width + len(_GAP) - 1) // (widest + len(_GAP)))
 
 

@@ -30,6 +30,7 @@ def _lines(incident: Incident) -> Iterator[str]:
     fatal = "; the job ended over it" if incident.is_fatal else ""
     yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {title(incident)}{fatal}"
     yield from _told("because", _evidence(incident.root))
+    yield from _told("where", (one_line(incident.root.origin),) if incident.root.origin else ())
     shown = incident.consequences[:_MAX_CONSEQUENCES]
     yield from _told("then", (f"{_who(finding)}{one_line(evidence_text(finding))}" for finding in shown))
     if len(incident.consequences) > len(shown):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 from oobleck.planner import Decision, Profile
 from oobleck.planner.what_if import LossReport, moved_bytes, transfer_s
@@ -36,6 +37,14 @@ def plan_json(report: PlanReport) -> str:
         "losses": [_losses(profile, losses) for losses in report.losses],
         "after_losing": None,
     }
+    if report.kinds:
+        document["kinds"] = [
+            {"name": name, "nodes": number, "devices_per_node": devices} for name, number, devices in report.kinds
+        ]
+        document["devices_per_node"] = None
+        document["device"] = None
+    if report.priced:
+        document["prices"] = [asdict(each) for each in report.priced]
     if report.after is not None:
         document["after_losing"] = {
             "lost": report.after.lost,
@@ -96,6 +105,7 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "devices": stage.num_devices,
                 "busy_s": found.busy_s[index],
                 "peak_memory_bytes": found.peak_memory_bytes[index],
+                "memory_bytes": asdict(each.memory[index]),
                 "available_bytes": each.available_bytes[index],
                 "headroom_bytes": each.headroom_bytes[index],
             }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,12 +14,12 @@ from rich.text import Text
 from oobleck.planner import Decision, PipelineTemplate, Profile
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
 from oobleck.schedule import ScheduleKind
-from oobleck.schedule.forecast import Forecast, PipelineForecast
+from oobleck.schedule.forecast import Forecast, PipelineForecast, StageMemory
 
 from .formatting import bytes_text, count_text, layers_text, percent_text, seconds_text
 from .timeline import Figure, timeline_lines
 
-__all__ = ["AfterLosing", "PlanReport", "TemplateRow", "figures_of", "plan_report"]
+__all__ = ["AfterLosing", "PlanReport", "Priced", "TemplateRow", "figures_of", "plan_report"]
 
 _MAX_TEMPLATES = 16
 
@@ -44,6 +44,17 @@ class AfterLosing:
     forecast: Forecast
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """What some nodes train for their price."""
+
+    nodes: Mapping[str, int]
+    """How many of each kind."""
+    dollars_per_h: float
+    step_s: float
+    samples_per_dollar: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """Everything that `oobleck plan` has to say."""
@@ -65,6 +76,17 @@ class PlanReport:
     """Floating-point operations of the model in one step; None where they are not known."""
     peak_flops_per_s: float | None = None
     """Of one device; None where it is not known."""
+    kinds: tuple[tuple[str, int, int], ...] = ()
+    """Where nodes are of several kinds: each kind's name, nodes, and devices a node."""
+    kind_of: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each node, where there are several."""
+    priced: tuple[Priced, ...] = ()
+    """What all nodes train for their price, and then those that train the most for theirs, if they are others."""
+
+    def kinds_in(self, forecast: Forecast, each: PipelineForecast) -> tuple[str, ...]:
+        """The kind of each node of a kind of pipeline; none where all nodes are alike."""
+        nodes = forecast.plan.pipelines[each.pipelines[0]].nodes
+        return tuple(self.kind_of[node] for node in nodes) if self.kinds else ()
 
     @property
     def shown(self) -> Forecast:
@@ -89,16 +111,17 @@ def plan_report(report: PlanReport, *, width: int) -> RenderableType:
     slowest = max(report.shown.pipelines, key=lambda each: each.timeline.makespan_s)
     parts: list[RenderableType] = [
         _headline(report),
-        _templates(report),
-        _pipelines("the plan", report.forecast),
-        _stages(report.forecast),
+        *([_templates(report)] if report.templates else []),
+        _pipelines("the plan", report, report.forecast),
+        _stages(report, report.forecast),
+        *([_prices(report)] if report.priced else []),
         *(_losses(report, losses) for losses in report.losses),
     ]
     if report.after is not None:
         parts += [
             _after(report, report.after),
-            _pipelines("the plan after the loss", report.after.forecast),
-            _stages(report.after.forecast),
+            _pipelines("the plan after the loss", report, report.after.forecast),
+            _stages(report, report.after.forecast),
         ]
     parts.append(_timeline(slowest, width))
     return Group(*parts)
@@ -114,9 +137,10 @@ def figures_of(forecast: Forecast) -> tuple[Figure, ...]:
 def _headline(report: PlanReport) -> Text:
     profile, forecast = report.profile, report.forecast
     text = Text()
-    text.append(
-        f"{profile.model} on {report.num_nodes} nodes of {report.devices_per_node} × {profile.device.name}", "bold"
-    )
+    cluster = f"{report.num_nodes} nodes of {report.devices_per_node} × {profile.device.name}"
+    if report.kinds:
+        cluster = " and ".join(f"{number} nodes of {devices} × {name}" for name, number, devices in report.kinds)
+    text.append(f"{profile.model} on {cluster}", "bold")
     text.append(
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
         f"{count_text(profile.sequence_length)} tokens each, f = {report.fault_threshold}"
@@ -196,14 +220,14 @@ def _name(each: PipelineForecast) -> str:
     return f"{count} × {node_words}, {each.timeline.schedule.num_microbatches} microbatches"
 
 
-def _pipelines(title: str, forecast: Forecast) -> Table:
+def _pipelines(title: str, report: PlanReport, forecast: Forecast) -> Table:
     names = [each.timeline.schedule.kind.value for each in forecast.pipelines]
     shows_schedules = set(names) != {ScheduleKind.ONE_F_ONE_B.value}
     columns = ("pipelines", "nodes", "stages", "microbatches", "step", "bubble")
     table = _table(title, (*columns, "schedule") if shows_schedules else columns)
     for name, each in zip(names, forecast.pipelines, strict=True):
         numbers = (
-            each.template.num_nodes,
+            _forms(report.kinds_in(forecast, each)) or each.template.num_nodes,
             each.template.num_stages,
             each.timeline.schedule.num_microbatches,
         )
@@ -219,6 +243,23 @@ def _pipelines(title: str, forecast: Forecast) -> Table:
     return table
 
 
+def _forms(kinds: Sequence[str]) -> str:
+    """Nodes by kind: 2 A100 + 1 A40."""
+    return " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _prices(report: PlanReport) -> Table:
+    table = _table("samples for their price", ("nodes", "$ an hour", "step", "samples a $"))
+    for each in report.priced:
+        table.add_row(
+            " + ".join(f"{number} {kind}" for kind, number in each.nodes.items() if number),
+            f"{each.dollars_per_h:.2f}",
+            seconds_text(each.step_s),
+            f"{each.samples_per_dollar:.4g}",
+        )
+    return table
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers with runs as `0-3, 7`."""
     runs: list[tuple[int, int]] = []
@@ -230,19 +271,25 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _stages(forecast: Forecast) -> RenderableType:
+def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
     """The stages of each template once: with the most microbatches, they hold the most activations."""
-    fullest: dict[int, PipelineForecast] = {}
+    fullest: dict[tuple[int, tuple[str, ...]], PipelineForecast] = {}
     for each in forecast.pipelines:
-        nodes = each.template.num_nodes
-        if nodes not in fullest or min(each.headroom_bytes) < min(fullest[nodes].headroom_bytes):
-            fullest[nodes] = each
-    return Group(*(_stage_table(each) for _, each in sorted(fullest.items())))
+        alike = each.template.num_nodes, report.kinds_in(forecast, each)
+        if alike not in fullest or min(each.headroom_bytes) < min(fullest[alike].headroom_bytes):
+            fullest[alike] = each
+    return Group(
+        *(
+            part
+            for (_, kinds), each in sorted(fullest.items(), key=lambda item: item[0])
+            for part in (_stage_table(each, kinds), _memory_table(each))
+        )
+    )
 
 
-def _stage_table(each: PipelineForecast) -> Table:
+def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
     nodes = each.template.num_nodes
-    title = f"stages of a pipeline of {nodes} node{'s' if nodes != 1 else ''}"
+    title = f"stages of a pipeline of {_forms(kinds) or nodes} node{'s' if nodes != 1 else ''}"
     table = _table(title, ("stage", "layers", "node", "devices", "busy", "memory", "of", "free"), left=0)
     found = each.timeline
     for index, stage in enumerate(each.template.stages):
@@ -250,13 +297,21 @@ def _stage_table(each: PipelineForecast) -> Table:
         table.add_row(
             str(index),
             layers_text(stage.first_layer, stage.stop_layer),
-            str(stage.node_index),
+            f"{stage.node_index} {kinds[stage.node_index]}" if kinds else str(stage.node_index),
             str(stage.num_devices),
             percent_text(found.busy_s[index] / found.makespan_s if found.makespan_s else 0.0),
             bytes_text(found.peak_memory_bytes[index]),
             bytes_text(available),
             Text(percent_text(headroom / available), style="red" if headroom < 0.05 * available else ""),
         )
+    return table
+
+
+def _memory_table(each: PipelineForecast) -> Table:
+    kinds = [each.name for each in fields(StageMemory)]
+    table = _table("what is in their memory", ("stage", *kinds), left=0)
+    for index, memory in enumerate(each.memory):
+        table.add_row(str(index), *(bytes_text(getattr(memory, kind)) for kind in kinds))
     return table
 
 

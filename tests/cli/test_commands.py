@@ -41,9 +41,21 @@ ELSEWHERE = (
     (r"oobleck( \w+)?( (NODE|generate|convert|info|verify))?", "names a command; its options are in other lines"),
     (r"oobleck up --local 4", "tests/e2e: every run there is one"),
     (r"oobleck up hosts.txt\b.*", "needs hosts: tests/e2e/test_openssh.py has one, over OpenSSH"),
+    (r"oobleck (up|check) --hosts-from .*", "tests/runtime/launchers; tests/e2e/test_faults.py follows one"),
+    (
+        r"oobleck (up|check) --dial-in .*|oobleck node .*",
+        "tests/runtime/launchers/test_dial_in.py, tests/e2e/test_dial_in.py, tests/e2e/test_check.py",
+    ),
+    (r"oobleck (up|check) --slurm.*", "tests/e2e/test_slurm.py, on a real Slurm where there is one"),
+    (
+        r"oobleck (up|check) --ray.*",
+        "tests/runtime/launchers/test_ray.py; tests/e2e/test_ray.py where Ray is installed",
+    ),
+    (r"oobleck run .*", "tests/e2e/test_run_scripts.py, on virtual nodes"),
+    (r"oobleck keys .*|oobleck up --keys .*", "tests/deploy/test_kubernetes.py, tests/e2e/test_kubernetes.py"),
     (r"oobleck up … .*", "tests/e2e/test_dry_run.py and tests/e2e/test_events.py; the other words are those of a run"),
     (
-        r"oobleck check hosts.txt.*|oobleck check --local 4",
+        r"oobleck check (hosts.txt|HOSTFILE).*|oobleck check --local 4",
         "tests/e2e/test_check.py, tests/runtime/node_check/test_check.py",
     ),
     (r"oobleck chaos examples/chaos.json --local 4", "takes a minute; tests/e2e/test_faults.py plays others"),
@@ -51,6 +63,7 @@ ELSEWHERE = (
     (r"oobleck profile train.py --device cuda .*", "needs a GPU"),
     (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
     (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
+    (r"oobleck checkpoint export lora .*", "tests/e2e/test_examples.py, by the other name of a run"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",
@@ -60,7 +73,9 @@ ELSEWHERE = (
     (r"make test-all", "`make test` is a part of it, and the rest takes half an hour"),
     (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
+    (r"pip install 'oobleck\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
     (r"python -m oobleck.runtime.processes.agent_process", "what the master runs on a node, in every run"),
+    (r"python tools/gpu/verify.py .*", "needs a GPU; tests/tools/test_verify.py has fakes of what it starts"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
     (
         r"python tools/mutations.py( --end-to-end)?",

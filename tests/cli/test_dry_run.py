@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.dry_run import dry_run as show_dry_run
-from oobleck.cli.inputs import parse_hostfile, parse_scaling
+from oobleck.cli.inputs import VirtualOnes, parse_scaling, read_source
 from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError
@@ -111,16 +111,17 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
     for age, (name, text) in enumerate(texts.items()):
         (folder / f"{name}.json").write_text(text)
         os.utime(folder / f"{name}.json", (age, age))
-    nodes = parse_hostfile("red\ngreen port=2222\nuser@blue\n", source="hosts.txt")
+    (tmp_path / "hosts.txt").write_text("red\ngreen port=2222\nuser@blue\n")
+    source = read_source(tmp_path / "hosts.txt")
     before = sorted((tmp_path / "base").rglob("*"))
-    show(JOB, nodes, 0, as_json=False)
+    show(JOB, source, as_json=False)
     shown = capsys.readouterr().out
     assert "nothing is started" in shown
     assert str(folder / "fast.json") in shown.replace("\n", "")
     assert "gpt2 on 3 nodes of 1 × a processor" in shown
     assert "estimated" not in shown
     assert sorted((tmp_path / "base").rglob("*")) == before
-    show(JOB, nodes, 0, as_json=True)
+    show(JOB, source, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert not answer["estimated"]
     assert sorted(node for each in answer["plan"]["pipelines"] for node in each["nodes"]) == ["blue", "green", "red"]
@@ -145,7 +146,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, arguments, code, s
 
 def test_a_model_that_does_not_fit_is_refused(show):
     with pytest.raises(ConfigError, match="too few"):
-        show(replace(JOB, device_memory_bytes=1000), (), 2, as_json=False)
+        show(replace(JOB, device_memory_bytes=1000), VirtualOnes(count=2), as_json=False)
 
 
 def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
@@ -157,14 +158,14 @@ def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
 
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
     job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
-    show(job, (), 12, as_json=False)
+    show(job, VirtualOnes(count=12), as_json=False)
     told = capsys.readouterr().out
     assert " of 12 nodes " in told
-    show(job, (), 12, as_json=True)
+    show(job, VirtualOnes(count=12), as_json=True)
     used = json.loads(capsys.readouterr().out)["nodes"]
     assert 2 <= used < 12
     assert f"{used} of 12 nodes" in told
-    show(JOB, (), 12, as_json=True)
+    show(JOB, VirtualOnes(count=12), as_json=True)
     assert json.loads(capsys.readouterr().out)["nodes"] == 12
 
 

@@ -12,6 +12,7 @@ from oobleck.cli.main import main
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import Profile, profile_to_json
 from oobleck.planner.profiles.estimate import ASSUMED_SHARE_OF_PEAK
+from oobleck.ui.formatting import bytes_text
 from tests.planner.simple_profiles import make_profile
 
 
@@ -316,7 +317,7 @@ def test_a_bad_profile_is_refused_by_layer_and_field(tmp_path, capsys):
 
 
 def test_schedules_that_plans_choose_are_shown(capsys):
-    options = ["--model", "gpt3-2.7b", "--device", "A40", "--nodes", "8", "--global-batch", "64", "--microbatch", "1"]
+    options = ["--model", "gpt3-2.7b", "--device", "A40", "--nodes", "10", "--global-batch", "64", "--microbatch", "1"]
     assert main(["plan", *options, "--schedule", "auto"]) == 0
     shown = capsys.readouterr().out
     assert main(["plan", *options, "--schedule", "auto", "--json"]) == 0
@@ -327,3 +328,116 @@ def test_schedules_that_plans_choose_are_shown(capsys):
     assert kinds == {"zero-bubble"}
     assert "zero-bubble" in shown
     assert chosen["step_s"] < plain["step_s"]
+
+
+# GPT-3 6.7B in one microbatch of 2,048 tokens: 32 blocks, hidden size 4,096, feed-forward 16,384, 32 heads, 50,257
+# words, 2,048 positions. All of this is arithmetic on these sizes, and owes nothing to the code.
+#
+# Parameters. A block has 12 · 4096² in matrices and 13 · 4096 in biases and norms: 201,379,840. The embedding has
+# (50257 + 2048) · 4096 = 214,241,280, the head (50257 + 2) · 4096 = 205,860,864.
+#   0: embedding and 7 blocks: 1,623,900,160; 1: 7 blocks: 1,409,658,880; 2 and 3: 6 blocks: 1,208,279,040;
+#   4: 6 blocks and the head: 1,414,139,904
+# Weights and gradients: 4 bytes for each; the optimizer's two moments: 8.
+#
+# Copies: 4 bytes for each gradient that is summed, and 2 for each weight in bfloat16; none of those of the embedding.
+#
+# Activations, of one microbatch: a block keeps 34 · 2048 · 4096 + 5 · 32 · 2048² = 956,301,312 (Korthikanti et al.),
+# the embedding 2048 · (8 + 4096) = 8,404,992, the head 4 · 2048 · 50257 + 6 · 2048 · 4096 = 462,036,992. All stages but
+# the last hold an output in float32 until its gradient is there: 4 · 2048 · 4096 = 33,554,432. In flight are 5, 4, 3, 2
+# and 1. In a pass, on top of that, gradients of the widest tensor and of the largest matrix are held in float32 and
+# bfloat16, 6 bytes each: in a block of the attention's scores and a feed-forward matrix,
+# 6 · (32 · 2048² + 4096 · 16384) = 1,207,959,552; in the head of the words, and two in float32 of the logits,
+# 6 · 50257 · 4096 + 8 · 2048 · 50257 = 2,058,526,720.
+#
+# Communication: at each end that has a neighbour 3 messages of 33,554,432, and of NCCL 2 communicators · 2 neighbours ·
+# 16 channels · 9,633,792 (4 MiB, 512 KiB and 4,800 KiB for its three protocols) = 616,562,688 for sums, and between
+# stages 2 directions · 2 neighbours · 2 channels · 9,633,792 = 77,070,336.
+KINDS = ("weights", "gradients", "optimizer", "copies", "activations", "communication")
+BY_HAND = {
+    # 5 · (8,404,992 + 7 · 956,301,312 + 33,554,432) + 1,207,959,552
+    (0, 8): (6_495_600_640, 6_495_600_640, 12_991_201_280, 9_314_918_400, 34_888_302_592, 794_296_320),
+    # 4 · (7 · 956,301,312 + 33,554,432) + 1,207,959,552
+    (8, 15): (5_638_635_520, 5_638_635_520, 11_277_271_040, 8_457_953_280, 28_118_614_016, 894_959_616),
+    # 3 · (6 · 956,301,312 + 33,554,432) + 1,207,959,552
+    (15, 21): (4_833_116_160, 4_833_116_160, 9_666_232_320, 7_249_674_240, 18_522_046_464, 894_959_616),
+    # 2 · (6 · 956,301,312 + 33,554,432) + 1,207,959,552
+    (21, 27): (4_833_116_160, 4_833_116_160, 9_666_232_320, 7_249_674_240, 12_750_684_160, 894_959_616),
+    # 6 · 956,301,312 + 462,036,992 + 2,058,526,720
+    (27, 34): (5_656_559_616, 5_656_559_616, 11_313_119_232, 8_484_839_424, 8_258_371_584, 794_296_320),
+}
+
+
+def test_the_memory_of_a_large_model_is_as_worked_out_by_hand(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = ("--model", "gpt3-6.7b", "--device", "A100", "--nodes", 16, "--global-batch", 512, "--microbatch", 1)
+    assert run(*arguments, "--precision", "bfloat16", "--json") == ExitCode.DONE
+    pipelines = json.loads(capsys.readouterr().out)["plan"]["pipelines"]
+    (stages,) = (pipeline["stages"] for pipeline in pipelines if len(pipeline["nodes"]) == len(BY_HAND))
+    by_kind = {(each["first_layer"], each["stop_layer"]): each["memory_bytes"] for each in stages}
+    assert by_kind == {layers: dict(zip(KINDS, amounts, strict=True)) for layers, amounts in BY_HAND.items()}
+    assert [stage["peak_memory_bytes"] for stage in stages] == [sum(amounts) for amounts in BY_HAND.values()]
+    assert sum(stage["peak_memory_bytes"] for stage in stages) == 257_396_662_272
+    assert run(*arguments) == ExitCode.DONE
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["stage", *KINDS] in shown
+    assert ["0", *(word for amount in BY_HAND[0, 8] for word in bytes_text(amount).split())] in shown
+
+
+MIXED = ("--model", "gpt3-2.7b", "--microbatch", 1, "--global-batch", 64, "--nodes", "A100:2,A40:3x2")
+
+
+def test_nodes_of_several_kinds_are_planned_together(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run(*MIXED, "--prices", "A100:3.2,A40:0.9", "--after-losing", "A40-0") == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    for part in (
+        "gpt3-2.7b on 2 nodes of 1 × A100 and 3 nodes of 2 × A40",
+        "pipelines with nodes of one kind each",
+        "stages of a pipeline of",
+        "samples a $",
+        "2 A100 + 3 A40",
+        "after losing A40-0",
+        "after losing any 2 nodes at once",
+    ):
+        assert part in shown
+    run(*MIXED, "--prices", "A100:3.2,A40:0.9", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kinds"][1] == {"name": "A40", "nodes": 3, "devices_per_node": 2}
+    nodes = [node for pipeline in answer["plan"]["pipelines"] for node in pipeline["nodes"]]
+    assert sorted([*nodes, *answer["plan"]["spares"]]) == ["A100-0", "A100-1", "A40-0", "A40-1", "A40-2"]
+    for pipeline in answer["plan"]["pipelines"]:
+        kinds = [node.split("-")[0] for node in pipeline["nodes"]]
+        for stage in pipeline["stages"]:
+            assert stage["available_bytes"] == {"A100": 80 * 10**9, "A40": 48 * 10**9}[kinds[stage["node"]]]
+            assert stage["headroom_bytes"] >= 0
+    everything = answer["prices"][0]
+    assert everything["dollars_per_h"] == pytest.approx(2 * 3.2 + 3 * 0.9)
+    assert everything["samples_per_dollar"] == pytest.approx(64 / (answer["plan"]["step_s"] * 9.1 / 3600))
+
+
+def test_kinds_may_have_profiles_of_their_own(tmp_path, capsys):
+    fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
+    fast.write_text(profile_to_json(make_profile([1.0] * 6, memory_bytes=2 * 10**10)))
+    slow.write_text(profile_to_json(make_profile([3.0] * 6, memory_bytes=2 * 10**10)))
+    arguments = ("--nodes", "new:2,old:2", "--global-batch", 96, "--profiles", f"new:{fast},old:{slow}", "--json")
+    assert run(*arguments) == ExitCode.DONE
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    shares = {pipeline["nodes"][0].split("-")[0]: pipeline["microbatches"] for pipeline in plan["pipelines"]}
+    assert shares["new"] == 3 * shares["old"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*MIXED, "--device", "A40"), "--device and kinds of nodes were both given"),
+        ((*MIXED, "--prices", "A100:1"), "--prices leaves A40 out"),
+        ((*MIXED, "--after-losing", "node1"), "--after-losing names 'node1'; the nodes are A100-0 to A40-2"),
+        ((*MIXED[:-1], "A100:2,A41:2"), "A41"),
+        ((*MIXED[:-1], 4, "--device", "A40", "--prices", "A40:1"), "--prices is for nodes of several kinds"),
+        ((*MIXED[:-1], "A100:2", "--profile", "x.json"), "--profile and kinds of nodes were both given"),
+    ],
+)
+def test_wrong_words_about_kinds_say_what_to_change(capsys, arguments, message):
+    assert run(*arguments) in (ExitCode.USAGE, ExitCode.CONFIG)
+    assert message in capsys.readouterr().err

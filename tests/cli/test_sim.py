@@ -164,7 +164,7 @@ def test_costs_can_be_set_one_by_one_by_a_file_and_by_a_model(
         (["--cost", "form_s=5s"], "--cost form_s is '5s'; write a number, such as form_s=5"),
         (["--cost", "form_s=-1"], "--cost form_s is -1.0; it must be a number of at least 0"),
         (["--cost", "form_s=nan"], "--cost form_s is nan"),
-        (["--cost-model", "star"], "--cost-model is 'star'; it must be ring or tree"),
+        (["--cost-model", "star"], "--cost-model is 'star'; it must be tree or ring"),
         (["--costs", "nowhere.json"], "costs nowhere.json: No such file or directory"),
     ],
 )

@@ -67,7 +67,7 @@ from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
-from oobleck.sim.cluster.shards import VirtualShards
+from oobleck.sim.cluster.records import VirtualShards
 from tests.control.journals import replay_run
 
 from .model_disk import VirtualDisk

@@ -19,7 +19,7 @@ from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
 from oobleck.sim.cluster.ports import WorkerPorts
 from oobleck.sim.cluster.program import Programs, Work
-from oobleck.sim.cluster.shards import VirtualShards
+from oobleck.sim.cluster.records import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
 from oobleck.sim.cluster.worker import VirtualWorker
 

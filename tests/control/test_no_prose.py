@@ -62,7 +62,7 @@ def readings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                             continue  # whether there is a text is no reading of it
                         yield node.lineno, f"compares {name_of(left)}"
             case ast.Match(subject=subject) if is_prose(subject) and any(
-                isinstance(case.pattern, ast.MatchValue) for case in node.cases
+                isinstance(case.pattern, ast.MatchValue) and is_text(case.pattern.value) for case in node.cases
             ):
                 yield node.lineno, f"match {name_of(subject)}"
             case ast.MatchClass():
@@ -103,7 +103,13 @@ def test_a_module_that_reads_prose_is_found(line: str):
 
 @pytest.mark.parametrize(
     "line",
-    ["if entry.reason: pass", "text = f'{entry.reason}; {again}'", "if reason == '': pass", "re.match(PLACE, name)"],
+    [
+        "if entry.reason: pass",
+        "text = f'{entry.reason}; {again}'",
+        "if reason == '': pass",
+        "re.match(PLACE, name)",
+        "match finding.problem:\n    case Problem.HOT: pass",
+    ],
 )
 def test_a_text_may_be_carried_and_asked_for(line: str):
     assert not list(readings(ast.parse(line)))

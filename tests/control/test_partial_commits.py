@@ -15,7 +15,7 @@ SECTIONS = replace(LONG, reductions=8)
 
 
 def partial(number: int, *, generation: int = 1) -> SectionRecord:
-    return SectionRecord(step=1, generation=generation, number=number, loss=0.25 * number)
+    return SectionRecord(step=1, generation=generation, number=number, loss=0.25 * number, num_items=7 * number)
 
 
 def test_what_is_committed_of_a_step_is_not_run_again():
@@ -27,7 +27,7 @@ def test_what_is_committed_of_a_step_is_not_run_again():
     bench.resume(*others)
     update = bench.updates[-1]
     done = (*range(12), *range(20, 32))
-    assert update.partial == PartialStep(microbatches=done, loss=1.25, generation=1, number=5)
+    assert update.partial == PartialStep(microbatches=done, loss=1.25, num_items=35, generation=1, number=5)
     assert (update.finish, update.boundary, update.initial, update.catch_up_section) == (None, 0, False, None)
     adopted = bench.journal(PlanAdopted)[-1]
     assert "24 of 40 microbatches" in adopted.reason

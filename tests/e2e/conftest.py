@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .elastic import Reference, each_loss, elastic_run
 from .harness import Outcome, Runner
+from .node_processes import Nodes
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,14 @@ def undisturbed(runner: Runner) -> Outcome:
 def endless_reference(runner: Runner) -> Reference:
     """The losses of the GPT-2 job when it goes on for ever."""
     return each_loss(runner.job_file(), runner.directory / "cache")
+
+
+@pytest.fixture
+def nodes(runner: Runner, tmp_path: Path) -> Iterator[Nodes]:
+    """Nodes that dial in; none is left."""
+    nodes = Nodes(runner, tmp_path)
+    yield nodes
+    nodes.close()
 
 
 @pytest.fixture

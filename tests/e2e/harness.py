@@ -50,7 +50,7 @@ microbatch_size: 2
 num_pipelines: 2
 dtype: float64
 torch_threads: 1
-control: {orphan_timeout_s: 30, lease_s: 10}
+control: {orphan_timeout_s: 30, lease_s: 10, start_timeout_s: 200}
 optimizer: {learning_rate: 0.003, warmup_steps: 4}
 checkpoint: {enabled: false}
 """

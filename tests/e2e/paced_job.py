@@ -11,7 +11,7 @@ from typing import Any
 
 from oobleck import Job
 
-PAUSE_S = 0.05
+PAUSE_S = 0.15
 
 
 def optimizer(groups: list[dict[str, Any]]) -> Any:

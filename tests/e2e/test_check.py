@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,6 +36,22 @@ def find_probe(node: str, master: int) -> psutil.Process | None:
             if "oobleck.training.process.node_probe" in line and node in line:
                 return process
     return None
+
+
+@pytest.mark.slow  # the probes take their time; tests/runtime has the check, and nodes that dial in
+def test_nodes_that_dial_in_are_checked_and_given_back(runner, nodes):
+    where = ("--dial-in", "127.0.0.1:0", "--nodes", "2", "--slow-factor", "1000")
+    with runner.background("check", *where, "--base-dir", str(runner.base_dir)) as check:
+        waiting = check.stdout.readline()
+        assert "waiting for 2 nodes: oobleck node " in waiting
+        file = shlex.split(waiting.split(": oobleck node ")[1])[0]
+        for name in ("alpha", "beta"):
+            nodes.start(name, file, name)
+        output = check.stdout.read()
+        assert check.wait(60) == 0, output
+    assert [nodes.ended(name) for name in ("alpha", "beta")] == [0, 0]
+    assert "alpha" in output
+    assert "healthy" in output
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from oobleck.cli.main import main
+from oobleck.exit_codes import ExitCode
 
 from .elastic import ENDLESS, PACED
 from .harness import TAG, Runner, Up
@@ -27,9 +29,10 @@ CHAOS = {
 class Terminal:
     """A second terminal; knows what was asked."""
 
-    def __init__(self, runner: Runner, directory: Path) -> None:
+    def __init__(self, runner: Runner, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self._runner = runner
         self._directory = directory
+        self._capsys = capsys
         self.given: list[str] = []
 
     def words(self, line: str) -> list[str]:
@@ -37,26 +40,28 @@ class Terminal:
         self.given.append(line)
         words = [TAG if word in ("gpt2-demo", "my-llama") else word for word in shlex.split(line)[1:]]
         has_base = words[:2] != ["checkpoint", "import"]
-        return [
-            sys.executable,
-            "-m",
-            "oobleck",
-            *words,
-            *(("--base-dir", str(self._runner.base_dir)) if has_base else ()),
-        ]
+        return [*words, *(("--base-dir", str(self._runner.base_dir)) if has_base else ())]
+
+    def start(self, line: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "oobleck", *self.words(line)]
+        return subprocess.Popen(command, cwd=self._directory, stdout=subprocess.PIPE, text=True)
 
     def give(self, line: str) -> str:
-        done = subprocess.run(
-            self.words(line), cwd=self._directory, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
-        return done.stdout
+        """Within this process, for each that is started takes a second to begin."""
+        self._capsys.readouterr()
+        exit_code = main(self.words(line))
+        out, err = self._capsys.readouterr()
+        assert exit_code == ExitCode.DONE, f"{line}: {out}{err}"
+        return out
 
 
 @pytest.fixture
-def terminal(runner: Runner, tmp_path: Path) -> Iterator[Terminal]:
+def terminal(
+    runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Terminal:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "trace.json").write_text(json.dumps(CHAOS))
-    return Terminal(runner, tmp_path)
+    return Terminal(runner, tmp_path, capsys)
 
 
 @pytest.mark.timeout(600)
@@ -64,9 +69,7 @@ def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, termin
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
     with runner.up(*options, "--save-every", "10", nodes=("--local", "4", PACED)) as up:
         up.wait_for_step(5)
-        following = subprocess.Popen(
-            terminal.words("oobleck events gpt2-demo --follow"), stdout=subprocess.PIPE, text=True
-        )
+        following = terminal.start("oobleck events gpt2-demo --follow")
         try:
             _while_it_trains(terminal, up)
             outcome = up.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from oobleck.cli.chaos_run.play import name_nodes, not_played
 from oobleck.cli.trace import read_trace
 
 from .elastic import assert_nothing_lost
-from .harness import TAG, Outcome, Runner
+from .harness import TAG, Outcome, Runner, oobleck
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ("--tag", TAG, "--set", "torch_threads=1", "--set", "data.max_bytes=200000")
@@ -29,10 +30,10 @@ def _entries(runner: Runner, kind: str) -> list[dict[str, object]]:
 
 
 def test_every_example_is_tested() -> None:
-    mine = Path(__file__).read_text()
+    tests = "".join(path.read_text() for path in (Path(__file__), Path(__file__).with_name("test_run_scripts.py")))
     jobs = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
     assert len(jobs) >= 5
-    assert [name for name in jobs if name not in mine] == []
+    assert [name for name in jobs if name not in tests] == []
 
 
 def test_the_trace_is_one_for_four_nodes() -> None:
@@ -89,18 +90,12 @@ def test_a_model_of_ones_own_survives_a_kill(runner: Runner) -> None:
 
 def test_fine_tuning_a_saved_model(runner: Runner, tmp_path: Path) -> None:
     """`finetune.yaml`: a directory with weights and a tokenizer, JSON lines, bfloat16, evaluation."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     lines = [f"line {number} says {number * number}" for number in range(2000)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.train_from_iterator(lines, trainer)
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    saved.save_pretrained(tmp_path / "model")
-    config = GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=tokenizer.get_vocab_size(), n_positions=64)
+    vocab_size = _save_tokenizer(lines, tmp_path / "model")
+    config = GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=vocab_size, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
 
     outcome = runner.run(
@@ -112,3 +107,57 @@ def test_fine_tuning_a_saved_model(runner: Runner, tmp_path: Path) -> None:
     assert_nothing_lost(outcome, 12)
     assert outcome.losses[-1] < outcome.losses[0] - 0.3, "it learns"
     assert [entry["step"] for entry in _entries(runner, "Evaluated")] == [6, 12]
+
+
+def _save_tokenizer(lines: list[str], directory: Path) -> int:
+    """Train a tokenizer on some lines, and save it as transformers does; returns the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(lines, trainer)
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    saved.save_pretrained(directory)
+    size: int = tokenizer.get_vocab_size()
+    return size
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_exported_alone(runner: Runner, tmp_path: Path) -> None:
+    """`lora.yaml`: what PEFT makes of the adapters and their model is what the merged model computes."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    lines = [f"twice {number} is {2 * number}" for number in range(400)]
+    rows = [{"prompt": f"twice {number}", "completion": f" is {2 * number}"} for number in range(400)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    vocab_size = _save_tokenizer(lines, tmp_path / "model")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=vocab_size, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    outcome = runner.run(
+        *("--job", str(EXAMPLES / "lora.yaml"), "--steps", "16", "--tag", TAG, "--kill", "node1@5"),
+        *("--set", f"model.path={tmp_path / 'model'}", "--set", f"data.paths=[{tmp_path / 'questions.jsonl'}]"),
+        *("--set", "data.sequence_length=48", "--set", "num_pipelines=2", "--set", "learning_rate=3e-2"),
+        *("--set", "warmup_steps=2", "--set", "torch_threads=1"),
+    )
+    assert_nothing_lost(outcome, 16)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.1, "it learns"
+    for form in ("hf", "peft"):
+        words = ("checkpoint", "export", TAG, str(tmp_path / form), "--format", form)
+        done = oobleck(*words, "--base-dir", str(runner.base_dir))
+        assert done.returncode == 0, done.stderr
+    ids = torch.arange(1, 25)[None]
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("model", "hf"))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what transformers will drop
+        before = base(ids).logits.clone()
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-5)
+        assert (adapted(ids).logits - before).abs().max() > 1e-3

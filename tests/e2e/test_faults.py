@@ -130,12 +130,13 @@ def everything_on(runner: Runner, node: str, server: OpenSSH) -> list[psutil.Pro
 
 
 @needs_openssh
-def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_hostfile_edits_are_followed(
+def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_the_command_that_names_nodes_is_followed(
     start: Callable[..., Any], runner: Runner, machines: tuple[Path, Path, OpenSSH]
 ) -> None:
     hostfile, config, two = machines
     given = (*SOON, "--set", "control.connect_timeout_s=1.5")
-    with start(*given, nodes=(str(hostfile), "--ssh-config", str(config), "--no-check")) as run:
+    hosts = ("--hosts-from", f"cat {hostfile}", "--hosts-every", "500ms")
+    with start(*given, nodes=(*hosts, "--ssh-config", str(config), "--no-check")) as run:
         frozen = everything_on(runner, "delta", two)
         worker = worker_pids(runner)["delta"]
         birth = started_at(worker)
@@ -152,7 +153,9 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_hostfile_edits_a
         run.up.wait_for_steps(3)
 
         hostfile.write_text("alpha\nbeta slotz=1\ngamma\ndelta\n")
-        assert "unknown key 'slotz'" in run.up.wait_for("hostfile")
+        assert "unknown key 'slotz'" in run.up.wait_for("warning: --hosts-from is not followed")
+        hostfile.unlink()
+        assert "failed with exit status 1" in run.up.wait_for("warning: --hosts-from is not followed")
         hostfile.write_text("beta\ngamma\ndelta\nepsilon\n")
         run.up.wait_for("alpha has left")
         run.up.wait_for("epsilon taken in; absorb")

@@ -8,18 +8,21 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from oobleck.cli.inputs.job_file import load_job
 from oobleck.runtime.control_client import AddRequest, ControlRequest, DrainRequest, KillRequest, request
 from oobleck.runtime.files.run_dir import RunDirectory
 
-from .elastic import Elastic
+from .elastic import ENDLESS, TOLERANCE, Elastic, assert_nothing_lost, stopped
 from .harness import TAG, Runner, worker_pids
+from .reference import each_reference_loss
 
 SETTLING_S = 20.0
 """What is given up ends by itself, some time later."""
@@ -27,6 +30,9 @@ SETTLING_S = 20.0
 
 A_NEIGHBOUR_MORE = 6
 """Descriptors or threads: the last plan may be of another shape than the one that was counted first."""
+
+ROUNDS = 4
+"""A busy machine has slow nodes, for which plans are of other shapes; but what leaks is more after each plan."""
 
 
 @dataclass(frozen=True)
@@ -121,31 +127,65 @@ def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
         first = settled(run, runner)
         for change in (drain_and_add, *EVERY_KIND):
             change(run, runner)
-        run.up.wait_for_steps(3)
-        later = settled(run, runner, expected=first)
-        more = [now - before for now, before in zip(counts(later), counts(first), strict=True)]
-        assert max(more) <= A_NEIGHBOUR_MORE, more  # four changes that leak leave 40
+        more: list[list[int]] = []
+        for _ in range(ROUNDS):
+            run.up.wait_for_steps(3)
+            later = settled(run, runner, expected=first)
+            more.append([now - before for now, before in zip(counts(later), counts(first), strict=True)])
+            if max(more[-1]) <= A_NEIGHBOUR_MORE:
+                break
+            drain_and_add(run, runner)
+        assert max(more[-1]) <= A_NEIGHBOUR_MORE, more  # four changes that leak leave 40
         run.stop()
 
 
 @pytest.mark.slow
-def test_fifty_changes_fit_into_few_descriptors(start: Callable[..., Any], runner: Runner) -> None:
+@pytest.mark.timeout(900)
+def test_a_hundred_changes_fit_into_few_descriptors(start: Callable[..., Any], runner: Runner) -> None:
     """Each process may have 128: what one plan left behind would be too much after a few more."""
     within = ("/bin/sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
     with start("--set", "control.lease_s=30", nodes=ALL, within=within) as run:
         drain_and_add(run, runner)
         first = settled(run, runner)
-        for _ in range(6):
+        for _ in range(12):
             for change in (drain_and_add, kill_and_add):
                 change(run, runner)
         bytes_before = resident_bytes(worker_pids(runner)["node0"])
-        for _ in range(6):
+        for _ in range(13):
             for change in (drain_and_add, kill_and_add):
                 change(run, runner)
         run.up.wait_for_steps(3)
         assert settled(run, runner, expected=first) == first
         assert resident_bytes(worker_pids(runner)["node0"]) - bytes_before < 32 << 20
         run.stop()
+
+
+MANY = (
+    *("--set", "global_batch_size=64", "--set", "num_pipelines=16"),
+    *("--set", "control.lease_s=120", "--set", "control.start_timeout_s=600", "--set", "control.connect_timeout_s=120"),
+)
+"""For 64 workers; leases are long because they share a few processors."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(psutil.virtual_memory().available < 14 << 30, reason="64 workers need 14 GiB of memory")
+def test_sixty_four_workers_survive_ten_losses_with_1024_descriptors_each(runner: Runner) -> None:
+    within = ("/bin/sh", "-c", 'ulimit -n 1024; exec "$@"', "sh")
+    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *MANY)
+    with runner.up(*given, nodes=("--local", "64"), within=within) as up:
+        up.wait_for_step(3)
+        lost = [f"node{number}" for number in range(3, 63, 6)]
+        for node in lost:
+            runner.signal(node)
+            Elastic(runner, up).wait_for_recovery(node)
+            up.wait_for_steps(2)
+        outcome = stopped(runner, up)
+    assert_nothing_lost(outcome, len(outcome.losses))
+    job = replace(load_job(runner.job_file().read_text(), source="test"), global_batch_size=64, max_steps=ENDLESS)
+    expected = islice(each_reference_loss(job, runner.directory / "cache"), len(outcome.losses))
+    assert max(abs(one - other) for one, other in zip(outcome.losses, expected, strict=True)) < TOLERANCE
+    assert runner.left_over() == []
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
-from .harness import TAG, Outcome, Runner, worker_pids
+from .harness import TAG, Outcome, Runner, oobleck, worker_pids
 
 pytestmark = needs_openssh
 
@@ -34,7 +34,7 @@ def servers(runner: Runner) -> Iterator[list[OpenSSH]]:
         yield [one, two]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hosts(runner: Runner, servers: list[OpenSSH]) -> tuple[str, ...]:
     """The command line's part that names four nodes, two on each machine."""
     hostfile, config = runner.directory / "hosts.txt", runner.directory / "ssh_config"
@@ -51,19 +51,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_hostfile_trains_what_virtual_nodes_train_and_survives_a_kill(
+def test_a_hostfile_trains_what_virtual_nodes_train_survives_a_kill_and_is_followed(
     runner: Runner, endless_reference: Reference, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
 ) -> None:
     shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--kill", "gamma@8")
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
     with runner.up(*options, nodes=hosts) as up:
         up.wait_for_step(1)
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
+        up.wait_for_step(8)
+        killed = oobleck("kill", "gamma", "--tag", TAG, "--base-dir", str(runner.base_dir))
+        assert killed.returncode == 0, killed.stderr
         up.wait_for("no step lost")
+        Path(hosts[0]).write_text("alpha\nbeta\ngamma address=127.0.0.2\n")
+        up.wait_for("delta has left")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, endless_reference)
-    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["gamma"]]
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["gamma"], ["delta"]]
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]

@@ -11,6 +11,7 @@ from .harness import TAG, Runner, oobleck
 from .test_losses import KILL_STEP, largest_gap
 
 
+@pytest.mark.slow
 def test_float16_skips_what_overflows_whoever_is_killed_or_joins(runner: Runner) -> None:
     """The loss scale starts far too high, and is still falling when the node is killed."""
     job = ("--job", str(runner.job_file()), "--dtype", "float16", "--set", "initial_loss_scale=67108864.0")

@@ -22,6 +22,8 @@ MICROBATCHES = 96
 SECTIONS = 8
 INTO = 0.6
 """How far a step has come when something happens to it."""
+TRIES = 4
+"""On a busy machine steps differ, and what is to happen within one may happen between two."""
 
 
 def options(runner: Runner, head: str = GPT2, *, steps: int = STEPS) -> tuple[str, ...]:
@@ -82,11 +84,14 @@ def assert_right(runner: Runner, outcome: Outcome, expected: list[float], *, tol
 
 def test_what_is_committed_is_not_run_again_by_a_plan_within_the_step(runner: Runner) -> None:
     """Each pipeline loses a node in the middle of a step, so that none could finish it."""
-    with runner.up(*options(runner)) as up:
-        wait_for_middle_of_step(runner, up, 3)
-        kill(runner, ("node1", "node2"))
-        outcome = up.finish()
-    assert_right(runner, outcome, reference(runner))
+    for _ in range(TRIES):
+        with runner.up(*options(runner)) as up:
+            wait_for_middle_of_step(runner, up, 3)
+            kill(runner, ("node1", "node2"))
+            outcome = up.finish()
+        assert_right(runner, outcome, reference(runner))
+        if plans_within_steps(runner):
+            break
     (plan,) = plans_within_steps(runner)
     assert plan["boundary"] >= 2  # later, where a busy machine shows us the step late
     partial = plan["partial"]["microbatches"]

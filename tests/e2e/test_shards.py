@@ -26,7 +26,7 @@ from oobleck.job import JobSpec
 from oobleck.training.data.redis_shard import position_of
 from tests.redis_server import needs_redis, serve_redis
 
-from .elastic import TOLERANCE
+from .elastic import PACED, TOLERANCE
 from .harness import Runner, kill_everything, oobleck
 from .reference import losses_of_rows
 
@@ -152,7 +152,8 @@ def step_when_dry(runner: Runner) -> int:
 
 def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runner, shards: Shards) -> None:
     options = ("--job", str(shards.job_path))
-    with runner.up(*options, "--resume", "never") as first:
+    where = ("--local", "4", PACED)  # an epoch must not end before everything has happened
+    with runner.up(*options, "--resume", "never", nodes=where) as first:
         first.wait_for_step(4)
         killed = oobleck("kill", "node1", "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
@@ -160,12 +161,12 @@ def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
         first.wait_for_steps(2)
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
-        with runner.up(*options) as second:
+        with runner.up(*options, nodes=where) as second:
             second.wait_for("a new master takes over")
             second.wait_for_steps(4)
             kill_everything(runner, second)
     before = runner.journal()
-    outcome = runner.run(*options)
+    outcome = runner.run(*options, nodes=where)
     assert outcome.exit_code == 0, outcome.output
     assert outcome.summary["begun_after"] + outcome.summary["steps_committed"] == 95
     after = committed(runner.journal())

@@ -21,6 +21,9 @@ def make_layer(
     device_counts: Sequence[int] = (1,),
     sharing: float = 0.6,
     split: SplitBackward | None = None,
+    copy_bytes: int = 0,
+    transient_bytes: int = 0,
+    message_bytes: int = 0,
 ) -> LayerProfile:
     """A layer that takes `seconds` forward and backward on one device, `sharing` of it on twice as many."""
     times = {count: seconds * sharing ** (count.bit_length() - 1) for count in device_counts}
@@ -33,6 +36,9 @@ def make_layer(
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
         split=split,
+        copy_bytes=copy_bytes,
+        transient_bytes=transient_bytes,
+        message_bytes=message_bytes,
     )
 
 
@@ -46,14 +52,18 @@ def make_network(inter: float = 100.0, intra: float = 1000.0, latency_s: float =
 
 
 def make_profile(
-    layers: Sequence[LayerProfile], *, memory_bytes: int = ROOMY_BYTES, network: NetworkProfile | None = None
+    layers: Sequence[LayerProfile],
+    *,
+    memory_bytes: int = ROOMY_BYTES,
+    communication_bytes: int = 0,
+    network: NetworkProfile | None = None,
 ) -> Profile:
     return Profile(
         model="test",
         microbatch_size=1,
         sequence_length=8,
         layers=tuple(layers),
-        device=DeviceProfile(name="test device", memory_bytes=memory_bytes),
+        device=DeviceProfile(name="test device", memory_bytes=memory_bytes, communication_bytes=communication_bytes),
         network=network or make_network(),
     )
 
@@ -75,7 +85,7 @@ def profiles(
         backward_weight_s=st.integers(0, 4),
         kept_bytes=st.integers(0, 9),
     )
-    are_split = draw(st.booleans())
+    are_split, on_gpu = draw(st.booleans()), draw(st.booleans())
     layers = [
         make_layer(
             draw(st.integers(1, 9)),
@@ -86,8 +96,12 @@ def profiles(
             device_counts=device_counts,
             sharing=sharing,
             split=draw(splits) if are_split else None,
+            copy_bytes=draw(st.integers(0, 9)) if on_gpu else 0,
+            transient_bytes=draw(st.integers(0, 9)) if on_gpu else 0,
+            message_bytes=draw(st.integers(0, 3)) if on_gpu else 0,
         )
         for index in range(draw(st.integers(min_layers, max_layers)))
     ]
     memory_bytes = draw(st.sampled_from((ROOMY_BYTES, 60, 100, 150, 250)))
-    return make_profile(layers, memory_bytes=memory_bytes)
+    communication_bytes = draw(st.integers(0, 9)) if on_gpu else 0
+    return make_profile(layers, memory_bytes=memory_bytes, communication_bytes=communication_bytes)

@@ -50,6 +50,11 @@ from tests.control.journals import plan
 from tests.roles.virtual import CONTROL, GREETING, AgentLink, VirtualHost, configure, make_agent
 
 
+def run_of(tmp_path: Path) -> str:
+    """A run that no other test on this machine has: its memory has a place that all share."""
+    return f"{tmp_path.parent.name}-{tmp_path.name}"
+
+
 class Desk:
     """An agent under test, the masters' ends of its links, and how it ended."""
 
@@ -329,9 +334,10 @@ async def test_training_goes_on_without_a_master_and_the_next_one_hears_what_was
 
 async def test_what_was_reported_of_the_last_save_is_said_to_every_master(autojump_clock: MockClock, tmp_path: Path):
     """A new master knows nothing of what the one before has heard, and nobody else would tell it."""
+    autojump_clock.autojump_threshold = 0.2  # the store works on threads, for which the clock would not wait
     state = SavedState(name="step-1", step=1, generation=1, saved_at="2026-02-01T00:00:00")
     saved = StateSaved(device=0, state=state, layers=(0,), size_bytes=1, pause_s=0.0)
-    directory = AgentDir(tmp_path.name, "n0")
+    directory = AgentDir(run_of(tmp_path), "n0")
     store = NodeCheckpoints(directory, default_directory=tmp_path)
     async with running(checkpoints=store) as desk:
         link = await desk.connect()
@@ -376,7 +382,7 @@ async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(auto
 
 
 async def test_an_orphan_gives_the_memory_for_states_back(autojump_clock: MockClock, tmp_path: Path):
-    directory = AgentDir(tmp_path.name, "n0")
+    directory = AgentDir(run_of(tmp_path), "n0")
     store = NodeCheckpoints(directory, default_directory=tmp_path)
     link = AgentLink()
     waiting = [link.agent]

@@ -12,9 +12,9 @@ import trio.testing
 from oobleck import __version__
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
-    AgentMessage,
     Configure,
     ForkServerEnded,
+    FromAgent,
     Greeting,
     Hello,
     Killed,
@@ -38,10 +38,14 @@ CONTROL = ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, start_timeout_s=60.
 JOB = JobSpec(tag=TAG, control=CONTROL, max_steps=2, global_batch_size=4, microbatch_size=1)
 
 
-class AgentEnd(MessageChannel[MasterMessage, AgentMessage]):
+class AgentEnd(MessageChannel[MasterMessage, FromAgent]):
     """The master's end of a link to an agent."""
 
     address = "10.0.0.9"
+    takes_calls = True
+
+    def rest(self, is_resting: bool) -> None:
+        """An idle link costs nothing here."""
 
 
 class AgentLink:
@@ -49,8 +53,8 @@ class AgentLink:
 
     def __init__(self) -> None:
         self.master_stream, self.agent_stream = trio.testing.memory_stream_pair()
-        self.master = AgentEnd(self.master_stream, FrameDecoder(AgentMessage))
-        self.agent: MessageChannel[AgentMessage, MasterMessage] = MessageChannel(
+        self.master = AgentEnd(self.master_stream, FrameDecoder(FromAgent))
+        self.agent: MessageChannel[FromAgent, MasterMessage] = MessageChannel(
             self.agent_stream, FrameDecoder(MasterMessage)
         )
 

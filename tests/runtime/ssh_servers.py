@@ -12,6 +12,8 @@ import pytest
 import trio
 
 from oobleck.job import NodeSpec
+from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.launchers import VirtualNodes
 from oobleck.runtime.ssh.asyncssh_adapter import SSHStream
 from oobleck.runtime.ssh.client import SSHConnection, SSHOptions, connect, open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes
@@ -62,6 +64,17 @@ async def reach(server: str, directory: Path) -> AsyncIterator[Reachable]:
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(5):
                 await connection.aclose()
+
+
+@asynccontextmanager
+async def connections_by(options: SSHOptions) -> AsyncIterator[NodeConnections]:
+    """Connections to any nodes that SSH reaches by these options."""
+    connections = NodeConnections(VirtualNodes((), options, num_first=0))
+    try:
+        yield connections
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(5):
+            await connections.aclose()
 
 
 @asynccontextmanager

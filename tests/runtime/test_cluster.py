@@ -15,6 +15,7 @@ from oobleck.roles.ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.ssh.client import open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes
+from tests.runtime.ssh_servers import connections_by
 
 _SICK = """#!/bin/sh
 case "$*" in
@@ -48,9 +49,14 @@ async def test_a_node_that_is_not_healthy_is_not_taken_in_again(temporary: Path,
     python.chmod(0o700)
     base = PurePosixPath(temporary / "base")
     paths = RemotePaths(python=str(python), base_dir=base, cache_dir=base / "cache")
-    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options), connections_by(options) as connections:
         cluster = SSHCluster(
-            "tag", [node], run_id="tag-01234567", options=options, paths=paths, checks_returning=checks
+            "tag",
+            [node],
+            run_id="tag-01234567",
+            connections=connections,
+            paths=paths,
+            checks_returning=checks,
         )
         await meet(await cluster.reach(node, attach=False))  # nothing speaks against it yet
         await cluster.clean(node)
@@ -60,7 +66,6 @@ async def test_a_node_that_is_not_healthy_is_not_taken_in_again(temporary: Path,
         else:
             await meet(await cluster.reach(node, attach=False))
         await cluster.clean(node)
-        await cluster.aclose()
 
 
 async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -> None:
@@ -69,8 +74,8 @@ async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -
     python.chmod(0o700)
     base = PurePosixPath(temporary / "base")
     paths = RemotePaths(python=str(python), base_dir=base, cache_dir=base / "cache")
-    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options):
-        cluster = SSHCluster("tag", [node], run_id="tag-01234567", options=options, paths=paths)
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options), connections_by(options) as connections:
+        cluster = SSHCluster("tag", [node], run_id="tag-01234567", connections=connections, paths=paths)
         with pytest.raises(AgentGone):
             await cluster.reach(node, attach=True)
         await meet(await cluster.reach(node, attach=False))
@@ -80,4 +85,3 @@ async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -
         with pytest.raises(AgentGone):
             await cluster.reach(node, attach=True)
         await cluster.clean(node)
-        await cluster.aclose()

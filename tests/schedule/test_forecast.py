@@ -27,8 +27,8 @@ def test_costs_are_the_planners_own_told_apart(forwards_s, devices_per_node, num
         for cost, stage, seconds in zip(told_apart, template.stages, costs.stage_seconds(template), strict=True):
             whole = cost.forward_s + cost.backward_s + cost.send_forward_s + cost.send_backward_s
             assert whole == pytest.approx(seconds, rel=1e-9)
-            footprint = costs.footprint(stage.first_layer, stage.stop_layer)
-            assert (cost.static_bytes, cost.activation_bytes) == (footprint.static_bytes, footprint.activation_bytes)
+            held = costs.footprint(stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
+            assert (cost.static_bytes, cost.activation_bytes) == (held.static_bytes, held.activation_bytes)
 
 
 @given(forwards_s=forwards, num_nodes=st.integers(2, 8), num_microbatches=st.integers(4, 40))

@@ -6,9 +6,12 @@ it, or layers of different histories are put together; here is the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from oobleck.control.events import BatchReceived, Event, MessageReceived
 from oobleck.control.events.inputs import Disconnect, SendOrders
 from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
-from oobleck.control.protocol import PlanUpdate
+from oobleck.control.protocol import CommitRecord, PlanUpdate, Status, StepCommitted
 from oobleck.sim.cluster.fabric import Violation
 from oobleck.sim.cluster.run import ClusterRun
 
@@ -24,6 +27,7 @@ def check_safety(played: ClusterRun, *, num_microbatches: int) -> None:
     """Nothing that is promised is broken at any time. Needs the run's decisions."""
     _check_plans(played, num_microbatches)
     _check_steps(played)
+    _check_records(played)
     _check_orders(played)
     ends = [entry for entry in played.entries if isinstance(entry, JobEnded)]
     if len(ends) != 1 or not isinstance(played.entries[-1], JobEnded):
@@ -58,6 +62,27 @@ def _check_steps(played: ClusterRun) -> None:
         newest = record.step
         if record.samples_missing or record.samples_repeated:
             raise Violation(f"step {record.step} misses or repeats samples")
+
+
+def _check_records(played: ClusterRun) -> None:
+    """What is known of a step is the same for all workers: relays put equal answers together."""
+    known: dict[tuple[int, int], CommitRecord] = {}
+    for decided in played.decisions:
+        if any(_is_beginning(command) for command in decided.commands):
+            known.clear()  # perhaps another run
+        for record in _records_in(decided.event):
+            first = known.setdefault((record.generation, record.step), record)
+            if record != first:
+                raise Violation(f"a worker knows {record}, and another {first}")
+
+
+def _records_in(event: Event | None) -> Iterator[CommitRecord]:
+    match event:
+        case MessageReceived(message=StepCommitted(record=record)):
+            yield record
+        case MessageReceived(message=Status(last_record=record)) | BatchReceived(message=Status(last_record=record)):
+            if record is not None:
+                yield record
 
 
 def _check_orders(played: ClusterRun) -> None:

@@ -61,6 +61,7 @@ SHAPES = (
     replace(PLAIN, devices=2, layers_per_device=2),
     replace(PLAIN, num_pipelines=2),
     replace(PLAIN, link_latency_s=0.2),
+    replace(PLAIN, relay_nodes=3),
     replace(PLAIN, layers_per_device=2, link_latency_s=0.2),
     replace(PLAIN, scaling=ScalingSpec(policy="efficient", hysteresis_s=2.0)),
     replace(PLAIN, max_steps=1000, scaling=ScalingSpec(policy="deadline", deadline_s=3000.0, hysteresis_s=1.0)),
@@ -249,8 +250,21 @@ RESTART_THAT_IS_REPORTED_AGAIN = Trace(
 )
 """A new master hears of a worker that ended once more, and finds another in the place of one that was to end."""
 
+ENDS_THAT_ARE_REPORTED_AGAIN = Trace(
+    duration_s=47.0,
+    nodes=("node0", "node1", "node2", "node3"),
+    start=("node0", "node1", "node2", "node3"),
+    events=(
+        WorkerCrashed(t_s=6.625, node="node1"),
+        WorkerCrashed(t_s=7.375, node="node1"),
+        MasterCrashed(t_s=7.40625, down_s=1.0),
+    ),
+)
+"""A new master hears of two workers again that ended in the same place one after the other."""
+
 
 @examples(8)
+@example(trace=ENDS_THAT_ARE_REPORTED_AGAIN, setting=SHAPES[5], seed=0)
 @example(trace=RESTART_THAT_IS_REPORTED_AGAIN, setting=replace(PLAIN, devices=2, layers_per_device=2), seed=0)
 @given(trace=crashes(), setting=st.sampled_from((PLAIN, SHAPES[2], SHAPES[5], SHAPES[12])), seed=seeds)
 def test_a_run_goes_on_for_as_long_as_its_agents_live(trace: Trace, setting: Setting, seed: int):

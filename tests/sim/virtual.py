@@ -38,6 +38,8 @@ class Setting:
     orphan_timeout_s: float = 20.0
     link_latency_s: float = Delays().link_latency_s
     """Long ones have more under way when something ends."""
+    relay_nodes: int = 0
+    relay_fanout: int = 2
     has_profile: bool = True
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
     slowness: float = 1.0
@@ -65,6 +67,8 @@ class Setting:
             connect_timeout_s=5.0,
             start_timeout_s=30.0,
             orphan_timeout_s=self.orphan_timeout_s,
+            relay_nodes=self.relay_nodes,
+            relay_fanout=self.relay_fanout,
         )
         return replace(self.shape.job, control=control, scaling=self.scaling, schedule=self.schedule)
 

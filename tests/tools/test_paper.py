@@ -52,6 +52,7 @@ def test_at_one_failure_in_ten_minutes_all_models_keep_97_percent_of_the_ideal(p
         assert by_rules >= 0.97, model
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_program_writes(paper: ModuleType) -> None:
     traces = paper.read_traces(DATA)
     assert (ROOT / "docs" / "paper.md").read_text() == paper.page(traces)

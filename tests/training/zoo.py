@@ -8,12 +8,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from oobleck.job import ModelSpec, Scalar
 from oobleck.training.data.batches import Batch
 from oobleck.training.model.configuration import build_config
-from oobleck.training.model.losses import masked_lm_loss
+from oobleck.training.model.losses import label_loss
 from oobleck.training.model.models import MicrobatchKey, ModelStructure, StageModel
 from oobleck.training.randomness import derive_seed
 
@@ -81,6 +87,13 @@ OTHER_TIES: Mapping[str, ModelSpec] = {
     if name not in ("gpt2-dropout", "llama-tied", "llama")
 }
 
+_HEADS = {
+    "causal_lm": AutoModelForCausalLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
+
 KEY = MicrobatchKey(seed=7, step=3, microbatch=2)
 
 
@@ -109,8 +122,7 @@ def whole_stage(structure: ModelStructure, *, seed: int = 0, dtype: torch.dtype 
 def transformers_model(structure: ModelStructure, state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The model as transformers makes it, with the parameters of `state`, in their dtype."""
     dtype = next(iter(state.values())).dtype
-    auto = AutoModelForCausalLM if structure.task == "causal_lm" else AutoModelForMaskedLM
-    model = auto.from_config(copy.deepcopy(structure.config), dtype=dtype).train()
+    model = _HEADS[structure.task].from_config(copy.deepcopy(structure.config), dtype=dtype).train()
     parameters = dict(model.named_parameters())
     assert parameters.keys() == state.keys()
     with torch.no_grad():
@@ -121,10 +133,15 @@ def transformers_model(structure: ModelStructure, state: Mapping[str, torch.Tens
 
 def loss_of(model: PreTrainedModel, structure: ModelStructure, batch: Batch) -> torch.Tensor:
     """The loss of the whole model, as a mean over all predicted tokens."""
-    if structure.task == "masked_lm":
-        return masked_lm_loss(model(input_ids=batch.input_ids).logits, batch.labels, batch.num_items)
+    if structure.task != "causal_lm":
+        logits = model(input_ids=batch.input_ids, use_cache=False, **batch.others).logits
+        return label_loss(logits, batch.labels, batch.num_items)
     return model(
-        input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=batch.num_items
+        input_ids=batch.input_ids,
+        labels=batch.labels,
+        use_cache=False,
+        num_items_in_batch=batch.num_items,
+        **batch.others,
     ).loss
 
 
@@ -167,7 +184,8 @@ def run_pipeline(
         hidden = outputs[-1].detach().requires_grad_()
     gradient: torch.Tensor | None = None
     for output, leaf in zip(reversed(outputs), reversed(received), strict=True):
-        output.backward(gradient)
+        if output.requires_grad:
+            output.backward(gradient)
         gradient = leaf.grad if leaf is not None else None
     return outputs[-1].detach()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,14 @@ def test_a_small_run_is_shown_whole(width, height):
         assert text.count(f"{node} ") >= 2  # in the map and among the nodes
     assert text.count("layers 0-3") == 2
     assert lines[-1].endswith("generation 1: 2 pipelines on 4 nodes")
+
+
+@pytest.mark.parametrize("num_nodes", [4, 40])
+def test_what_has_given_a_node_is_shown_where_there_are_few(num_nodes):
+    snapshot = snapshot_of(num_nodes // 2, 2, 20.0)
+    nodes = tuple(replace(node, origin=f"Slurm's job {number}") for number, node in enumerate(snapshot.nodes))
+    text = "\n".join(plain(replace(snapshot, nodes=nodes), 80, 40))
+    assert ("node3 training Slurm's job 3" in text) == ("Slurm's job" in text) == (num_nodes == 4)
 
 
 def test_a_loss_is_told_in_the_map_the_nodes_and_the_events():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from oobleck.control.journal import Failure, Finding, Incident, WorkerDown, diagnose
+from dataclasses import replace
+
+from oobleck.control.journal import Failure, Finding, Incident, JobStarted, WorkerDown, diagnose
 from oobleck.control.protocol import ErrorKind, Killed, Raised
 from oobleck.ui.incident_text import incident_lines, incident_news
 from tests.control.journals import run_with_a_loss
@@ -18,6 +20,18 @@ def test_the_story_of_a_loss_is_told_whole():
         "    cost    0.050 s without progress, no step lost, 4 microbatches done again, 28.0 MB copied, node3 gone",
         "    to do   See whether the machine is up and SSH answers. The node is tried again automatically.",
     )
+
+
+def test_what_has_given_a_lost_node_is_told():
+    origin = "pod training/oobleck-node-3 on machine-7"
+    entries = [
+        replace(entry, nodes=tuple(replace(node, origin=origin) for node in entry.nodes))
+        if isinstance(entry, JobStarted)
+        else entry
+        for entry in run_with_a_loss()
+    ]
+    (incident,) = diagnose(entries)
+    assert f"    where   {origin}" in incident_lines(incident)
 
 
 def test_what_is_under_way_is_one_line():

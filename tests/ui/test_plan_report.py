@@ -46,8 +46,8 @@ def test_many_templates_and_losses_are_cut_short_and_said_to_be():
     report = make_report(make_profile([1.0] * 30), 24, num_microbatches=48, num_pipelines=2, max_cases=5)
     shown = show(report)
     assert len(report.templates) == 24
-    assert "16 of 24 templates; --json has all" in shown
-    assert [len(pipeline.nodes) for pipeline in report.decision.plan.pipelines] == [16, 8]
+    assert "18 of 24 templates; --json has all" in shown
+    assert [len(pipeline.nodes) for pipeline in report.decision.plan.pipelines] == [15, 9]
     assert "a sample: 5 of 24 kinds of losses" in shown
     assert f"a sample: 5 of {24 * 23 // 2} kinds of losses" in shown
 

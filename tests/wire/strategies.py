@@ -24,12 +24,14 @@ from oobleck.job import (
     ControlSpec,
     DataSpec,
     JobSpec,
+    LoraSpec,
     ModelSpec,
     OptimizerSpec,
     ScalingSpec,
     check_model_numbers,
 )
 from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate, WorkerId
+from oobleck.ranks import RanksSpec
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -122,14 +124,16 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 def _data_specs() -> st.SearchStrategy[DataSpec]:
-    return built(
-        DataSpec,
+    any_of = {
         **dict.fromkeys(("dataset_split", "text_column"), WHOLE),
         **{name: st.none() | WHOLE for name in ("dataset_name", "tokenizer")},
-        paths=st.lists(WHOLE, max_size=3).map(tuple),
-        dataset_path=st.none(),
-        shards=st.just(()),
-    )
+        "dataset_path": st.none(),
+        "shards": st.just(()),
+    }
+    paths = st.lists(WHOLE, max_size=3).map(tuple)
+    of_text = built(DataSpec, **any_of, paths=paths, format=st.just("text"), packing=st.just(False))
+    rows = st.sampled_from(["prompts", "messages"])
+    return of_text | built(DataSpec, **any_of, paths=paths.filter(bool), format=rows)
 
 
 def _optimizer_specs() -> st.SearchStrategy[OptimizerSpec]:
@@ -141,11 +145,18 @@ def _optimizer_specs() -> st.SearchStrategy[OptimizerSpec]:
     )
 
 
+def _lora_specs() -> st.SearchStrategy[LoraSpec]:
+    names = st.lists(WHOLE, max_size=3).map(tuple)
+    of_a_rank = built(LoraSpec, r=st.integers(1, 65_536), target_modules=names, modules_to_save=names)
+    return st.just(LoraSpec()) | of_a_rank
+
+
 def _model_specs() -> st.SearchStrategy[ModelSpec]:
     return built(
         ModelSpec,
         type=WHOLE,
         path=st.none() | WHOLE,
+        lora=_lora_specs(),
         config=st.dictionaries(WHOLE, st.integers(-(2**40), 2**40) | WHOLE | st.floats(-1e9, 1e9), max_size=3).filter(
             _can_be_a_model
         ),
@@ -216,11 +227,26 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
     )
 
 
+def _ranks_specs() -> st.SearchStrategy[RanksSpec]:
+    return built(
+        RanksSpec,
+        **dict.fromkeys(("directory", "run_id", "role"), WHOLE),
+        tag=st.from_regex("[a-z][a-z0-9._-]{0,9}", fullmatch=True),
+        command=st.lists(WHOLE.filter(bool), min_size=1, max_size=3).map(tuple),
+        environment=st.dictionaries(WHOLE, WHOLE, max_size=3),
+        log_dir=st.none() | WHOLE,
+        ranks_per_node=st.sampled_from(["auto", "cpu", "gpu", "slots", "1", "1024"]),
+        min_nodes=st.integers(1, 4),
+        max_nodes=st.integers(4, 8),
+    )
+
+
 _HELPED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
     StageTemplate: _stage_templates,
     PipelineTemplate: _pipeline_templates,
     Pipeline: _pipelines,
     DataSpec: _data_specs,
+    LoraSpec: _lora_specs,
     ModelSpec: _model_specs,
     OptimizerSpec: _optimizer_specs,
     ControlSpec: _control_specs,
@@ -228,4 +254,5 @@ _HELPED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
     ScalingSpec: _scaling_specs,
     Shard: _shards,
     JobSpec: job_specs,
+    RanksSpec: _ranks_specs,
 }

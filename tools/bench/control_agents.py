@@ -34,16 +34,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck import __version__
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
-    AgentMessage,
+    FromAgent,
     Hello,
     MasterMessage,
+    SetUpWorker,
     WorkerStarted,
 )
 from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.ports import MasterConnection
-from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, World
+from oobleck.runtime.descriptors import raise_descriptor_limit
+from oobleck.runtime.relay_network import RelaySockets
+from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World
 from oobleck.wire import FrameDecoder
 
 _DELAYS = Delays(warm_up_s=0.5, set_up_worker_s=0.2, profile_s=0.2)
@@ -76,14 +79,14 @@ class _RealTime(VirtualTime):
         return max(0.0, min(deadline, self._due[0][0] if self._due else math.inf) - self.now_s)
 
 
-class _CountingChannel(MessageChannel[AgentMessage, MasterMessage]):
+class _CountingChannel(MessageChannel[FromAgent, MasterMessage]):
     """A channel to the master that counts."""
 
     def __init__(self, stream: trio.abc.Stream, counts: Counter[str]) -> None:
         super().__init__(stream, FrameDecoder(MasterMessage))
         self._counts = counts
 
-    async def send(self, messages: Sequence[AgentMessage]) -> None:
+    async def send(self, messages: Sequence[FromAgent]) -> None:
         self._counts["writes"] += 1
         for message in messages:
             self._counts[f"said {type(message).__name__}"] += 1
@@ -93,6 +96,13 @@ class _CountingChannel(MessageChannel[AgentMessage, MasterMessage]):
         message = await super().receive()
         self._counts[f"heard {type(message).__name__}"] += 1
         return message
+
+
+class _IdleHost(VirtualWorkerHost):
+    """Starts no workers."""
+
+    async def start(self, setup: SetUpWorker) -> WorkerProcess:
+        return await trio.sleep_forever()
 
 
 class _Node:
@@ -108,7 +118,7 @@ class _Node:
         self._host: VirtualWorkerHost | None = None
         self._pid = pids()
 
-    async def run(self, tag: str) -> None:
+    async def run(self, tag: str, host: type[VirtualWorkerHost]) -> None:
         """Serve masters until the agent is told to stop, or the power is gone."""
         with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             await listener.bind(str(self._socket))
@@ -117,7 +127,7 @@ class _Node:
             warm_s = time.monotonic() + self._world.delays.warm_up_s
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    self._host = VirtualWorkerHost(
+                    self._host = host(
                         self._world,
                         Gate(),
                         nursery,
@@ -131,6 +141,7 @@ class _Node:
                         workers=self._host,
                         hello=self._hello,
                         cache_dir=Path("/nowhere"),
+                        relays=RelaySockets(),
                     )
                     await agent.run()
                     nursery.cancel_scope.cancel()
@@ -168,7 +179,7 @@ async def _serve(arguments: argparse.Namespace, world: World) -> None:
     nodes = {name: _Node(name, arguments.directory, world, lambda: next(pids), counts) for name in names}
     async with trio.open_nursery() as nursery:
         for node in nodes.values():
-            nursery.start_soon(node.run, arguments.tag)
+            nursery.start_soon(node.run, arguments.tag, _IdleHost if arguments.idle else VirtualWorkerHost)
         await _obey(nodes, counts)
         nursery.cancel_scope.cancel()
 
@@ -193,7 +204,9 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--tag", required=True)
+    parser.add_argument("--idle", action="store_true", help="start no workers")
     arguments = parser.parse_args()
+    raise_descriptor_limit()
     profile = profile_from_json(arguments.profile.read_text(encoding="utf-8"))
     time_ = _RealTime()
     tempo = Tempo(profile, form_group_s=_DELAYS.form_group_s)

@@ -21,22 +21,27 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.cli.inputs import read_job
 from oobleck.cli.run.past import read_past
 from oobleck.control.coordinator import Coordinator
-from oobleck.control.protocol import AgentMessage, MasterMessage
+from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.control.replay import RunBooks
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
+from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory
 from oobleck.runtime.metrics_output import MetricsOutput
 from oobleck.wire import FrameDecoder
 
 
-class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
+class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
     """The master's end of a socket."""
 
     address = "127.0.0.1"
+    takes_calls = True
+
+    def rest(self, is_resting: bool) -> None:
+        """An idle socket costs nothing."""
 
 
 class _Sockets:
@@ -50,7 +55,7 @@ class _Sockets:
             stream = await trio.open_unix_socket(self._directory / f"{node.name}.sock")
         except OSError as error:
             raise NodeUnreachable(node.name, str(error)) from error
-        return _Tunnel(stream, FrameDecoder(AgentMessage))
+        return _Tunnel(stream, FrameDecoder(FromAgent))
 
     async def kill(self, node: NodeSpec) -> bool:
         raise NodeUnreachable(node.name, "nobody can be killed through its agent's socket")
@@ -96,6 +101,7 @@ def main() -> None:
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--base-dir", type=Path, required=True)
     parser.add_argument("--resume", choices=("auto", "never"), default="never", help="auto: take a run over")
+    raise_descriptor_limit()
     trio.run(_run, parser.parse_args())
 
 

@@ -45,7 +45,7 @@ global_batch_size: {batch}
 microbatch_size: 2
 num_pipelines: {pipelines}
 max_steps: 1000000
-control: {{heartbeat_interval_s: {interval_s}, lease_s: {lease_s}}}
+control: {{heartbeat_interval_s: {interval_s}, lease_s: {lease_s}, start_timeout_s: 3600, {relays}}}
 checkpoint: {{enabled: false}}
 """
 _STAND_IN = """\
@@ -70,6 +70,10 @@ class Cluster:
     lease_s: float
     tunnels: str
     has_dashboard: bool = False
+    relay_fanout: int = 0
+    """So many agents speak through one; 0: all speak to the master."""
+    is_idle: bool = False
+    """Agents start no workers: they are heard, and no more."""
 
 
 class Agents:
@@ -154,6 +158,7 @@ def serve_agents(cluster: Cluster, directory: Path) -> Iterator[Agents]:
     profile.write_text(profile_to_json(_profile(cluster)), encoding="utf-8")
     command = [sys.executable, str(_HERE / "control_agents.py"), "--nodes", str(cluster.agents)]
     command += ["--directory", str(directory), "--profile", str(profile), "--tag", _TAG]
+    command += ["--idle"] if cluster.is_idle else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             agents = Agents(process)
@@ -207,6 +212,9 @@ def run_master(cluster: Cluster, directory: Path, reach: Reach | None, *, takes_
             pipelines=cluster.pipelines,
             interval_s=cluster.interval_s,
             lease_s=cluster.lease_s,
+            relays=f"relay_nodes: 1, relay_fanout: {cluster.relay_fanout}"
+            if cluster.relay_fanout
+            else "relay_nodes: 0",
         )
     )
     base_dir = directory / "base"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import selectors
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -57,7 +57,10 @@ def fork_context() -> ForkServerContext:
 
 
 class LocalWorkers:
-    """Workers of named nodes, one device each unless told otherwise. A context manager: they end with it."""
+    """Workers of named nodes, one device each unless told otherwise. A context manager: they end with it.
+
+    Where the job's device is a GPU, they share the first.
+    """
 
     def __init__(
         self,
@@ -67,14 +70,16 @@ class LocalWorkers:
         context: ForkServerContext,
         cache_dir: Path,
         threads: int,
+        beside: Callable[[WorkerId], None] | None = None,
     ) -> None:
+        """`beside` is called in each worker's process before it begins."""
         self._worker_ids = worker_ids
         self._selector = selectors.DefaultSelector()
         self._sockets: dict[WorkerId, socket.socket] = {}
         self._processes = []
         for worker_id in worker_ids:
             ours, theirs = socket.socketpair()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process = context.Process(target=_work, args=(theirs, worker_id, beside), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -87,6 +92,7 @@ class LocalWorkers:
                 torch_threads=threads,
                 cache_dir=str(cache_dir),
                 device_memory_bytes=job.device_memory_bytes or 4 << 30,
+                num_sharing=len(worker_ids),
             )
             self._tell(worker_id, setup)
         self._addresses: dict[WorkerId, WorkerAddress] = {}
@@ -165,7 +171,9 @@ class LocalWorkers:
         self._sockets[worker_id].sendall(encode_frame(message))
 
 
-def _work(sock: socket.socket) -> None:
+def _work(sock: socket.socket, worker_id: WorkerId, beside: Callable[[WorkerId], None] | None) -> None:
     from oobleck.training.process import run_worker  # with torch, which the process that starts workers needs not
 
+    if beside is not None:
+        beside(worker_id)
     run_worker(sock)

@@ -2,6 +2,9 @@
 
 Both are written as one would write them by hand: transformers' own GPT-2, fused AdamW, clipping by the global norm,
 losses summed over the step's tokens. Initial weights and samples are Oobleck's, so that losses can be compared.
+
+Both compute on the job's device, the first GPU if that is `cuda`, and in its `dtype`, by torch's autocast and
+GradScaler where that is a short one. A pipeline's messages go through the host's memory: Gloo sends nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oobleck.job import JobSpec
 from oobleck.training.data import Dataset, prepare_dataset, samples_of_step
-from oobleck.training.model import ModelStructure, StageModel
+from oobleck.training.model import ModelStructure, Precision, StageModel
 from oobleck.training.optim import rate_factor
 
 __all__ = ["StepTimes", "train_alone", "train_pipelined"]
@@ -32,28 +35,34 @@ StepTimes = list[tuple[float, float]]
 
 
 class _FirstStage(nn.Module):
-    def __init__(self, model: Any, num_blocks: int) -> None:
+    def __init__(self, model: Any, num_blocks: int, job: JobSpec) -> None:
         super().__init__()
         self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
         self.blocks = model.transformer.h[:num_blocks]
+        self._job = job
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+        input_ids = input_ids.to(self._job.device)
+        with _autocast(self._job):
+            hidden: torch.Tensor = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]).to(input_ids.device))
+            for block in self.blocks:
+                hidden = block(hidden)
+        return hidden.cpu()
 
 
 class _LastStage(nn.Module):
-    def __init__(self, model: Any, num_blocks: int) -> None:
+    def __init__(self, model: Any, num_blocks: int, job: JobSpec) -> None:
         super().__init__()
         self.blocks = model.transformer.h[num_blocks:]
         self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
+        self._job = job
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
+        hidden = hidden.to(self._job.device)
+        with _autocast(self._job):
+            for block in self.blocks:
+                hidden = block(hidden)
+            logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
         return logits
 
 
@@ -63,17 +72,17 @@ def train_pipelined(rank: int, job: JobSpec, num_blocks: int, threads: int, dire
     store = FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
     dataset, model = _prepare(job, directory)
-    module = (_FirstStage, _LastStage)[rank](model, num_blocks)
+    module = (_FirstStage, _LastStage)[rank](model, num_blocks, job)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     num_items = job.global_batch_size * dataset.items_per_sample
 
     def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        predictions = logits[:, :-1].reshape(-1, logits.shape[-1])
-        return nn.functional.cross_entropy(predictions, labels[:, 1:].reshape(-1), reduction="sum") / num_items
+        predictions, targets = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+        return nn.functional.cross_entropy(predictions.float(), targets.to(logits.device), reduction="sum") / num_items
 
     schedule = Schedule1F1B(stage, job.num_microbatches, loss_fn=loss_of, scale_grads=False)
 
-    def run_step(samples: Sequence[int]) -> float:
+    def run_step(samples: Sequence[int], _scaler: torch.amp.GradScaler) -> float:
         batch = dataset.batch(samples)
         if rank == 0:
             schedule.step(batch.input_ids)
@@ -94,16 +103,17 @@ def train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:
     dataset, model = _prepare(job, directory)
     num_items = job.global_batch_size * dataset.items_per_sample
 
-    def run_step(samples: Sequence[int]) -> float:
-        total = 0.0
+    def run_step(samples: Sequence[int], scaler: torch.amp.GradScaler) -> float:
+        losses: list[torch.Tensor] = []
         for first in range(0, len(samples), job.microbatch_size):
-            batch = dataset.batch(samples[first : first + job.microbatch_size])
-            output = model(
-                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
-            )
-            output.loss.backward()
-            total += float(output.loss.detach())
-        return total
+            batch = dataset.batch(samples[first : first + job.microbatch_size]).to(torch.device(job.device))
+            with _autocast(job):
+                output = model(
+                    input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+                )
+            scaler.scale(output.loss).backward()
+            losses.append(output.loss.detach())
+        return float(torch.stack(losses).sum())
 
     return _train(job, list(model.parameters()), dataset, run_step, lambda _: None)
 
@@ -115,21 +125,26 @@ def _prepare(job: JobSpec, directory: Path) -> tuple[Dataset, PreTrainedModel]:
         job.model, vocab_size=dataset.vocab_size, sequence_length=job.data.sequence_length
     )
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(copy.deepcopy(structure.config), dtype=torch.float32).train()
+    model = auto.from_config(copy.deepcopy(structure.config), dtype=Precision.of(job.dtype).parameters).train()
     ours = StageModel(structure, dtype=torch.float32, device="cpu")
     ours.adopt(0, structure.num_layers, {})
     ours.initialize(range(structure.num_layers), seed=job.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(ours.parameters[name])
-    return dataset, model
+    return dataset, model.to(job.device)
+
+
+def _autocast(job: JobSpec) -> torch.autocast:
+    dtype = Precision.of(job.dtype).autocast
+    return torch.autocast(job.device, dtype=dtype, enabled=dtype is not None)
 
 
 def _train(
     job: JobSpec,
     parameters: list[nn.Parameter],
     dataset: Dataset,
-    run_step: Callable[[Sequence[int]], float],
+    run_step: Callable[[Sequence[int], torch.amp.GradScaler], float],
     agree: Callable[[torch.Tensor], None],
 ) -> StepTimes:
     """Run the job's steps; `agree` sums a vector over all processes."""
@@ -139,18 +154,22 @@ def _train(
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(spec.adam_beta1, spec.adam_beta2), eps=spec.adam_epsilon, fused=True)
+    is_scaled = Precision.of(job.dtype).scales_loss
+    scaler = torch.amp.GradScaler(job.device, init_scale=job.initial_loss_scale, enabled=is_scaled)
     times: StepTimes = []
     began_s = time.monotonic()
     for step in range(1, job.max_steps + 1):
-        loss = run_step(samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples))
+        loss = run_step(samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples), scaler)
+        scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        agreed = torch.stack([torch.tensor(loss), torch.stack(torch._foreach_norm(gradients)).square().sum()])
+        agreed = torch.stack([torch.tensor(loss), torch.stack(torch._foreach_norm(gradients)).square().sum().cpu()])
         agree(agreed)
         clip = min(1.0, spec.max_grad_norm / (float(agreed[1]) ** 0.5 + 1e-6))
         torch._foreach_mul_(gradients, clip)
         for group in optimizer.param_groups:
             group["lr"] = spec.learning_rate * rate_factor(spec, step=step, max_steps=job.max_steps)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         now_s = time.monotonic()
         times.append((now_s - began_s, float(agreed[0])))

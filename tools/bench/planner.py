@@ -35,6 +35,7 @@ from oobleck.planner import (
 )
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.instantiation import choose_sizes
+from oobleck.planner.templates.paper import find_paper_templates
 from tools.smoke import parse_arguments
 
 KINDS = ("uniform", "gpt-like", "random")
@@ -239,6 +240,13 @@ def bench_templates(repeats: int, layer_counts: Sequence[int], node_counts: Sequ
             print(f"{kind:>10} {num_layers:>7} " + " ".join(f"{value:>15}" for value in row))
 
 
+def bench_paper_objective(repeats: int, num_layers: int, num_nodes: int) -> None:
+    print(f"\nthe same for {num_layers} layers and 1 to {num_nodes} nodes under the paper's objective")
+    for kind in KINDS:
+        profile = make_profile(kind, num_layers, seed=num_layers)
+        print(f"{kind:>10} {measure(partial(find_paper_templates, profile, range(1, num_nodes + 1)), repeats)}")
+
+
 def bench_devices(repeats: int) -> None:
     print("\nall templates for 1 to 8 nodes of g devices, stages of 1 to g, 34 layers, milliseconds: median (quickest)")
     for per_node in (1, 2, 4, 8):
@@ -335,6 +343,7 @@ def main() -> None:
         print_paper()
         return
     bench_templates(arguments.repeats, arguments.layers, arguments.nodes)
+    bench_paper_objective(arguments.repeats, arguments.layers[-1], arguments.nodes[0])
     bench_devices(arguments.repeats)
     bench_instantiation(arguments.repeats, arguments.clusters)
     bench_reconfiguration(arguments.repeats, arguments.losing)

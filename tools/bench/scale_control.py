@@ -62,7 +62,7 @@ from oobleck.planner import (
 )
 from oobleck.wire import FrameDecoder, encode_frame, encode_json
 
-__all__ = ["ControlPlane", "Loss", "Sent", "measure_loss", "measure_manifest"]
+__all__ = ["ControlPlane", "Loss", "Sent", "measure_loss", "measure_manifest", "statuses_of"]
 
 _SAMPLE = 64
 """So many messages of one kind are encoded, at least."""
@@ -230,7 +230,7 @@ def measure_loss(plane: ControlPlane, num_lost: int) -> Loss:
     generation = max(fence.message.generation for fence in fences if isinstance(fence.message, Fence))
     plane.now_s += 0.01
     survivors = [worker_id for worker_id in old_plan.worker_ids if worker_id.node not in lost]
-    frames = [encode_frame(status) for status in _statuses(survivors, plane.update, generation)]
+    frames = [encode_frame(status) for status in statuses_of(survivors, plane.update, generation)]
     decoder = FrameDecoder[AgentMessage](AgentMessage)
     answers_decode_s, answers = _timed(lambda: [decoder.feed(frame)[0] for frame in frames])
     after = plane.hear((worker_id.node, answer) for worker_id, answer in zip(survivors, answers, strict=True))
@@ -328,7 +328,7 @@ def _committed(worker_id: WorkerId, generation: int) -> StepCommitted:
     return StepCommitted(device=worker_id.device, record=record)
 
 
-def _statuses(survivors: Sequence[WorkerId], adopted: PlanUpdate, generation: int) -> Iterable[Status]:
+def statuses_of(survivors: Sequence[WorkerId], adopted: PlanUpdate, generation: int) -> Iterable[Status]:
     """All have computed a part of the first step, and have applied none."""
     layers_at, knows = adopted.plan.layers_at, adopted.ordered.id
     for worker_id in survivors:

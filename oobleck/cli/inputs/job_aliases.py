@@ -27,7 +27,7 @@ _OPTIMIZER = (
     "lr_scheduler_kwargs",
     "warmup_steps",
 )
-_DATA = ("sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
+_DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
 _PLACES: dict[str, tuple[str, ...]] = {
     **{key: ("checkpoint", key) for key in _CHECKPOINT},

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 
 __all__ = ["did_you_mean", "nearest"]
 
+_SHORT = 2
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Say how an unknown word may be put right, as the end of a sentence: by the nearest known one, or by all."""
@@ -16,5 +18,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is spelled most alike, if one is near."""
-    return next(iter(get_close_matches(word.lower(), known, n=1)), None)
+    """The known word that is spelled most alike, if one is near; words of one or two letters are near to nothing."""
+    longer = [each for each in known if len(each) > _SHORT] if len(word) > _SHORT else []
+    return next(iter(get_close_matches(word.lower(), longer, n=1)), None)

@@ -12,6 +12,8 @@ from oobleck.job import DataSpec, JobSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
 from oobleck.user_path import expand_user
 
+from .durations import duration_s
+
 __all__ = [
     "MAX_BATCH",
     "MAX_SEED",
@@ -19,9 +21,18 @@ __all__ = [
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
     "BaseDirOption",
+    "DialInOption",
+    "HostsEveryOption",
+    "HostsFromOption",
     "JsonOption",
+    "KeysOption",
+    "KubernetesOption",
+    "NumNodesOption",
     "PythonOption",
+    "RayOption",
     "SSHConfigOption",
+    "SlurmJobOption",
+    "SlurmOption",
     "TagArgument",
     "TagOption",
     "base_dir_of",
@@ -49,6 +60,53 @@ BaseDirOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+HostsFromOption = Annotated[
+    str | None,
+    typer.Option("--hosts-from", metavar="COMMAND", help="Take the nodes from a shell command that prints a hostfile."),
+]
+
+HostsEveryOption = Annotated[
+    float,
+    typer.Option(
+        "--hosts-every",
+        metavar="TIME",
+        parser=duration_s,
+        help="How often --hosts-from is asked again (10s); nodes that appear join, those that vanish are drained.",
+    ),
+]
+
+DialInOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dial-in",
+        metavar="[HOST:]PORT",
+        help="Listen there for nodes that dial in: `oobleck node`, where nobody may log in.",
+    ),
+]
+
+NumNodesOption = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Begin once N nodes have dialled in.")]
+
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIRECTORY", help="Use keys that `oobleck keys` has made for nodes that dial in."),
+]
+
+SlurmOption = Annotated[
+    bool, typer.Option("--slurm", help="Take the nodes of the Slurm allocation that this command is in.")
+]
+
+SlurmJobOption = Annotated[
+    str | None,
+    typer.Option("--slurm-job", metavar="NAME", help="Take the nodes of all Slurm jobs that run by this name."),
+]
+
+RayOption = Annotated[bool, typer.Option("--ray", help="Take the nodes of the Ray cluster that runs here.")]
+
+KubernetesOption = Annotated[
+    str | None,
+    typer.Option("--kubernetes", metavar="LABELS", help="In a pod: take the pods with these labels, which dial in."),
+]
 
 PythonOption = Annotated[
     str | None, typer.Option("--python", help="Python interpreter on the nodes; by default, the path of this one.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .launching import open_launcher
 from .run_job import Run, run_job
+from .run_ranks import RanksRun, run_ranks
 
-__all__ = ["Run", "run_job"]
+__all__ = ["RanksRun", "Run", "open_launcher", "run_job", "run_ranks"]

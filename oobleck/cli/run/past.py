@@ -14,7 +14,7 @@ import trio
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.errors import ConfigError, OobleckError
 from oobleck.job import NodeSpec
-from oobleck.roles.ports import Launcher
+from oobleck.roles.ports import LiveCluster
 from oobleck.runtime.files import read_entries, read_image, write_image
 
 __all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
@@ -67,7 +67,7 @@ def read_books(path: Path) -> tuple[RunBooks, int, int]:
 
 
 def advance_image(path: Path) -> tuple[int, int]:
-    """Make a journal's image anew; return the place that it stands for, and its size. Raises OSError and ConfigError.
+    """Make a journal's image again; return the place that it stands for, and its size. Raises OSError and ConfigError.
 
     It is read from the file, and not from what the master holds: what a later master reads is what counts.
     """
@@ -88,7 +88,7 @@ async def keep_image(
     period_s: float = _PERIOD_S,
     least_bytes: int = LEAST_BYTES,
 ) -> None:
-    """Make the image of a journal that grows anew now and then, for ever.
+    """Make the image of a journal that grows again now and then, for ever.
 
     `size_bytes` is the journal's, and `place` what it has an image of. Without one a later master reads more of the
     journal, so nothing that fails here ends the run.
@@ -106,7 +106,7 @@ async def keep_image(
             due = size_bytes() + least_bytes
 
 
-async def is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
     """Ask a few nodes, and more only while none answers: of thousands that live, the first few say so at once."""
     first, number = 0, _FIRST_ASKED
     while asked := nodes[first : first + number]:
@@ -116,7 +116,7 @@ async def is_any_alive(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
     return False
 
 
-async def _lives_one(cluster: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+async def _lives_one(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
     async with trio.open_nursery() as asking:
         living: list[NodeSpec] = []
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import trio
 from rich.console import Console
 
 from oobleck.checkpoint import CheckpointDirectory
-from oobleck.cli.inputs import NUM_SPARE_NODES, SLOW_FACTOR, changed_keys
+from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
@@ -29,27 +29,27 @@ from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import Launcher
+from oobleck.roles.ports import LiveCluster
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
+from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_losses, set_aside
+from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
-from oobleck.runtime.node_check import check_nodes
 from oobleck.runtime.processes import CallbackProcess, PatientClock
-from oobleck.runtime.ssh import SSHOptions, open_ssh_loop, serve_local_nodes
+from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
 
-from .hostfile_watch import watch_hostfile
 from .log_output import background_logging
 from .past import is_any_alive, keep_image, read_past
+from .places import check_first, open_nodes, remote_paths
 from .run_dir_watch import watch_run_directory
-from .session import Session
-from .start_check import choose_nodes
+from .session import MasterLeaves, Session
 
 __all__ = ["Run", "run_job"]
 
@@ -65,11 +65,8 @@ class Run:
     """What `oobleck up` was asked for."""
 
     job: JobSpec
-    hostfile: Path | None
-    """None for virtual nodes."""
-    nodes: tuple[NodeSpec, ...]
-    """Those that the hostfile named when it was read."""
-    num_local: int
+    source: NodeSource
+    """Where nodes come from."""
     kills: tuple[tuple[str, int], ...]
     """(node, step): kill the node once the step is committed."""
     python: str | None
@@ -83,7 +80,7 @@ class Run:
     """`auto` takes over a run that lives without its master, or continues from the newest checkpoint; `never`
     starts from scratch; a path names the checkpoint to begin from."""
     check: bool = True
-    """Check the nodes of a hostfile before anything is started there."""
+    """Check nodes, unless they are virtual, before anything is started there."""
     metrics: MetricsAddress | None = None
     """Where metrics are served; None for nowhere."""
 
@@ -91,13 +88,14 @@ class Run:
 def run_job(run: Run) -> int:
     """Run the job to its end; returns the exit code."""
     limit = raise_descriptor_limit()  # virtual nodes inherit it
-    require_descriptors(limit, run.num_local or len(run.nodes), are_virtual=bool(run.num_local))
+    num_nodes = len(run.source.names)
+    require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
     directory.create()
     stdout = lasting(sys.stdout)
     output = lasting(sys.stderr) if run.as_json else stdout
     if run.plain or not console_on(output).is_terminal:
-        say(output, f"oobleck up: {run.job.tag}, {run.num_local or len(run.nodes)} nodes, logs in {directory.path}")
+        say(output, f"oobleck up: {run.job.tag}, {num_nodes} nodes, logs in {directory.path}")
     with directory.lock():
         books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
@@ -112,6 +110,9 @@ def run_job(run: Run) -> int:
                 past = _Past(books=books, place=place)
                 end, summary = trio.run(_run, run, directory, output, clock, past, clock=clock)
             except BaseException as error:
+                if all(isinstance(leaf, MasterLeaves) for leaf in _leaves(error)):
+                    say(output, "oobleck up: SIGTERM: training continues without this master, and the next takes over")
+                    return ExitCode.RESUMABLE
                 _tell_of_crash(run, error)
                 raise
         if end.exit_code == ExitCode.DONE and not summary.generations:
@@ -136,10 +137,16 @@ def run_job(run: Run) -> int:
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
+def _leaves(error: BaseException) -> list[BaseException]:
+    """What an error is made of, where several tasks have ended with one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _leaves(each)]
+
+
 def _tell_of_crash(run: Run, error: BaseException) -> None:
     """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is said elsewhere."""
-    leaves = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else [error]
-    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves):
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in _leaves(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60
     with suppress(OSError):  # what broke may be where this is written to
@@ -182,26 +189,39 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
 async def _run(
     run: Run, directory: RunDirectory, output: Output, clock: PatientClock, past: _Past
 ) -> tuple[End, Summary]:
-    async with open_ssh_loop(), _nodes(run, directory) as (known, options), trio.open_nursery() as nursery:
+    nodes = open_nodes(
+        run.source,
+        directory,
+        run.job.control,
+        ssh_config=run.ssh_config,
+        tell=lambda text: say(output, f"oobleck up: {text}"),
+        renew_keys=run.resume == "never",
+        num_devices=run.job.tensor_parallel,
+    )
+    async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
+        paths = remote_paths(directory, launcher, run.python)
+        connections = NodeConnections(launcher)
         cluster = SSHCluster(
             run.job.tag,
-            known,
+            launcher.nodes,
             run_id=directory.run_id,
-            options=options,
-            paths=_remote_paths(run, directory),
-            checks_returning=run.check and not run.num_local,
+            connections=connections,
+            paths=paths,
+            checks_returning=run.check and not launcher.are_virtual,
         )
-        past = await _find_past(run, directory, cluster, known, past)
-        is_check_due = run.check and not run.num_local and past.replayed is None
-        chosen, remarks = await _check(run, directory, options, output) if is_check_due else (known, ())
+        past = await _find_past(run, directory, cluster, launcher, past)
+        known = await launcher.begin(waits=past.replayed is None)
+        is_check_due = run.check and not launcher.are_virtual and past.replayed is None
+        chosen, remarks = await _check(known, connections, paths, output) if is_check_due else (known, ())
 
         def tell_of_gap(gap: JournalGap) -> None:
             session.remark("error" if gap.is_open or gap.num_lost else "info", sentence(gap))
 
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
+            is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
             session = Session(
-                master, cluster, nursery, kills=run.kills, num_local=run.num_local, known=known, past=past.books
+                master, cluster, launcher, nursery, kills=run.kills, past=past.books, is_replaced=is_replaced
             )
             await nursery.start(serve_control, directory.control_socket, session.answer)
             nursery.start_soon(session.watch_signals)
@@ -224,8 +244,7 @@ async def _run(
             if run.metrics is not None:
                 text = partial(_metrics_text, metrics, master, run.job.tag)
                 await nursery.start(serve_metrics, run.metrics, text)
-            if run.hostfile is not None:
-                nursery.start_soon(watch_hostfile, run.hostfile, run.nodes, session)
+            nursery.start_soon(session.follow_launcher)
             try:
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=run.plain)
@@ -254,15 +273,11 @@ def _with_journal(end: End, journal: JournalWriter) -> End:
 
 
 async def _check(
-    run: Run, directory: RunDirectory, options: SSHOptions, output: Output
+    nodes: tuple[NodeSpec, ...], connections: NodeConnections, paths: RemotePaths, output: Output
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-    """Check the nodes of the hostfile; returns those to begin with, and what is to be said."""
-    say(output, f"oobleck up: checking {len(run.nodes)} nodes (--no-check leaves this out)")
-    paths = _remote_paths(run, directory)
-    report = await check_nodes(
-        run.nodes, options, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
-    )
-    return choose_nodes(run.nodes, report)
+    """Check nodes; returns those to begin with, and what is to be said."""
+    say(output, f"oobleck up: checking {len(nodes)} nodes (--no-check leaves this out)")
+    return await check_first(nodes, connections, paths)
 
 
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
@@ -277,7 +292,7 @@ def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
     return prometheus_text(output.metrics.sample(master.now_s), tag)
 
 
-async def _give_memory_back(cluster: Launcher, nodes: Sequence[NodeSpec]) -> None:
+async def _give_memory_back(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> None:
     """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
     with trio.move_on_after(saying_farewell_s(_FORGET_S, len(nodes))):
         async with trio.open_nursery() as forgetting:
@@ -305,16 +320,14 @@ class _Past:
         return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
-async def _find_past(
-    run: Run, directory: RunDirectory, cluster: Launcher, known: Sequence[NodeSpec], past: _Past
-) -> _Past:
+async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, past: _Past) -> _Past:
     """Look for a run that continues without its master; the journal of any other is set aside.
 
     Raises UsageError for one that trains another job.
     """
     replayed = past.books.finish()
     if replayed is not None:
-        replayed.relocate({spec.name: spec for spec in known})
+        replayed.relocate({spec.name: spec for spec in launcher.nodes})
         if await is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
@@ -334,7 +347,7 @@ async def _find_past(
 def _make_master(
     run: Run,
     directory: RunDirectory,
-    cluster: Launcher,
+    cluster: LiveCluster,
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
@@ -343,7 +356,7 @@ def _make_master(
 ) -> Master:
     coordinator = Coordinator(
         run.job,
-        known[: run.num_local] if run.num_local else known,
+        known,
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         python_version=platform.python_version(),
         replayed=past.replayed,
@@ -357,30 +370,6 @@ def _make_master(
         profiles=ProfileFiles(directory.profile),
         clock=RunClock(elapsed_s=past.elapsed_s, held_up_s=held_up_s),
         known=[] if past.replayed is None else [member.spec for member in past.replayed.members.all],
-    )
-
-
-@asynccontextmanager
-async def _nodes(run: Run, directory: RunDirectory) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
-    """The nodes and how to reach them; virtual ones live as long as the context."""
-    timeout_s = run.job.control.connect_timeout_s
-    if run.num_local:
-        environment = {"TMPDIR": str(directory.pin_temporary_directory())}
-        count = run.num_local + NUM_SPARE_NODES
-        async with serve_local_nodes(count, environment=environment) as (nodes, options):
-            devices = tuple(range(run.job.tensor_parallel))
-            yield tuple(replace(node, devices=devices) for node in nodes), options
-    else:
-        yield run.nodes, SSHOptions(connect_timeout_s=timeout_s, config=run.ssh_config)
-
-
-def _remote_paths(run: Run, directory: RunDirectory) -> RemotePaths:
-    """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
-    python, home = run.python or sys.executable, PurePosixPath("~/.oobleck")
-    if not run.num_local:
-        return RemotePaths(python=python, base_dir=home, cache_dir=home / "cache")
-    return RemotePaths(
-        python=python, base_dir=PurePosixPath(directory.path.parent), cache_dir=PurePosixPath(directory.cache)
     )
 
 

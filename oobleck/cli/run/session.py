@@ -6,18 +6,18 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import assert_never
 
 import trio
 
-from oobleck.cli.inputs import parse_hostfile
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
-from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone, TerminationNoticed
 from oobleck.control.replay import RunBooks
 from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import Launcher
+from oobleck.roles.ports import LiveCluster
 from oobleck.runtime.control_socket import (
     AddRequest,
     ControlRequest,
@@ -28,14 +28,19 @@ from oobleck.runtime.control_socket import (
     StatusRequest,
     StopRequest,
 )
+from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
 from oobleck.streams import Output
 from oobleck.ui.lines import LineFormatter
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
 from oobleck.wire import to_builtins
 
-__all__ = ["Session"]
+__all__ = ["MasterLeaves", "Session"]
 
 _log = logging.getLogger("oobleck.up")
+
+
+class MasterLeaves(Exception):
+    """This process alone is taken away: training continues without a master, and the next one takes over."""
 
 
 class Session:
@@ -44,24 +49,33 @@ class Session:
     def __init__(
         self,
         master: Master,
-        cluster: Launcher,
+        cluster: LiveCluster,
+        launcher: Launcher,
         nursery: trio.Nursery,
         *,
         kills: Sequence[tuple[str, int]],
-        num_local: int,
-        known: Sequence[NodeSpec],
         past: RunBooks,
+        is_replaced: bool = False,
     ) -> None:
-        """`known` are nodes that need not be in the run; `past` is what the journal of a master before comes to."""
+        """`past` is what the journal of a master before comes to.
+
+        `is_replaced`: who sends this process a SIGTERM will start another master in its place.
+        """
         self.account = past.account
         self.view = past.view
-        self._known = tuple(known)
-        self._is_local = num_local > 0
         self._master = master
         self._cluster = cluster
+        self._launcher = launcher
         self._nursery = nursery
+        self._is_replaced = is_replaced
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]  # the others are done
         self._gone = set(past.gone_nodes)
+        self._noticed: set[str] = set()
+        """Nodes that are to be taken away."""
+        self._is_taken_away = False
+        """Whether all of them were, at one time."""
+        self._is_back: dict[str, Arrived] = {}
+        """Nodes that have arrived again while the run counts on what they were before."""
         self._terminal: Output | None = None
         self._formatter = LineFormatter()
         if past.started is not None:
@@ -90,10 +104,28 @@ class Session:
         self.account.apply(entry)
         self.view.apply(entry)
         match entry:
-            case NodeLost(node=node) | NodeLeft(node=node):
+            case TerminationNoticed(node=node):
+                self._noticed.add(node)
+                self._stop_if_all_are_taken_away()
+            case NodeLost(node=node):
                 self._gone.add(node)
+                self._stop_if_all_are_taken_away()
+                if (arrived := self._is_back.pop(node, None)) is not None:
+                    self._take_in(arrived.node, by_itself=arrived.by_itself)
+            case NodeLeft(node=node):
+                self._gone.add(node)
+                self._cluster.release(self._spec(node))
             case NodeAdded(node=spec):
                 self._gone.discard(spec.name)
+                self._noticed.discard(spec.name)
+
+    def _stop_if_all_are_taken_away(self) -> None:
+        """At a time limit all nodes have notice together: nobody could take over from whom, so all is saved instead."""
+        staying = {spec.name for spec in self._master.nodes} - self._gone - self._noticed
+        if self._noticed - self._gone and not staying and not self._is_taken_away:
+            self._is_taken_away = True
+            reason = "all nodes are to be taken away; the same command continues from here"
+            self._master.submit(StopRequested(now=False, exit_code=ExitCode.RESUMABLE, reason=reason))
 
     def _take_due(self, entry: JournalEntry) -> list[str]:
         """The nodes that are to be killed once this step is committed."""
@@ -114,7 +146,7 @@ class Session:
     async def watch_signals(self) -> None:
         """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first.
 
-        A terminal that goes away (SIGHUP) ends nothing.
+        A terminal that goes away (SIGHUP) ends nothing. Raises MasterLeaves on SIGTERM to a master that is replaced.
         """
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *_hangup()) as signals:
             asked = False
@@ -125,6 +157,8 @@ class Session:
                         self._terminal.is_lost = True  # a write to it may never come back
                     continue
                 terminated = number == signal.SIGTERM
+                if terminated and self._is_replaced:
+                    raise MasterLeaves
                 self._master.submit(
                     StopRequested(
                         now=asked,
@@ -148,11 +182,11 @@ class Session:
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
             case AddRequest(node=node):
-                self.take_in(self._spec_to_add(node))
+                self._take_in(self._spec_to_add(node))
                 return {"adding": node}
             case DrainRequest(node=node):
                 self._check_living(node)
-                self.let_go(node)
+                self._let_go(node)
                 return {"draining": node}
             case SignalRequest():
                 return await self._signal(request)
@@ -193,27 +227,46 @@ class Session:
         if node in self._gone:
             raise UsageError(f"{node} is lost, or has left, already")
 
-    def take_in(self, spec: NodeSpec) -> None:
-        """Have a node that is new, was lost or has left, take part."""
-        self._master.submit(AddRequested(spec=spec))
+    async def follow_launcher(self) -> None:
+        """Take in nodes that arrive, and let go of those that leave, until cancelled."""
+        reported, changes = trio.open_memory_channel[NodeChange](0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._launcher.follow, reported)
+            async for change in changes:
+                match change:
+                    case Arrived():
+                        self._welcome(change)
+                    case Leaving(node=node):
+                        self._let_go(node)
+                    case Reported(level=level, text=text):
+                        self.remark(level, text)
+                    case _:
+                        assert_never(change)
 
-    def let_go(self, node: str) -> None:
+    def _welcome(self, arrived: Arrived) -> None:
+        """Take in a node that has arrived; one whose loss is not known yet, as soon as it is."""
+        name = arrived.node.name
+        is_here = name not in self._gone and name in {known.name for known in self._master.nodes}
+        if is_here:
+            self._is_back[name] = arrived
+        else:
+            self._take_in(arrived.node, by_itself=arrived.by_itself)
+
+    def _take_in(self, spec: NodeSpec, *, by_itself: bool = False) -> None:
+        """Have a node that is new, was lost or has left, take part."""
+        self._master.submit(AddRequested(spec=spec, by_itself=by_itself))
+
+    def _let_go(self, node: str) -> None:
         """Have a node drained; one that is lost is not tried again."""
         self._master.submit(DrainRequested(node=node))
 
     def _spec_to_add(self, text: str) -> NodeSpec:
-        """A node that is known by name, or a new one from a line as in a hostfile."""
-        known = {spec.name: spec for spec in (*self._known, *self._master.nodes)}
-        if text in known:
-            if text not in self._gone and known[text] in self._master.nodes:
-                raise UsageError(f"{text} is in the run already")
-            return known[text]
-        if self._is_local:
-            raise UsageError(f"this machine has no virtual node {text!r}; there are {', '.join(known)}")
-        specs = parse_hostfile(text, source="the line to add")
-        if len(specs) != 1 or specs[0].name in known:
-            raise UsageError(f"{text!r} must name one host that is not in the run yet")
-        return specs[0]
+        """A node that is known by name, or one that the launcher knows or understands."""
+        known = {spec.name: spec for spec in self._master.nodes}
+        spec = known[text] if text in known else self._launcher.named(text)
+        if spec.name in known and (spec.name not in self._gone or text != spec.name):
+            raise UsageError(f"{spec.name} is in the run already")
+        return spec
 
 
 def _hangup() -> tuple[signal.Signals, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from oobleck.control.events import Record, Send, notice
 from oobleck.control.journal import CheckpointSaved, SaveFailed
@@ -29,7 +29,6 @@ from oobleck.control.protocol import (
     RemoveOld,
     RemoveUnfinished,
     SaveState,
-    Shard,
     StateNotSaved,
     StateSaved,
     run_of,
@@ -39,6 +38,7 @@ from oobleck.planner import ExecutionPlan, WorkerId
 
 from .broken_saves import BrokenSaves
 from .candidate import Candidate, KnownCheckpoint
+from .save import Save
 from .save_policy import SavePolicy
 
 __all__ = ["Saving"]
@@ -50,48 +50,6 @@ _PATIENCE_S = 1800.0
 _COPY_PATIENCE_S = 120.0
 """One that is not whole in memory by then never will be: a master that took over may not know of a lost share."""
 _LOSSES_KEPT = 64
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save under way."""
-
-    name: str
-    step: int
-    generation: int
-    began_s: float
-    saved_at: str = ""
-    position: DataPosition | None = None
-    savers: dict[WorkerId, tuple[int, ...]] = field(default_factory=dict)
-    """Whose shares are whole in memory, and which layers these are."""
-    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
-    """By layer and part: devices that share a stage save a part each."""
-    pause_s: float = 0.0
-    copy_s: float = 0.0
-    is_committing: bool = False
-    asked: set[str] = field(default_factory=set)
-    """The nodes that were told to write the manifest, and may still do so."""
-    replaced: tuple[str, ...] = ()
-    """Checkpoints that are too old once this one is complete."""
-    committed: set[str] = field(default_factory=set)
-    """The nodes whose disk has it."""
-
-    def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
-        parts = {(layer, worker_id.device % num_parts) for worker_id, layers in self.savers.items() for layer in layers}
-        return len(parts) == num_layers * num_parts
-
-    def is_written(self, num_layers: int, *, num_parts: int) -> bool:
-        return len(self.shards) == num_layers * num_parts
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether all that wrote layers, and are still there, have the manifest: each may have a disk of its own."""
-        writers = {worker_id.node for worker_id in self.savers}
-        return bool(self.committed) and writers & self.asked <= self.committed
-
-    def unwritten(self, worker_id: WorkerId, *, num_parts: int) -> tuple[int, ...]:
-        part = worker_id.device % num_parts
-        return tuple(layer for layer in self.savers.get(worker_id, ()) if (layer, part) not in self.shards)
 
 
 class Saving:
@@ -122,7 +80,7 @@ class Saving:
         self._losses: dict[int, float] = {}
         self._wanted: int | None = None
         """The step after which all were to save."""
-        self._saves: dict[str, _Save] = {}
+        self._saves: dict[str, Save] = {}
         self._tried_step = 0
         """The newest step after which a save has begun."""
         self._origin: str | None = None
@@ -268,7 +226,7 @@ class Saving:
         """
         name, step = candidate.name, candidate.step
         generation = int(name.rpartition(".")[2])
-        save = _Save(name, step, generation, now_s, saved_at=candidate.saved_at, position=candidate.position)
+        save = Save(name, step, generation, now_s, saved_at=candidate.saved_at, position=candidate.position)
         held = sorted(candidate.held.items())
         save.savers = {worker_id: tuple(sorted(layers)) for worker_id, layers in held if layers}
         self._saves[name] = save
@@ -310,7 +268,7 @@ class Saving:
         broken = [save for save in saves if not self._is_whole(save)]
         return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
 
-    def _is_whole(self, save: _Save) -> bool:
+    def _is_whole(self, save: Save) -> bool:
         return save.is_in_memory(len(self._layer_names), num_parts=self._num_parts)
 
     def _agent_gone(self, node: str, why: str, now_s: float) -> tuple[Record | Send, ...]:
@@ -361,7 +319,7 @@ class Saving:
             return ()
         save = self._saves.get(state.name)
         if save is None:
-            save = _Save(state.name, state.step, state.generation, now_s)
+            save = Save(state.name, state.step, state.generation, now_s)
             self._saves[state.name] = save
             self._tried_step = max(self._tried_step, state.step)
             self._be_patient()
@@ -395,7 +353,7 @@ class Saving:
         save.committed.add(node)
         return self._complete_when_committed(save, now_s)
 
-    def _complete_when_committed(self, save: _Save, now_s: float) -> tuple[Record | Send, ...]:
+    def _complete_when_committed(self, save: Save, now_s: float) -> tuple[Record | Send, ...]:
         if not save.is_committed:
             return ()
         del self._saves[save.name]
@@ -425,7 +383,7 @@ class Saving:
         if self._is_over(message.name):
             return ()
         self._tried_step = max(self._tried_step, message.step)
-        self._saves.setdefault(message.name, _Save(message.name, message.step, 0, now_s))
+        self._saves.setdefault(message.name, Save(message.name, message.step, 0, now_s))
         return self._give_up(message.name, f"{node}: {message.reason}", now_s)
 
     # --- small things ----------------------------------------------------------------------------------------
@@ -487,7 +445,7 @@ class Saving:
             return told
         return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
 
-    def _commit_when_written(self, save: _Save) -> tuple[Send, ...]:
+    def _commit_when_written(self, save: Save) -> tuple[Send, ...]:
         """Give the manifest to those who wrote layers. It names every file, and elsewhere there is nothing to name.
 
         Where none of them is left, all get it: the directory may be one that all share.
@@ -504,10 +462,10 @@ class Saving:
         message = CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
         return tuple(Send(node=node, message=message) for node in sorted(save.asked))
 
-    def _patience_s(self, save: _Save) -> float:
+    def _patience_s(self, save: Save) -> float:
         return _PATIENCE_S if self._is_whole(save) else _COPY_PATIENCE_S
 
-    def _known(self, save: _Save) -> KnownCheckpoint:
+    def _known(self, save: Save) -> KnownCheckpoint:
         return KnownCheckpoint(
             name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
         )
@@ -518,7 +476,7 @@ class Saving:
     def _forget_old(self) -> None:
         del self.complete[: -self._job.checkpoint.save_total_limit]
 
-    def _manifest(self, save: _Save) -> Manifest:
+    def _manifest(self, save: Save) -> Manifest:
         digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]
         return Manifest(
             version=MANIFEST_VERSION,

@@ -10,8 +10,8 @@ deep, there and back.
 
 What makes it a commit: a worker posts its part of a step after `note_reduced`. The root adds up all parts or none, and
 every total is the root's. So who has a total knows that all have passed `note_reduced`, and all have the same bits. A
-total is passed on before it is looked at, and by a worker that is fenced as well: it says what is so, and whoever is
-fenced refuses it in `begin_apply`.
+total is passed on before it is looked at, and by a worker that is fenced as well: it says what is so, and any worker
+that is fenced refuses it in `begin_apply`.
 
 What belongs to a generation before the newest in which this worker has posted is dropped: nobody waits for it, since
 all have answered a fence since. Parts of a newer one are kept until this worker posts its own.

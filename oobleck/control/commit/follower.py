@@ -50,6 +50,7 @@ from .worker_effects import (
     CompareReplicas,
     Compute,
     EffectOutcome,
+    EndTransfers,
     Evaluate,
     Evaluation,
     Exchange,
@@ -110,6 +111,8 @@ class Follower:
         """The state with which the plan begins is to be saved."""
         self._resumed: int | None = None
         """The generation whose resumption is still to be told."""
+        self._transferred: tuple[GroupKey, ...] | None = None
+        """Groups in which layers have moved; None once a step is committed under the plan."""
         self._step: int | None = None
         """The step in flight, once it is begun."""
         self._share_done = False
@@ -159,6 +162,7 @@ class Follower:
         while not stop and (yield from self._has_next(committee)):
             yield from self._compute(seat, committee, self._commit_state.applied + 1, ends_under_plan=True)
             stop = yield from self._end_step(committee)
+            yield from self._end_transfers()
             if not stop:
                 yield from self._evaluate(seat, committee)
         return True
@@ -310,7 +314,7 @@ class Follower:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else self._committee_of(update, update.plan)
-        keys = transfer_keys(update.transfers, update.generation, self._worker_id)
+        self._transferred = keys = transfer_keys(update.transfers, update.generation, self._worker_id)
         if seat is not None and committee is not None:
             keys += (seat.lane_key, seat.stage_key)
         layers = range(0) if seat is None else seat.layers
@@ -329,6 +333,11 @@ class Follower:
         self._saves_first = update.saves
         self._resumed = update.generation
         yield KeepGroups(keys, committee, update.generation)
+
+    def _end_transfers(self) -> WorkerEffects:
+        keys, self._transferred = self._transferred, None
+        if keys is not None:
+            yield EndTransfers(keys)
 
     def _committee_of(self, update: PlanUpdate, plan: ExecutionPlan, lost: tuple[str, ...] = ()) -> Committee:
         kept = {} if self._committee is None else self._committee.keys

@@ -119,6 +119,7 @@ class Generations:
         return PartialStep(
             microbatches=committed_after(ordered.plan, before, ordered.num_sections, number),
             loss=verdict.partial.loss,
+            num_items=verdict.partial.num_items,
             generation=generation,
             number=number,
         )
@@ -239,5 +240,9 @@ class Generations:
 
 def _record(verdict: Verdict, partial: PartialStep) -> SectionRecord:
     return SectionRecord(
-        step=verdict.applied + 1, generation=partial.generation, number=partial.number, loss=partial.loss
+        step=verdict.applied + 1,
+        generation=partial.generation,
+        number=partial.number,
+        loss=partial.loss,
+        num_items=partial.num_items,
     )

@@ -56,7 +56,9 @@ class PartialCommit:
         self._number = 0
         self.section: Section | None = None
         self.loss = 0.0
-        """The part of the step's loss that what is committed makes."""
+        """The part of the step's loss that what is committed makes, as in `SectionRecord`."""
+        self.num_items = 0
+        """The tokens that count in it."""
 
     # --- what is committed ------------------------------------------------------------------------------------
 
@@ -87,11 +89,11 @@ class PartialCommit:
         assert self.section is None, "what was on its way is given back before"
         self._update = None if is_spare else update
         self._before = NOTHING if is_spare else update.partial
-        self._number, self.loss = 0, self._before.loss
+        self._number, self.loss, self.num_items = 0, self._before.loss, self._before.num_items
 
     def end_step(self) -> None:
         """The step is applied: nothing is committed of the next."""
-        self._before, self._number, self.loss = NOTHING, 0, 0.0
+        self._before, self._number, self.loss, self.num_items = NOTHING, 0, 0.0, 0
 
     # --- a section -----------------------------------------------------------------------------------------
 
@@ -182,6 +184,7 @@ class PartialCommit:
             generation=self._update.generation,
             number=section.number,
             loss=self.loss + totals.loss,
+            num_items=self.num_items + totals.num_items,
         )
         self._commit_state.commit_section(record)
         yield from self._fold(record)
@@ -200,7 +203,7 @@ class PartialCommit:
         assert section.has_sums, f"{what} is claimed to be reduced"
         yield Fold(record)
         self.section = None
-        self._number, self.loss = record.number, record.loss
+        self._number, self.loss, self.num_items = record.number, record.loss, record.num_items
 
     def _fail(self, section: Section, error: PeerLost) -> WorkerEffects:
         """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""

@@ -42,6 +42,7 @@ __all__ = [
     "CompareReplicas",
     "Compute",
     "EffectOutcome",
+    "EndTransfers",
     "Evaluate",
     "Evaluation",
     "Exchange",
@@ -259,6 +260,13 @@ class KeepGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class EndTransfers:
+    """Put aside the groups in which layers moved: a step is committed under the plan, so all of them have arrived."""
+
+    keys: tuple[GroupKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReadCheckpoint:
     """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
 
@@ -342,6 +350,8 @@ class SectionTotals:
     loss: float
     counted: Tally
     """The microbatches that are in the section, as often as they are."""
+    num_items: int = 0
+    """The tokens that count in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +395,7 @@ WorkerEffect = (
     | Evaluate
     | FormGroups
     | KeepGroups
+    | EndTransfers
     | ReadCheckpoint
     | Exchange
     | ShareLossScale

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from .coordinator import Coordinator, Phase
+from .node_lifecycle import NodeLifecycle
 from .planning import fixed_schedule, planner_for, schedules_for
+from .preparation import misfit_of
 from .profile_key import profile_key
+from .recovery.states import GiveUp
 from .replayed_run import Replay, ReplayedRun, ReplayImage
+from .requests import Effect as LifecycleEffect
+from .requests import NodeTakenIn
 from .resuming import finished_text
+from .silence import Silence
 
 __all__ = [
     "Coordinator",
+    "GiveUp",
+    "LifecycleEffect",
+    "NodeLifecycle",
+    "NodeTakenIn",
     "Phase",
     "Replay",
     "ReplayImage",
     "ReplayedRun",
+    "Silence",
     "finished_text",
     "fixed_schedule",
+    "misfit_of",
     "planner_for",
     "profile_key",
     "schedules_for",

@@ -31,6 +31,7 @@ from oobleck.control.events import (
     MessageReceived,
     NodeFailed,
     NodeLeftOut,
+    NodesHeard,
     NodeUp,
     ProfileFound,
     Record,
@@ -189,6 +190,8 @@ class Coordinator:
                 self._routing.record(NodeUnfit(t_s=now_s, node=node, fault=fault, is_tried_again=False))
             case MessageReceived(node=node, message=message):
                 self._reports.said(node, message, now_s)
+            case NodesHeard():
+                self._reports.heard(event, now_s)
             case BatchReceived():
                 self._reports.all_said(event, now_s)
             case ProfileFound():
@@ -196,8 +199,8 @@ class Coordinator:
                 self._reports.train_when_ready(now_s)
             case StopRequested():
                 self._stop_requested(event, now_s)
-            case AddRequested(spec=spec):
-                self._do(parts.lifecycle.add(spec, now_s), now_s)
+            case AddRequested(spec=spec, by_itself=by_itself):
+                self._do(parts.lifecycle.add(spec, now_s, by_itself=by_itself), now_s)
             case DrainRequested(node=node):
                 self._do(parts.lifecycle.drain(node, now_s, is_begun=is_begun), now_s)
             case KillRequested(node=node):

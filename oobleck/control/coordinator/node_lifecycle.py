@@ -42,8 +42,8 @@ _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, 
 class NodeLifecycle:
     """Decides which nodes take part. `members` has those that are there, its own `node_retry` those to try again."""
 
-    def __init__(self, members: Membership, node_retry: NodeRetry, *, num_devices: int) -> None:
-        """All nodes have `num_devices`."""
+    def __init__(self, members: Membership, node_retry: NodeRetry, *, num_devices: int | None) -> None:
+        """All nodes have `num_devices`; None where each may have as many as it likes."""
         self._members = members
         self._node_retry = node_retry
         self._num_devices = num_devices
@@ -102,9 +102,15 @@ class NodeLifecycle:
             *(Send(node=node, message=KillWorker(device=device)) for device in ending),  # sent before, and perhaps lost
         )
 
-    def add(self, spec: NodeSpec, now_s: float) -> Effects:
-        """Take another node in, or one that was lost. Training continues; it joins once its workers are ready."""
-        self._node_retry.forgive(spec.name)
+    def add(self, spec: NodeSpec, now_s: float, *, by_itself: bool = False) -> Effects:
+        """Take another node in, or one that was lost. Training continues; it joins once its workers are ready.
+
+        One that comes by itself (`by_itself`) while it is in quarantine is tried once that is over.
+        """
+        if not by_itself:
+            self._node_retry.forgive(spec.name)
+        elif not self._node_retry.note_back(spec, now_s):
+            return (_stays_out(spec.name, now_s),)
         try:
             self._check_devices(spec)
             self._members.add(spec)
@@ -114,7 +120,7 @@ class NodeLifecycle:
 
     def _check_devices(self, spec: NodeSpec) -> None:
         wanted = self._num_devices
-        if spec.num_devices != wanted:
+        if wanted is not None and spec.num_devices != wanted:
             raise UsageError(f"{spec.name} has {spec.num_devices} devices; all nodes of the job have {wanted}")
 
     @property
@@ -179,6 +185,15 @@ class NodeLifecycle:
         self._members.drain(node)
         return (BeginRecovery(cause=PlanCause.DRAINED, nodes=(node,)),)
 
+    def drain_idle(self, node: str, now_s: float) -> Effects:
+        """Let a node go that holds nothing which others need: once what runs there is ended, its agent is."""
+        if self._node_retry.forget(node) is not None:
+            return (notice(now_s, "info", f"{node} is lost, and is not tried again"),)
+        if node not in self._members or self._members[node].state is not MemberState.CONNECTED:
+            return (notice(now_s, "warning", f"{node} is not connected, so it cannot be drained"),)
+        self._members.drain(node)
+        return ()
+
     def noticed(self, member: Member, now_s: float, *, is_begun: bool) -> Effects:
         """A node will be taken away: drain it, now or once it trains."""
         if is_begun and member.is_ready:
@@ -221,6 +236,14 @@ class NodeLifecycle:
         self._members.leave(node)
         entry = NodeLeft(t_s=now_s, node=node)
         return (Record(entry=entry), Disconnect(node=node), NodeDrained(node=node))
+
+
+def _stays_out(node: str, now_s: float) -> Record:
+    text = (
+        f"{node} is here again and stays out for now: it was lost {QUARANTINE_LOSSES} times within ten minutes; "
+        f"`oobleck add {node}` adds it at once"
+    )
+    return notice(now_s, "warning", text)
 
 
 def _quarantine(node: str, now_s: float) -> Record:

@@ -23,7 +23,7 @@ from oobleck.planner import Profile, WorkerId, profile_from_json
 
 from .profile_key import profile_key
 
-__all__ = ["Preparation"]
+__all__ = ["Preparation", "misfit_of"]
 
 
 class Preparation:
@@ -46,18 +46,8 @@ class Preparation:
         self.profile = profile
 
     def misfit(self, hello: Hello) -> str | None:
-        """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
-        if hello.oobleck_version != __version__ or hello.protocol != PROTOCOL_VERSION:
-            return (
-                f"oobleck {hello.oobleck_version} (protocol {hello.protocol}) runs there, {__version__} (protocol "
-                f"{PROTOCOL_VERSION}) here; install the same version on both"
-            )
-        if _minor(hello.python_version) != _minor(self._python_version):
-            return (
-                f"Python {hello.python_version} runs there, {self._python_version} here; "
-                "use the same minor version on both (the job's `python` names the interpreter)"
-            )
-        return None
+        """Why an agent's environment does not fit ours; None when it does."""
+        return misfit_of(hello, python_version=self._python_version)
 
     def configure(self, node: str) -> tuple[Command, ...]:
         """Tell a node's agent about the job and have its workers started."""
@@ -103,7 +93,12 @@ class Preparation:
             self._job,
             layer_names=message.layer_names,
             parameters=message.parameters,
-            device=(message.device_name, self._memory(member), self._threads(member), member.hello.num_cores),
+            device=(
+                message.device_name,
+                message.device_memory_bytes or self._memory(member),
+                self._threads(member),
+                member.hello.num_cores,
+            ),
             versions=(member.hello.python_version, message.torch_version),
         )
         return (LookUpProfile(key=self._key),)
@@ -166,6 +161,21 @@ class Preparation:
         if self._job.device_memory_bytes is not None:
             return self._job.device_memory_bytes
         return member.hello.memory_bytes // self._members.sharing_host(member)
+
+
+def misfit_of(hello: Hello, *, python_version: str) -> str | None:
+    """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
+    if hello.oobleck_version != __version__ or hello.protocol != PROTOCOL_VERSION:
+        return (
+            f"oobleck {hello.oobleck_version} (protocol {hello.protocol}) runs there, {__version__} (protocol "
+            f"{PROTOCOL_VERSION}) here; install the same version on both"
+        )
+    if _minor(hello.python_version) != _minor(python_version):
+        return (
+            f"Python {hello.python_version} runs there, {python_version} here; "
+            "use the same minor version on both (the job's `python` names the interpreter)"
+        )
+    return None
 
 
 def _minor(version: str) -> tuple[str, ...]:

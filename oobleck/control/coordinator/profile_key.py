@@ -12,6 +12,9 @@ from oobleck.job import JobSpec
 
 __all__ = ["profile_key"]
 
+_MEASURES = 2
+"""Raised when profiles measure more or otherwise. 2: copies, what passes take, and messages apart from activations."""
+
 
 def profile_key(
     job: JobSpec,
@@ -41,7 +44,7 @@ def profile_key(
         **({"split": True} if job.may_split_backward else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],
-        "versions": [__version__, *versions],
+        "versions": [__version__, *versions, _MEASURES],
     }
     canonical = json.dumps(depends_on, sort_keys=True, default=str)
     return f"{job.model.type}-{hashlib.blake2s(canonical.encode(), digest_size=8).hexdigest()}"

@@ -176,7 +176,8 @@ class Replanning:
 
     def _leave_out(self, plan: ExecutionPlan, step_s: float, now_s: float) -> None:
         resting = [node for node in plan.spares if node in self.slow]
-        self._slow_retry.leave_out(resting, now_s, found_out_s=found_out_s(step_s))
+        found_s = found_out_s(step_s, len(plan.worker_ids))
+        self._slow_retry.leave_out(resting, now_s, found_out_s=found_s)
 
     @property
     def retries_s(self) -> float:

@@ -11,6 +11,7 @@ from oobleck.control.commit import HANG_FLOOR_S
 from oobleck.control.events import (
     BatchReceived,
     EndRun,
+    NodesHeard,
     Send,
     notice,
 )
@@ -39,6 +40,7 @@ from oobleck.control.protocol import (
     EvaluationDone,
     Finished,
     ForkServerEnded,
+    FromRanks,
     Heartbeat,
     Hello,
     LayersMoving,
@@ -98,10 +100,7 @@ class Reports:
         if member.state not in (MemberState.CONNECTED, MemberState.READY):
             return  # late messages of a node that was given up
         self._parts.members.hear_node(node, now_s)
-        heard = self._parts.silence.heard(now_s)
-        if heard:
-            self._do(heard, now_s)
-            self._parts.progress.give_time(now_s)
+        self._note_heard(now_s)
         try:
             check_device(member, message)
             if not is_begun and is_of_training(message):
@@ -116,9 +115,22 @@ class Reports:
             # A node that comes later must fit; those that train are not affected.
             self._do((GiveUp(nodes=(node,), loss=Misfit(problem=str(error))),), now_s)
 
+    def heard(self, event: NodesHeard, now_s: float) -> None:
+        """Note that nodes live."""
+        self._parts.members.hear_nodes(event.heard)
+        self._note_heard(now_s)
+
+    def _note_heard(self, now_s: float) -> None:
+        heard = self._parts.silence.heard(now_s)
+        if heard:
+            self._do(heard, now_s)
+            self._parts.progress.give_time(now_s)
+
     def all_said(self, event: BatchReceived, now_s: float) -> None:
         """Like `said` for each; what cannot be wrong in a worker's message is not checked again for each."""
         speakers = self._parts.members.hear(event.worker_ids, now_s)
+        if not self._parts.reconfiguration.is_begun:
+            return  # as in `said`: all of these are of training
         match event.message:
             case Status() | Resumed() | Pace() as message:
                 self._understand_plan(speakers, message, now_s)
@@ -197,6 +209,8 @@ class Reports:
                 self._do(parts.lifecycle.agent_stopped(member, message, now_s, is_in_plan=is_in_plan), now_s)
             case Hello():
                 raise PeerError("a second hello on one connection")
+            case FromRanks():
+                raise PeerError(f"said {type(message).__name__}, which has no meaning in training")
             case _:
                 assert_never(message)
 

@@ -42,6 +42,7 @@ __all__ = [
     "NodeFailed",
     "NodeLeftOut",
     "NodeUp",
+    "NodesHeard",
     "ProfileFound",
     "Record",
     "Remark",
@@ -87,6 +88,14 @@ class BatchReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesHeard:
+    """Many nodes live. So the heartbeats of thousands are one event."""
+
+    heard: tuple[tuple[str, float], ...]
+    """(node, when it was heard)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileFound:
     """The answer to LookUpProfile; None when nothing is cached under the key."""
 
@@ -104,9 +113,11 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequested:
-    """The user gives the job another node, or one that was lost once more."""
+    """The job gets another node, or one that was lost once more."""
 
     spec: NodeSpec
+    by_itself: bool = False
+    """It has come by itself, and nobody has asked for it: while it is in quarantine it stays out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +159,7 @@ Event = (
     | NodeFailed
     | NodeLeftOut
     | NodeUp
+    | NodesHeard
     | ProfileFound
     | Remark
     | MessageReceived

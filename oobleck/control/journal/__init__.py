@@ -48,6 +48,15 @@ from .node_entries import (
 )
 from .plan_entries import Action, HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
 from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
+from .ranks import (
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    NodeRanks,
+    RankDown,
+    ScriptStarted,
+)
 from .run_entries import (
     JobEnded,
     JobStarted,
@@ -82,6 +91,10 @@ __all__ = [
     "Failure",
     "Finding",
     "ForkServerDown",
+    "GenerationCause",
+    "GenerationEnded",
+    "GenerationFormed",
+    "GenerationRuns",
     "HangExplained",
     "History",
     "HistoryAccount",
@@ -106,6 +119,7 @@ __all__ = [
     "NodeConnected",
     "NodeLeft",
     "NodeLost",
+    "NodeRanks",
     "NodeState",
     "NodeSummary",
     "NodeUnfit",
@@ -121,6 +135,7 @@ __all__ = [
     "PlanUnpacker",
     "ProfileKnown",
     "ProtocolBroken",
+    "RankDown",
     "RecordsDealt",
     "RecoveryDone",
     "RecoveryStarted",
@@ -134,6 +149,7 @@ __all__ = [
     "RunView",
     "SaveFailed",
     "ScalingDecided",
+    "ScriptStarted",
     "ShardQuarantined",
     "ShardsKnown",
     "Silent",

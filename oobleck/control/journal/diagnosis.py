@@ -5,6 +5,7 @@ earliest finding that no peer caused; the others follow it. Pure.
 
     entry                             finding                                       caused by a peer
     WorkerDown                        by how the worker ended                       if a collective ended it
+    RankDown                          by how the rank ended                         if another failed before it
     NodeLost                          by why it was lost                            the same
     RecoveryStarted                   a failed collective, a hang: no node lost     yes
     HangExplained                     the worker that all wait for, a node cut off  no
@@ -33,9 +34,11 @@ from .entries import JournalEntry
 from .failures import Failure, failure_of_end, failure_of_loss
 from .incidents import Evidence, Finding, Incident, Measure, Response
 from .losses import Silent
-from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
+from .node_entries import ForkServerDown, NodeAdded, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .run_entries import JobEnded, JournalGap, MasterResumed
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
+from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
+from .sentences import sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
@@ -111,6 +114,7 @@ class Diagnosis:
         """By node: the newest entry of a copy there that differs."""
         self._slow: dict[str, PaceChanged] = {}
         """By node: the newest entry of its being slow."""
+        self._origins: dict[str, str] = {}
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
@@ -121,6 +125,10 @@ class Diagnosis:
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account; most say nothing of failures."""
         match entry:
+            case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
+                self._origins = {node.name: node.origin for node in nodes}
+            case NodeAdded(node=node):
+                self._origins[node.name] = node.origin
             case WorkerDown():
                 self._find(failure_of_end(entry.end), entry, entry.node)
                 self._respond(Measure.WORKER_RESTARTED, entry.node)
@@ -148,6 +156,17 @@ class Diagnosis:
                 self._adopt(entry)
             case RecoveryDone():
                 self._end_recovery(entry)
+            case RankDown():
+                self._find_rank(entry)
+            case GenerationEnded():
+                if self._open is not None:
+                    self._open.is_recovering = True
+            case GenerationFormed():
+                self._has_planned = True
+                if self._open is not None and self._open.is_recovering:
+                    self._respond(Measure.RANKS_RESTARTED, reason=sentence(entry))
+            case GenerationRuns():
+                self._end_restart(entry)
             case StepDone():
                 self._look_at_loss(entry)
             case SaveFailed() if not entry.is_our_doing:
@@ -240,6 +259,17 @@ class Diagnosis:
         draft.bytes_moved += entry.bytes_moved
         self._close(entry.t_s)
 
+    def _find_rank(self, entry: RankDown) -> None:
+        failure = failure_of_end(entry.end)
+        if entry.error is not None and entry.error.is_exception:
+            failure = Failure.USER_EXCEPTION
+        self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
+
+    def _end_restart(self, entry: GenerationRuns) -> None:
+        if self._open is not None and self._open.is_recovering:
+            self._open.stall_s += entry.away_s
+            self._close(entry.t_s)
+
     def _look_at_loss(self, entry: StepDone) -> None:
         self._settle(entry.t_s)
         is_bad = not math.isfinite(entry.record.loss)
@@ -286,6 +316,7 @@ class Diagnosis:
                 t_s=max(0.0, evidence.t_s if began_s is None else began_s),
                 failure=failure,
                 node=node,
+                origin=self._origins.get(node or "", ""),
                 evidence=evidence,
                 worker_id=worker_id,
                 is_tried_again=is_tried_again,

@@ -20,6 +20,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
@@ -57,6 +58,11 @@ JournalEntry = (
     | DataPlaced
     | RecordsDealt
     | ShardQuarantined
+    | ScriptStarted
+    | GenerationFormed
+    | GenerationRuns
+    | RankDown
+    | GenerationEnded
     | Notice
     | JobEnded
 )

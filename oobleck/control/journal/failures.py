@@ -42,6 +42,7 @@ class Failure(StrEnum):
     JOB_ERROR = "job_error"
     DATA_ERROR = "data_error"
     OUT_OF_MEMORY = "out_of_memory"
+    DEVICE = "device"
     KILLED = "killed"
     CRASHED = "crashed"
     EXITED = "exited"
@@ -79,6 +80,7 @@ class Remedy(StrEnum):
     CORRECT_JOB = "correct_job"
     CORRECT_DATA = "correct_data"
     USE_LESS_MEMORY = "use_less_memory"
+    LOOK_AT_DEVICE = "look_at_device"
     LOWER_LEARNING_RATE = "lower_learning_rate"
     LOOK_FOR_OOM_KILLER = "look_for_oom_killer"
     LOOK_FOR_CORE_DUMP = "look_for_core_dump"
@@ -118,6 +120,8 @@ def _failure_of_error(kind: ErrorKind) -> Failure:
             return Failure.USER_EXCEPTION
         case ErrorKind.MEMORY:
             return Failure.OUT_OF_MEMORY
+        case ErrorKind.DEVICE:
+            return Failure.DEVICE
         case ErrorKind.PEER:
             return Failure.PEER
         case ErrorKind.DATA:
@@ -160,6 +164,8 @@ def remedy_of(failure: Failure) -> Remedy:
             return Remedy.CORRECT_DATA
         case Failure.OUT_OF_MEMORY:
             return Remedy.USE_LESS_MEMORY
+        case Failure.DEVICE:
+            return Remedy.LOOK_AT_DEVICE
         case Failure.KILLED | Failure.FORK_SERVER:
             return Remedy.LOOK_FOR_OOM_KILLER
         case Failure.CRASHED:

@@ -11,8 +11,9 @@ from .incidents import Finding, Incident, Measure, Response
 from .losses import WorkerEnded
 from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import HangExplained, PlanCause, RecoveryStarted
+from .ranks import RankDown
 from .run_entries import JobEnded, JournalGap, MasterResumed
-from .sentences import end_text, fork_server_text, loss_text, sentence
+from .sentences import end_text, fork_server_text, loss_text, rank_end_text, sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
@@ -23,6 +24,7 @@ _FAILURES = {
     Failure.JOB_ERROR: "the job cannot be run as it is",
     Failure.DATA_ERROR: "data that cannot be used",
     Failure.OUT_OF_MEMORY: "out of memory",
+    Failure.DEVICE: "a device failed",
     Failure.KILLED: "a process was killed from outside",
     Failure.CRASHED: "a process crashed",
     Failure.EXITED: "a process ended",
@@ -58,6 +60,10 @@ _REMEDIES = {
     Remedy.CORRECT_JOB: "Change the job as the message says; it must be the same on every node.",
     Remedy.CORRECT_DATA: "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
     Remedy.USE_LESS_MEMORY: "Make microbatch_size smaller, or turn activation_checkpointing on.",
+    Remedy.LOOK_AT_DEVICE: (
+        "Look for the GPU's own error on that node: dmesg -T | grep -i xid. A device-side assert is a mistake in the "
+        "model or its data: CUDA_LAUNCH_BLOCKING=1 names the line."
+    ),
     Remedy.LOWER_LEARNING_RATE: "Lower the learning rate, or begin again from before that step.",
     Remedy.LOOK_FOR_OOM_KILLER: (
         "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom."
@@ -119,7 +125,7 @@ def response_text(response: Response) -> str:
             return "workers that live train on; the fork server is not started again"
         case Measure.MASTER_REPLACED:
             return "another master took the run over"
-        case Measure.PLAN_CHANGED:
+        case Measure.PLAN_CHANGED | Measure.RANKS_RESTARTED:
             return response.reason
         case Measure.TRAINING_CONTINUED:
             return "training continues"
@@ -139,6 +145,8 @@ def evidence_text(finding: Finding) -> str:
             return loss_text(entry.loss)
         case WorkerDown():
             return end_text(entry.end)
+        case RankDown():
+            return f"rank {entry.rank}: {rank_end_text(entry)}"
         case NodeUnfit():
             return entry.fault
         case TerminationNoticed():
@@ -199,6 +207,8 @@ def evidence_detail(finding: Finding) -> str:
             return traceback
         case WorkerDown(end=Raised(traceback=traceback)):
             return traceback
+        case RankDown(error=error) if error is not None:
+            return error.detail
         case HangExplained(stacks=stacks) if finding.worker_id is not None:
             return dict(stacks).get(finding.worker_id, "")
         case _:

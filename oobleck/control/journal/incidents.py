@@ -13,6 +13,7 @@ from oobleck.planner import WorkerId
 from .failures import Failure, Remedy, remedy_of
 from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import HangExplained, RecoveryStarted
+from .ranks import RankDown
 from .run_entries import JobEnded, JournalGap, MasterResumed
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
@@ -23,6 +24,7 @@ _REPEATED_TIMES = 3
 
 Evidence = (
     WorkerDown
+    | RankDown
     | NodeLost
     | NodeUnfit
     | TerminationNoticed
@@ -51,6 +53,8 @@ class Finding:
     node: str | None
     """None where it is the whole run's."""
     evidence: Evidence
+    origin: str = ""
+    """What has given the node; empty where a user has named it."""
     worker_id: WorkerId | None = None
     """Where one worker is at fault: of those that the evidence names, this one."""
     is_tried_again: bool | None = None
@@ -72,6 +76,8 @@ class Measure(StrEnum):
     """Of a fork server that ended too often: nothing but that what it has forked lives on."""
     MASTER_REPLACED = "master_replaced"
     PLAN_CHANGED = "plan_changed"
+    RANKS_RESTARTED = "ranks_restarted"
+    """All of them, as another generation."""
     TRAINING_CONTINUED = "training_continued"
     NOTHING = "nothing"
     JOB_ENDED = "job_ended"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from oobleck.control.protocol import CommitRecord
 from oobleck.planner import profile_from_json
-from oobleck.planner.profiles import KNOWN_DEVICES, DeviceSheet, Profile
+from oobleck.planner.profiles import Profile, sheet_of_product
 
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeImage
@@ -23,8 +23,9 @@ from .step_entries import StepDone, StepsDone
 
 __all__ = ["MetricSample", "Metrics", "MetricsImage", "prometheus_text"]
 
-_FLOPS_PER_PARAMETER = 6
-"""Of a token's forward and backward pass: a multiplication and an addition, three times. Attention is left out."""
+_FLOPS_PER_PARAMETER, _FLOPS_PER_FROZEN = 6, 4
+"""Of a token's forward and backward pass: a multiplication and an addition, three times, or twice where the parameter
+has no gradient. Attention is left out."""
 _PARAMETER_BYTES = {"float64": 8}
 _HALF_PRECISION = frozenset({"bfloat16", "float16"})
 
@@ -163,19 +164,16 @@ class Metrics:
     def _utilisation(self, tokens_per_s: float | None) -> float | None:
         if tokens_per_s is None or self._profile is None or not self._devices:
             return None
-        sheet = _sheet_of(self._profile.device.name)
+        sheet = sheet_of_product(self._profile.device.name)  # a CPU's peak depends on its cores
         if sheet is None:
             return None
         # The embedding, which comes first, is looked up and not multiplied.
-        size = sum(layer.param_bytes for layer in self._profile.layers[1:]) / _PARAMETER_BYTES.get(self._dtype, 4)
+        layers, parameter_bytes = self._profile.layers[1:], _PARAMETER_BYTES.get(self._dtype, 4)
+        flops = sum(
+            _FLOPS_PER_PARAMETER * layer.trained_bytes + _FLOPS_PER_FROZEN * layer.frozen_bytes for layer in layers
+        )
         peak = sheet.bfloat16_flops if self._dtype in _HALF_PRECISION else sheet.float32_flops
-        return _FLOPS_PER_PARAMETER * size * tokens_per_s / (peak * self._devices)
-
-
-def _sheet_of(name: str) -> DeviceSheet | None:
-    """The data sheet of a GPU by the name that its driver gives it. A CPU's peak depends on its cores."""
-    known = [sheet for key, sheet in KNOWN_DEVICES.items() if key != "cpu" and key in name.lower().replace("-", " ")]
-    return known[0] if known else None
+        return flops / parameter_bytes * tokens_per_s / (peak * self._devices)
 
 
 def _finite(value: float) -> float | None:

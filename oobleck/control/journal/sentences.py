@@ -38,6 +38,14 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .ranks import (
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    RankDown,
+    ScriptStarted,
+)
 from .run_entries import (
     JobEnded,
     JobStarted,
@@ -51,7 +59,16 @@ from .run_entries import (
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 
-__all__ = ["end_text", "error_text", "fork_server_text", "given_up_text", "loss_text", "sentence", "server_end_text"]
+__all__ = [
+    "end_text",
+    "error_text",
+    "fork_server_text",
+    "given_up_text",
+    "loss_text",
+    "rank_end_text",
+    "sentence",
+    "server_end_text",
+]
 
 
 def sentence(entry: JournalEntry) -> str:
@@ -78,6 +95,8 @@ def sentence(entry: JournalEntry) -> str:
             return _of_a_step(entry)
         case CheckpointSaved() | SaveFailed() | ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
             return _of_the_state(entry)
+        case ScriptStarted() | GenerationFormed() | GenerationRuns() | RankDown() | GenerationEnded():
+            return _of_ranks(entry)
         case _:
             assert_never(entry)
 
@@ -227,7 +246,7 @@ def _of_a_node(
         case NodeLeft():
             return f"{entry.node} has left"
         case NodeAdded():
-            return f"{entry.node.name} is added"
+            return f"{entry.node.name} is added{f' ({entry.node.origin})' if entry.node.origin else ''}"
         case PaceChanged():
             slow = f"{entry.factor:.1f} times the usual time"
             return f"{entry.node} takes {slow if entry.factor > 1 else 'the usual time again'}"
@@ -360,3 +379,51 @@ def _of_the_state(
             return f"{entry.shard} is in quarantine, and the data not complete without it: {entry.problem}"
         case _:
             assert_never(entry)
+
+
+def _of_ranks(entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | GenerationEnded) -> str:
+    match entry:
+        case ScriptStarted():
+            return f"{entry.run.kinds} starts on {_counted(len(entry.nodes), 'node')}"
+        case GenerationFormed():
+            names = ", ".join(each.node for each in entry.nodes)
+            return f"generation {entry.generation}: {_counted(entry.world_size, 'rank')} on {names}"
+        case GenerationRuns():
+            how = "warm" if entry.is_warm else "cold: nothing of theirs was imported before"
+            return f"generation {entry.generation} runs, {entry.away_s:.2f} s later ({how})"
+        case RankDown():
+            return f"rank {entry.rank} on {entry.node} failed: {rank_end_text(entry)}"
+        case GenerationEnded():
+            return f"generation {entry.generation} ends: {_why(entry.cause, ', '.join(entry.nodes))}"
+        case _:
+            assert_never(entry)
+
+
+def rank_end_text(entry: RankDown) -> str:
+    """How a rank ended: `exit code 1: ValueError: no such column`."""
+    said = f": {entry.error.message}" if entry.error is not None and entry.error.message else ""
+    return f"{end_text(entry.end)}{said}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _why(cause: GenerationCause, names: str) -> str:
+    match cause:
+        case GenerationCause.START:
+            return "it begins"
+        case GenerationCause.RANK_FAILED:
+            return "a rank has failed"
+        case GenerationCause.NODE_LOST:
+            return f"{names} lost"
+        case GenerationCause.NODE_JOINED:
+            return f"{names} joins"
+        case GenerationCause.NODE_DRAINED:
+            return f"{names} leaves"
+        case GenerationCause.STOPPED:
+            return "a stop was asked for"
+        case GenerationCause.FINISHED:
+            return "all ranks have finished"
+        case _:
+            assert_never(cause)

@@ -73,6 +73,8 @@ class NodeView:
     name: str
     state: NodeState
     heard_s_ago: float | None
+    origin: str = ""
+    """What has given it; empty for one that a user has named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksView, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .sentences import sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
@@ -57,6 +58,7 @@ class ViewImage:
     loss: float | None
     recent: tuple[tuple[float, int], ...]
     nodes: tuple[tuple[str, NodeState], ...]
+    origins: tuple[tuple[str, str], ...]
     changing: tuple[StageKey, ...]
     recovering: tuple[int, ...]
     num_recoveries: int
@@ -82,6 +84,7 @@ class RunView:
         self._loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
         self._nodes: dict[str, NodeState] = {}
+        self._origins: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._changing: frozenset[StageKey] = frozenset()
         self._recovering: set[int] = set()
@@ -89,6 +92,7 @@ class RunView:
         self._events: deque[EventLine] = deque(maxlen=_RECENT_EVENTS)
         self._ended: JobEnded | None = None
         self._data = DataView()
+        self._ranks = RanksView()
 
     @classmethod
     def of_image(cls, image: ViewImage, started: JobStarted | None, newest: PlanAdopted | None) -> RunView:
@@ -100,7 +104,7 @@ class RunView:
             view._plan, view._generation, view._redundant = newest.plan, newest.generation, newest.redundant
         view._scaling, view._step, view._loss = image.scaling, image.step, image.loss
         view._recent.extend(image.recent)
-        view._nodes = dict(image.nodes)
+        view._nodes, view._origins = dict(image.nodes), dict(image.origins)
         view._changing, view._recovering = frozenset(image.changing), set(image.recovering)
         view._num_recoveries = image.num_recoveries
         view._events.extend(image.events)
@@ -117,6 +121,7 @@ class RunView:
             loss=self._loss,
             recent=tuple(self._recent),
             nodes=tuple(self._nodes.items()),
+            origins=tuple(self._origins.items()),
             changing=tuple(sorted(self._changing)),
             recovering=tuple(sorted(self._recovering)),
             num_recoveries=self._num_recoveries,
@@ -143,6 +148,7 @@ class RunView:
                 self._job = entry.job
                 for node in entry.nodes:
                     self._nodes.setdefault(node.name, NodeState.CONNECTING)
+                    self._origins[node.name] = node.origin
             case NodeConnected():
                 self._nodes[entry.node] = NodeState.CONNECTED
             case WorkerUp():
@@ -154,6 +160,7 @@ class RunView:
                 self._nodes[entry.node] = NodeState.ENDED
             case NodeAdded():
                 self._nodes[entry.node.name] = NodeState.CONNECTING
+                self._origins[entry.node.name] = entry.node.origin
             case WorkerDown():
                 self._nodes[entry.node] = NodeState.CONNECTED
             case PlanAdopted():
@@ -186,6 +193,16 @@ class RunView:
                 | PaceChanged()
             ):
                 pass
+            case ScriptStarted():
+                self._ranks.apply(entry)
+                for node in entry.nodes:
+                    self._nodes.setdefault(node.name, NodeState.CONNECTING)
+                    self._origins[node.name] = node.origin
+            case GenerationFormed():
+                self._ranks.apply(entry)
+                self._form(entry)
+            case GenerationRuns() | RankDown() | GenerationEnded():
+                self._ranks.apply(entry)
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
             case JobEnded():
@@ -200,10 +217,10 @@ class RunView:
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
         remaining = job.max_steps - self._step if job else 0
         return RunSnapshot(
-            tag=job.tag if job else "",
-            model=job.model.type if job else "",
+            tag=job.tag if job else self._ranks.tag,
+            model=job.model.type if job else self._ranks.command,
             state=self._state(),
-            generation=self._generation,
+            generation=self._generation or self._ranks.generation,
             step=self._step,
             max_steps=job.max_steps if job else 0,
             loss=self._loss,
@@ -214,7 +231,7 @@ class RunView:
             remaining_s=None if step_s is None or self._ended else step_s * remaining,
             redundant=self._redundant,
             fault_threshold=job.fault_threshold if job else 0,
-            num_recoveries=self._num_recoveries,
+            num_recoveries=self._num_recoveries + self._ranks.num_restarts,
             scaling=self._scaling,
             pipelines=tuple(self._pipelines()),
             nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
@@ -228,6 +245,8 @@ class RunView:
             if self._ended.exit_code == ExitCode.DONE:
                 return RunState.DONE
             return RunState.STOPPED if self._ended.exit_code in _RESUMABLE else RunState.FAILED
+        if self._ranks.state is not None:
+            return self._ranks.state
         if self._generation and not self._plan.pipelines:
             return RunState.WAITING
         if self._recovering:
@@ -249,6 +268,15 @@ class RunView:
                 self._nodes[name] = NodeState.SPARE
             elif state in (NodeState.TRAINING, NodeState.SPARE):
                 self._nodes[name] = NodeState.READY
+
+    def _form(self, entry: GenerationFormed) -> None:
+        """Nodes with ranks take part; others that are there are spares."""
+        part = {each.node for each in entry.nodes}
+        for name, state in self._nodes.items():
+            if name in part:
+                self._nodes[name] = NodeState.TRAINING
+            elif state in (NodeState.TRAINING, NodeState.CONNECTED):
+                self._nodes[name] = NodeState.SPARE
 
     def _commit(self, entry: StepDone) -> None:
         record = entry.record
@@ -292,7 +320,12 @@ class RunView:
         if self._ended is not None and state is not NodeState.LOST:
             state = NodeState.ENDED
         heard_s = self._heard_s.get(name)
-        return NodeView(name=name, state=state, heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s))
+        return NodeView(
+            name=name,
+            state=state,
+            heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s),
+            origin=self._origins.get(name, ""),
+        )
 
 
 def level_of(entry: JournalEntry) -> str:
@@ -306,7 +339,9 @@ def level_of(entry: JournalEntry) -> str:
             return "warning" if entry.is_our_doing else "error"
         case RecoveryDone():
             return "warning" if entry.unfinished else "info"
-        case NodeLost() | WorkerDown() | MasterResumed() | HangExplained():
+        case GenerationEnded():
+            return "warning" if entry.cause.is_failure else "info"
+        case NodeLost() | WorkerDown() | RankDown() | MasterResumed() | HangExplained():
             return "warning"
         case NodeUnfit() | TerminationNoticed() | ForkServerDown():
             return "warning"

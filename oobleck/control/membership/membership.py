@@ -22,6 +22,8 @@ __all__ = ["Member", "MemberImage", "MemberState", "Membership"]
 
 
 _RESTARTS_KEPT = 16
+_ENDS_KEPT = 8
+"""Of each device's workers: more than a node may have in the time in which none is reported again."""
 
 
 class MemberState(StrEnum):
@@ -70,10 +72,8 @@ class Member:
     last_words: str = ""
     """Why its workers were given up, if they were."""
     gone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By device, until another worker is ready there: the process ids of those whose end was taken in.
-
-    All of them are reported again to a new master.
-    """
+    """By device: the process ids of the last few whose end was taken in. All of them may be reported to a new master
+    again, even once others are ready, or have ended, in their place."""
     shutdown: frozenset[int] = frozenset()
     """Devices whose worker was asked to end, to be started again once it has."""
     is_banned: bool = False
@@ -231,9 +231,8 @@ class Membership:
     def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
         """Note a worker that became ready in `generation`; the last one makes the node ready."""
         member = self._members[worker.node]
-        gone = {device: pids for device, pids in member.gone.items() if device != worker.device}
         shutdown = member.shutdown - {worker.device}
-        member = replace(member, ready={**member.ready, worker.device: worker}, gone=gone, shutdown=shutdown)
+        member = replace(member, ready={**member.ready, worker.device: worker}, shutdown=shutdown)
         if len(member.ready) == member.spec.num_devices:
             member = replace(_moved(member, MemberState.READY), ready_since=generation)
         self._put(member)
@@ -250,7 +249,7 @@ class Membership:
             restarts=(*member.restarts, (now_s, step))[-_RESTARTS_KEPT:],
             ready={device: worker for device, worker in member.ready.items() if device not in ended},
             shutdown=member.shutdown - {worker_id.device} | ended.keys() - {worker_id.device},
-            gone={**member.gone, **{device: (*member.gone.get(device, ()), end) for device, end in ended.items()}},
+            gone={**member.gone, **{device: _with_end(member.gone, device, pid) for device, pid in ended.items()}},
         )
         self._put(_moved(member, MemberState.CONNECTED) if member.is_ready else member)
 
@@ -300,17 +299,26 @@ class Membership:
         self._heard_s[node] = max(self._heard_s[node], now_s)
 
     def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
-        """Note that workers spoke; return those of them whose node was not given up."""
+        """Note that workers spoke; return those of them that count: neither their node nor they were given up."""
         members = self._members
         living = (MemberState.READY, MemberState.CONNECTED)
         heard = []
         for worker_id in worker_ids:
-            node = worker_id.node
-            if members[node].state in living:
+            node, device = worker_id.node, worker_id.device
+            member = members[node]
+            if member.state in living:
                 if self._heard_s[node] < now_s:
                     self._heard_s[node] = now_s
-                heard.append(worker_id)
+                if device < member.spec.num_devices and device not in member.shutdown:
+                    heard.append(worker_id)
         return heard
+
+    def hear_nodes(self, heard: Iterable[tuple[str, float]]) -> None:
+        """Note when nodes spoke, as (node, time)."""
+        heard_s = self._heard_s
+        for node, at_s in heard:
+            if at_s > heard_s[node]:
+                heard_s[node] = at_s
 
     def forgive(self, now_s: float) -> None:
         """We ourselves were held up: what nodes said meanwhile waits to be read."""
@@ -428,6 +436,11 @@ class Membership:
     def sharing_host(self, member: Member) -> int:
         """How many workers the machine of a node runs, over all of its nodes."""
         return sum(each.num_devices for each in self._near(member))
+
+
+def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:
+    """The process ids of a device's workers that have ended, with one more."""
+    return (*gone.get(device, ()), pid)[-_ENDS_KEPT:]
 
 
 def _moved(member: Member, state: MemberState) -> Member:

@@ -2,7 +2,8 @@
 
 A node that was frozen or cut off finds, once it is reachable again, that the run continued without it. What still runs
 there is ended, and it joins again. One that is lost again and again costs the others a recovery each time: it is in
-quarantine until the user wants it back.
+quarantine until the user wants it back. One that comes back by itself, as a process that is started again whenever it
+ends, stays out until its losses are ten minutes old: they never cost more than so many recoveries in that time.
 """
 
 from __future__ import annotations
@@ -53,15 +54,28 @@ class NodeRetry:
 
     def note_lost(self, spec: NodeSpec, now_s: float) -> bool:
         """Have a node tried again; returns False where it is in quarantine now."""
+        losses = (*self._recent_losses(spec.name, now_s), now_s)
+        self._losses[spec.name] = losses
         if not self._first_wait_s:
             return True
-        before = self._losses.get(spec.name, ())
-        losses = (*(t_s for t_s in before if t_s > now_s - _QUARANTINE_WITHIN_S), now_s)
-        self._losses[spec.name] = losses
         if len(losses) >= QUARANTINE_LOSSES:
             return False
         self._lost[spec.name] = _Lost(spec, self._first_wait_s, now_s + self._first_wait_s)
         return True
+
+    def _recent_losses(self, node: str, now_s: float) -> tuple[float, ...]:
+        return tuple(t_s for t_s in self._losses.get(node, ()) if t_s > now_s - _QUARANTINE_WITHIN_S)
+
+    def note_back(self, spec: NodeSpec, now_s: float) -> bool:
+        """A node comes back by itself; returns False where it is in quarantine, and is tried once that is over."""
+        losses = self._recent_losses(spec.name, now_s)
+        if len(losses) < QUARANTINE_LOSSES:
+            self.forget(spec.name)
+            return True
+        if self._first_wait_s:
+            due_s = losses[-QUARANTINE_LOSSES] + _QUARANTINE_WITHIN_S
+            self._lost[spec.name] = _Lost(spec, self._first_wait_s, due_s)
+        return False
 
     def forgive(self, node: str) -> None:
         """The user wants a node back: what was before counts no more."""

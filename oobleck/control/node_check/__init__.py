@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from .gpus import (
+    ClockLimit,
+    GpuFacts,
+    GpuFinding,
+    GpuProblem,
+    GpuReading,
+    NvmlState,
+    fault_of,
+    findings_about,
+    sentences_of,
+    slowed_by,
+)
 from .messages import (
     MeasureAlone,
     MeasurePair,
@@ -20,12 +32,18 @@ __all__ = [
     "CheckReport",
     "CheckRound",
     "CheckedNode",
+    "ClockLimit",
+    "GpuFacts",
+    "GpuFinding",
+    "GpuProblem",
+    "GpuReading",
     "Health",
     "MeasureAlone",
     "MeasurePair",
     "NodeCheck",
     "NodeFacts",
     "NodeVerdict",
+    "NvmlState",
     "PairDone",
     "PairResult",
     "PairValue",
@@ -34,6 +52,10 @@ __all__ = [
     "ProbeRequest",
     "SoloDone",
     "SoloResult",
+    "fault_of",
+    "findings_about",
     "misfit",
+    "sentences_of",
+    "slowed_by",
     "warnings_about",
 ]

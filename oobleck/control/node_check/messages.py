@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .gpus import GpuFacts
+
 __all__ = [
     "MeasureAlone",
     "MeasurePair",
@@ -73,6 +75,8 @@ class SoloDone:
     """Seconds for a unit of work, by measure: the best of several tries."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
+    gpus: tuple[GpuFacts, ...] = ()
+    """As they were found while they computed."""
     error: str = ""
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from oobleck.job import NodeSpec
 
+from .gpus import GpuFacts, GpuFinding
 from .messages import NodeFacts
 from .rounds import CheckVerdict, LinkVerdict, NodeVerdict
 
@@ -31,6 +32,10 @@ class CheckedNode:
     clock_offset_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Alone, by measure: the best."""
+    gpus: tuple[GpuFacts, ...] = ()
+    """Those that the hostfile names."""
+    findings: tuple[GpuFinding, ...] = ()
+    """About them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 What stays is named by where it is in the base, in runs; so a loss costs as many bytes as it changes pipelines, and a
 plan without a base names each template once. The journal writes plans like this too. In an order, a digest of the plan
-that has to come out goes along: whoever has another base, or has rebuilt it wrongly, finds out before it acts on it.
+that has to come out goes along: a worker that has another base, or has rebuilt it wrongly, finds out before it acts.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def difference(base: OrderedPlan | None, ordered: OrderedPlan) -> PlanDelta:
         boundary=ordered.boundary,
         num_sections=ordered.num_sections,
         loss=ordered.partial.loss,
+        num_items=ordered.partial.num_items,
         section=(ordered.partial.generation, ordered.partial.number),
         committed=_committed(base, ordered),
     )
@@ -170,7 +171,9 @@ def _partial(base: OrderedPlan | None, delta: PlanDelta) -> PartialStep:
         microbatches = None if base is None else _follows(base, delta.section, delta.boundary)
     if microbatches is None:
         raise WrongBase(f"section {number} of generation {generation} does not follow from the base")
-    return PartialStep(microbatches=microbatches, loss=delta.loss, generation=generation, number=number)
+    return PartialStep(
+        microbatches=microbatches, loss=delta.loss, num_items=delta.num_items, generation=generation, number=number
+    )
 
 
 def _follows(base: OrderedPlan, section: tuple[int, int], boundary: int) -> tuple[int, ...] | None:

@@ -8,12 +8,15 @@ from typing import ClassVar
 from .bases import FromWorker
 from .checkpoint_messages import CheckpointCommitted, LayersPersisted
 from .ends import Killed, ServerEnd, Unseen, WorkerEnd
+from .rank_messages import RanksReport
+from .relay_messages import RelayReport
 from .worker_messages import WorkerReport
 
 __all__ = [
     "AgentMessage",
     "AgentStopped",
     "ForkServerEnded",
+    "FromAgent",
     "Heartbeat",
     "Hello",
     "Leaving",
@@ -110,5 +113,9 @@ AgentMessage = (
     | LayersPersisted
     | CheckpointCommitted
     | WorkerReport
+    | RanksReport
 )
 """What an agent says to the master, its workers' words included."""
+
+FromAgent = AgentMessage | RelayReport
+"""What comes from an agent, be it said by others through it."""

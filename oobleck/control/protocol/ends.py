@@ -15,6 +15,8 @@ class ErrorKind(StrEnum):
     """Anything that the training code, the model or the data pipeline raises."""
     MEMORY = "memory"
     """No memory was left, on the device or in the machine."""
+    DEVICE = "device"
+    """What the worker computes with has failed, or was given what it cannot compute: no other worker is to blame."""
     PEER = "peer"
     """A collective or a transfer failed: most likely another worker is gone."""
     DATA = "data"

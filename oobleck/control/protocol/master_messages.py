@@ -25,7 +25,9 @@ from .checkpoint_messages import (
     StoragePaths,
 )
 from .plan_orders import OrderedPlan, PlanOrder
+from .rank_messages import RanksOrder
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
+from .relay_messages import RelayOrder
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
 __all__ = [
@@ -165,7 +167,7 @@ class PlanUpdate:
     restore: Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
-    """In one order for all: whoever sends or receives follows it."""
+    """In one order for all: all that send or receive follow it."""
     moving: tuple[int, ...] = ()
     """The layers that change hands anywhere, sorted."""
     regrouped: tuple[WorkerId, ...] = ()
@@ -234,6 +236,8 @@ MasterMessage = (
     | PersistState
     | RemoveOld
     | RemoveUnfinished
+    | RelayOrder
+    | RanksOrder
     | WorkerCommand
 )
 """What the master says to an agent, what is for its workers included."""

@@ -125,6 +125,8 @@ class PlanDelta:
     boundary: int
     num_sections: int
     loss: float
+    num_items: int
+    """As the loss, of `OrderedPlan.partial`."""
     section: tuple[int, int]
     """The generation and the number of `OrderedPlan.partial`."""
     committed: Runs | None

@@ -29,8 +29,11 @@ class CommitRecord:
     samples_repeated: int
     samples_missing: int
     duration_s: float
+    """The mean of all workers: from their part of the step before to that of this one."""
     loss_scale: float = 1.0
     """What the loss was multiplied with, in float16."""
+    item_share: float = 1.0
+    """The tokens that count in the step, over those that gradients were divided by before all of them were read."""
     is_skipped: bool = False
     """Its gradients overflowed in float16: the step counts, and left the parameters as they were."""
 
@@ -45,7 +48,9 @@ class SectionRecord:
     number: int
     """Sections of the step that are committed under that plan, this one included."""
     loss: float
-    """The part of the step's loss that all its committed microbatches make."""
+    """The part of the step's loss that all its committed microbatches make, before it is divided by `item_share`."""
+    num_items: int = 0
+    """Tokens that count in these microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,9 @@ class PartialStep:
     microbatches: tuple[int, ...] = ()
     """Sorted."""
     loss: float = 0.0
-    """The part of the step's loss that these make."""
+    """The part of the step's loss that these make, as in `SectionRecord`."""
+    num_items: int = 0
+    """Tokens that count in them."""
     generation: int = 0
     """Of the plan under which the newest of them were run; 0 where nothing is committed."""
     number: int = 0

@@ -53,6 +53,8 @@ class WorkerReady(FromWorker):
     """Of the weights that the model starts from; equal on all nodes too."""
     device_name: str = ""
     """What the worker computes on, as its maker calls it."""
+    device_memory_bytes: int | None = None
+    """What a plan may use of a GPU's memory; None for a CPU."""
     shards: tuple[str, ...] = ()
     """The shards that its data is in, by name; empty where samples have numbers."""
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from oobleck.control.protocol import Pace
 from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
-from .pace_meter import INTERVAL_S
+from .pace_meter import report_interval_s
 
 __all__ = ["REPORTS_NEEDED", "SpeedTracker", "found_out_s", "microbatch_s"]
 
@@ -142,9 +142,11 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
     return seen
 
 
-def found_out_s(step_s: float) -> float:
-    """Seconds in which a node that has become slow is found out: workers report once a second, or once a step."""
-    interval_s = step_s * math.ceil(INTERVAL_S / step_s) if step_s else INTERVAL_S
+def found_out_s(step_s: float, num_workers: int) -> float:
+    """Seconds in which a node that has become slow is found out: workers report between steps, and not too often."""
+    interval_s = report_interval_s(num_workers)
+    if step_s:
+        interval_s = step_s * math.ceil(interval_s / step_s)
     return (REPORTS_NEEDED + 1) * interval_s
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from .devices import KNOWN_DEVICES, DeviceSheet, device_sheet, device_sheet_from_json
+from .devices import (
+    ASSUMED_COMMUNICATION_BYTES,
+    KNOWN_DEVICES,
+    DeviceSheet,
+    device_sheet,
+    device_sheet_from_json,
+    sheet_of_product,
+)
 from .estimate import estimate_profile
 from .flops import training_flops
 from .profile import (
@@ -17,6 +24,7 @@ from .profile import (
 from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
 
 __all__ = [
+    "ASSUMED_COMMUNICATION_BYTES",
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
     "DeviceProfile",
@@ -33,5 +41,6 @@ __all__ = [
     "profile_from_json",
     "profile_to_json",
     "shape_from_config",
+    "sheet_of_product",
     "training_flops",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError, shown
@@ -11,7 +12,27 @@ from oobleck.json_table import parse_json
 
 from .profile import NetworkProfile
 
-__all__ = ["KNOWN_DEVICES", "DeviceSheet", "device_sheet", "device_sheet_from_json"]
+__all__ = [
+    "ASSUMED_COMMUNICATION_BYTES",
+    "KNOWN_DEVICES",
+    "DeviceSheet",
+    "device_sheet",
+    "device_sheet_from_json",
+    "sheet_of_product",
+]
+
+
+_CHANNEL_BYTES = 4_194_304 + 524_288 + 4_915_200
+"""NCCL's buffers towards one neighbour, of three protocols: Simple, LL and LL128, by the defaults in its init.cc and
+device.h."""
+_SUM_BYTES = 2 * 2 * 16 * _CHANNEL_BYTES
+"""Two communicators (of gradients, and of what other pipelines cut elsewhere, as a tied table), each towards two
+neighbours in a ring over 16 channels."""
+_EDGE_BYTES = 2 * 2 * 2 * _CHANNEL_BYTES
+"""Two communicators, one for each direction, with each of the stages before and after, over 2 channels each."""
+ASSUMED_COMMUNICATION_BYTES = _SUM_BYTES + _EDGE_BYTES
+"""Of NCCL, on each GPU that has stages beside it on both sides. How many channels there are for sums depends on the
+links; this was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +51,13 @@ class DeviceSheet:
     inter_node_bytes_per_s: float = 2.5e10
     """Between nodes, one way: 200 Gb/s."""
     inter_node_latency_s: float = 1e-5
+    is_host: bool = False
+    """Whether it computes in the host's own memory; no file says so."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in ("name", "is_host"):
                 continue
             least, most = (1e-12, 1e6) if field.name.endswith("latency_s") else (1, 1e18)
             if not least <= value <= most:
@@ -99,6 +122,7 @@ KNOWN_DEVICES: Mapping[str, DeviceSheet] = {
             intra_node_bytes_per_s=5e9,
             inter_node_bytes_per_s=1.25e9,
             inter_node_latency_s=5e-5,
+            is_host=True,
         ),
     )
 }
@@ -115,6 +139,30 @@ def device_sheet(name: str) -> DeviceSheet:
     )
 
 
+def sheet_of_product(name: str) -> DeviceSheet | None:
+    """Return the data sheet of a GPU by the name that its driver gives it; None for one that is not known.
+
+    Parts of a GPU (MIG) have none.
+    """
+    if "MIG" in name:
+        return None
+    return next((sheet for pattern, sheet in _PRODUCTS if re.search(rf"\b{pattern}", name)), None)
+
+
+_A100, _H100 = device_sheet("A100"), device_sheet("H100")
+_PRODUCTS = (
+    (r"A40(?![\w-])", device_sheet("A40")),
+    ("A100 80GB PCIe", replace(_A100, memory_bytes_per_s=1.935e12)),
+    ("A100-SXM4-40GB", replace(_A100, memory_bytes=40 * 10**9, memory_bytes_per_s=1.555e12)),
+    ("A100-PCIE-40GB", replace(_A100, memory_bytes=40 * 10**9, memory_bytes_per_s=1.555e12)),
+    (r"A100(?!\w)", _A100),
+    ("H100 PCIe", replace(_H100, memory_bytes_per_s=2.0e12, bfloat16_flops=756e12)),
+    (r"H100(?!\w)", _H100),
+    (r"H200(?!\w)", device_sheet("H200")),
+)
+"""By a part of the driver's name, which tells apart what we have one name for."""
+
+
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
     """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
     try:
@@ -123,7 +171,7 @@ def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
         raise ConfigError(f"{source}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
-    known = [field.name for field in fields(DeviceSheet)]
+    known = [field.name for field in fields(DeviceSheet) if field.name != "is_host"]
     for key, value in document.items():
         if key not in known:
             near = get_close_matches(key, known, n=1, cutoff=0.0)[0]

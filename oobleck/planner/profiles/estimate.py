@@ -8,7 +8,9 @@ devices share a block as Megatron-LM does (Shoeybi et al. 2019): two all-reduces
 Bytes of activations are those of Korthikanti et al. 2022, section 4.1: 34 a token and hidden unit, and 5 a pair of
 tokens and head where the attention scores are kept, in 16 bit.
 
-Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast.
+Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast. On a GPU
+come copies (gradients that are summed, weights that autocast has cast), what passes take for a moment, messages, and
+NCCL's own buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Literal
 
 from oobleck.errors import ConfigError
 
-from .devices import DeviceSheet
+from .devices import ASSUMED_COMMUNICATION_BYTES, DeviceSheet
 from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile
 from .shapes import ModelShape
 
@@ -30,6 +32,7 @@ ASSUMED_SHARE_OF_PEAK = 0.45
 
 _PARAM_BYTES = 4
 _OPTIMIZER_BYTES = 8
+_CAST_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,16 @@ class _Setting:
     @property
     def output_bytes(self) -> int:
         return self.tokens * self.shape.hidden_size * self.value_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of hidden states in memory, where they have the parameters' type: autocast leaves residual sums in it."""
+        return self.tokens * self.shape.hidden_size * _PARAM_BYTES
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a number's gradient in a backward pass: with autocast in the type that is computed in, then in float32."""
+        return _PARAM_BYTES + (_CAST_BYTES if self.is_half else 0)
 
 
 def estimate_profile(
@@ -93,7 +106,11 @@ def estimate_profile(
         microbatch_size=microbatch_size,
         sequence_length=sequence_length,
         layers=(_embedding(setting), *blocks, _head(setting)),
-        device=DeviceProfile(name=device.name, memory_bytes=device.memory_bytes),
+        device=DeviceProfile(
+            name=device.name,
+            memory_bytes=device.memory_bytes,
+            communication_bytes=0 if device.is_host else ASSUMED_COMMUNICATION_BYTES,
+        ),
         network=setting.network,
         estimated=True,
     )
@@ -107,7 +124,10 @@ def _embedding(setting: _Setting) -> LayerProfile:
     backward = {count: _seconds(setting, 0, moved) for count in setting.device_counts}
     # Kept: the tokens, 8 bytes each, and a dropout mask of 1 byte a value.
     kept = setting.tokens * (8 + setting.shape.hidden_size)
-    return _layer(setting, "embedding", forward, backward, params, kept)
+    gradients = (setting.shape.vocab_size + setting.tokens) * setting.shape.hidden_size
+    return _layer(
+        setting, "embedding", forward, backward, params, kept, transient_bytes=_PARAM_BYTES * gradients, is_cast=False
+    )
 
 
 def _block(setting: _Setting) -> LayerProfile:
@@ -122,8 +142,16 @@ def _block(setting: _Setting) -> LayerProfile:
         reduced = 2 * _all_reduce_s(setting, count)
         forward[count] = compute + reduced
         backward[count] = 2 * compute + reduced + (compute + reduced if setting.recompute else 0.0)
+    gradients = tokens * max(shape.feed_forward_size, setting.sequence_length * shape.num_heads)
+    gradients += shape.hidden_size * shape.feed_forward_size
     return _layer(
-        setting, "block", forward, backward, shape.block_params, setting.output_bytes if setting.recompute else kept
+        setting,
+        "block",
+        forward,
+        backward,
+        shape.block_params,
+        setting.hidden_bytes if setting.recompute else kept,
+        transient_bytes=setting.gradient_bytes * gradients + (kept if setting.recompute else 0),
     )
 
 
@@ -133,7 +161,18 @@ def _head(setting: _Setting) -> LayerProfile:
     logits = 4 * tokens * shape.vocab_size
     forward = {count: _seconds(setting, flops / count, 2 * logits / count) for count in setting.device_counts}
     backward = {count: 2 * seconds for count, seconds in forward.items()}
-    return _layer(setting, "head", forward, backward, shape.head_params, logits + setting.output_bytes, last=True)
+    return _layer(
+        setting,
+        "head",
+        forward,
+        backward,
+        shape.head_params,
+        # Kept: the logarithms of probabilities, in float32, and what the norm and the matrix have received.
+        logits + setting.hidden_bytes + setting.output_bytes,
+        # The loss has gradients of these logarithms and of the logits at once.
+        transient_bytes=2 * logits + setting.gradient_bytes * shape.vocab_size * shape.hidden_size,
+        last=True,
+    )
 
 
 def _layer(
@@ -144,9 +183,18 @@ def _layer(
     params: int,
     activation_bytes: int,
     *,
+    transient_bytes: int,
+    is_cast: bool = True,
     last: bool = False,
 ) -> LayerProfile:
-    return LayerProfile(
+    """Describe a layer.
+
+    Arguments:
+        transient_bytes: gradients of its widest tensor and of its largest matrix, and what is computed again.
+        is_cast: whether autocast casts its weights. The few of norms are counted as well.
+    """
+    cast_bytes = _CAST_BYTES if is_cast and setting.is_half else 0
+    layer = LayerProfile(
         name=name,
         forward_s=forward,
         backward_s=backward,
@@ -154,6 +202,14 @@ def _layer(
         optimizer_bytes=_OPTIMIZER_BYTES * params,
         activation_bytes=activation_bytes,
         output_bytes=0 if last else setting.output_bytes,
+    )
+    if setting.device.is_host:
+        return layer
+    return replace(
+        layer,
+        copy_bytes=(_PARAM_BYTES + cast_bytes) * params,
+        transient_bytes=transient_bytes,
+        message_bytes=0 if last else setting.hidden_bytes,
     )
 
 

@@ -29,7 +29,8 @@ __all__ = [
 PROFILE_VERSION = 1
 
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
-
+_GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
+_OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
 
 _MAX_LAYERS = 1_024
 _MAX_SECONDS = 1e6
@@ -74,6 +75,15 @@ class LayerProfile:
     """Sent on to the next layer; its gradient of the same size comes back."""
     split: SplitBackward | None = None
     """None where it was not measured."""
+    copy_bytes: int = 0
+    """Held beside the state, however many microbatches are in flight: weights that autocast has cast, and on a GPU
+    gradients on their way to be summed. On a host, these and the next two are not counted."""
+    transient_bytes: int = 0
+    """Taken at the fullest moment of a pass, on top of what is kept; the layers of a stage take it one at a time."""
+    message_bytes: int = 0
+    """Of its output as it lies in the memory of the device that sends it, or receives it; the gradient has as many."""
+    frozen_bytes: int = 0
+    """Of `param_bytes`, those of parameters that are not trained: they have no gradients and no optimizer state."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -89,8 +99,14 @@ class LayerProfile:
                 _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
             raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
-        for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes"):
+        for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes", *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
+        _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the parameters that are trained, and so of the gradients that are summed."""
+        return self.param_bytes - self.frozen_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -104,9 +120,12 @@ class DeviceProfile:
 
     name: str
     memory_bytes: int
+    communication_bytes: int = 0
+    """What the library that sums gradients keeps of it for itself; 0 where `memory_bytes` is without that."""
 
     def __post_init__(self) -> None:
         _check_number("device: memory_bytes", self.memory_bytes, least=1, most=_MAX_BYTES)
+        _check_number("device: communication_bytes", self.communication_bytes, most=_MAX_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +203,11 @@ def profile_to_json(profile: Profile) -> str:
                 "activation_bytes": layer.activation_bytes,
                 "output_bytes": layer.output_bytes,
                 **_split_table(layer.split),
+                **{key: value for key in _OPTIONAL_KEYS if (value := getattr(layer, key))},
             }
             for layer in profile.layers
         ],
-        "device": {"name": profile.device.name, "memory_bytes": profile.device.memory_bytes},
+        "device": _device_table(profile.device),
         "network": {name: getattr(profile.network, name) for name in _NETWORK_KEYS},
     }
     return json.dumps(document, indent=1) + "\n"
@@ -227,7 +247,7 @@ def _read_profile(table: JsonTable) -> Profile:
     table.check_keys(_PROFILE_KEYS, optional=("estimated",))
     layers = table.list("layers")
     device, network = table.table("device"), table.table("network")
-    device.check_keys(("name", "memory_bytes"))
+    device.check_keys(("name", "memory_bytes"), optional=("communication_bytes",))
     network.check_keys(_NETWORK_KEYS)
     return Profile(
         version=table.integer("version"),
@@ -236,7 +256,11 @@ def _read_profile(table: JsonTable) -> Profile:
         sequence_length=table.integer("sequence_length"),
         estimated=table.flag("estimated"),
         layers=tuple(_read_layer(layer, index) for index, layer in enumerate(layers)),
-        device=DeviceProfile(name=device.text("name"), memory_bytes=device.integer("memory_bytes")),
+        device=DeviceProfile(
+            name=device.text("name"),
+            memory_bytes=device.integer("memory_bytes"),
+            communication_bytes=_integer_or_0(device, "communication_bytes"),
+        ),
         network=NetworkProfile(**{key: network.number(key) for key in _NETWORK_KEYS}),
     )
 
@@ -245,7 +269,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
     table = JsonTable(value, f"layer {index}")
     if isinstance(name := table.items.get("name"), str):
         table.where = f"layer {index} ({name})"
-    table.check_keys(_LAYER_KEYS, optional=("split",))
+    table.check_keys(_LAYER_KEYS, optional=("split", *_OPTIONAL_KEYS))
     return LayerProfile(
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
@@ -255,7 +279,17 @@ def _read_layer(value: object, index: int) -> LayerProfile:
         activation_bytes=table.integer("activation_bytes"),
         output_bytes=table.integer("output_bytes"),
         split=_read_split(table.table("split")) if "split" in table.items else None,
+        **{key: _integer_or_0(table, key) for key in _OPTIONAL_KEYS},
     )
+
+
+def _integer_or_0(table: JsonTable, key: str) -> int:
+    return table.integer(key) if key in table.items else 0
+
+
+def _device_table(device: DeviceProfile) -> dict[str, str | int]:
+    held = {"communication_bytes": device.communication_bytes} if device.communication_bytes else {}
+    return {"name": device.name, "memory_bytes": device.memory_bytes, **held}
 
 
 def _split_table(split: SplitBackward | None) -> dict[str, dict[str, float]]:

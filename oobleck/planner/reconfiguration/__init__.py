@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+from .changes import Changes
+from .living_nodes import LivingNodes, look_at
+from .matching import Position, match_nodes
+from .outcome import Outcome, beats, decision_of
 from .reconfigure import reconfigure
 
-__all__ = ["reconfigure"]
+__all__ = [
+    "Changes",
+    "LivingNodes",
+    "Outcome",
+    "Position",
+    "beats",
+    "decision_of",
+    "look_at",
+    "match_nodes",
+    "reconfigure",
+]

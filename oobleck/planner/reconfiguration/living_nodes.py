@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.inventory import Holding, Inventory, needed_holdings
+from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
 from oobleck.planner.plan import ExecutionPlan, WorkerId
+from oobleck.planner.profiles import NetworkProfile
+
+from .changes import Changes
 
 __all__ = ["LivingNodes", "look_at"]
 
+_SLOW_VARIANTS = 3
+"""Leaving out the slowest nodes is tried for this many lowest speeds."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -36,46 +42,65 @@ class LivingNodes:
         """The living nodes that are slower than the profile says."""
         return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.holdings)
 
+    def without_slowest(self) -> list[frozenset[str]]:
+        """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
+        slow = sorted({self.speeds[node] for node in self.slow})
+        limits = [0.0, *slow[:_SLOW_VARIANTS]]
+        return [frozenset(node for node in self.speeds if self.speeds[node] <= limit) for limit in limits]
+
+    def transition_s(
+        self, network: NetworkProfile, layer_bytes: Sequence[int], arrivals: Sequence[tuple[str, Holding]]
+    ) -> float:
+        """Return the seconds until nodes, given with what they have to hold, hold it.
+
+        Those of the busiest link, in or out, with reads spread over all holders.
+        """
+        if not arrivals:
+            return 0.0
+        busiest = 0.0
+        sent = [0.0] * len(layer_bytes)
+        for node, needed in arrivals:
+            held = self.holdings[node]
+            busiest = max(busiest, missing_bytes(needed, held, layer_bytes))
+            for device, layers in enumerate(needed):
+                for layer in layers - held[device]:
+                    sent[layer] += layer_bytes[layer] / self.inventory.num_holders[layer]
+        for holding in self.inventory.kinds:
+            busiest = max(busiest, math.fsum(sent[layer] for layers in holding for layer in sorted(layers)))
+        return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
+
     @property
     def num_nodes(self) -> int:
         return len(self.inventory.holdings)
 
 
-def look_at(
-    plan: ExecutionPlan,
-    *,
-    lost: Collection[str],
-    joined: Collection[str],
-    leaving: Collection[str],
-    resting: Collection[str],
-    speeds: Mapping[str, float],
-    held: Mapping[WorkerId, frozenset[int]] | None,
-    devices_per_node: int,
-) -> LivingNodes:
-    """Return who lives and holds what; see `Planner.reconfigure` for the arguments."""
-    leaving = frozenset(leaving) | frozenset(resting)
-    gone = frozenset(lost) | leaving
+def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> LivingNodes:
+    """Return who lives and holds what. Raises Unrecoverable with the layers that no living worker holds."""
+    lost, leaving = frozenset(changes.lost), frozenset(changes.leaving) | frozenset(changes.resting)
+    gone = lost | leaving
     origins = dict(plan.pipeline_of)
     for node in gone:
         origins.pop(node, None)
     spares = [node for node in plan.spares if node not in gone]
-    arrived = sorted(set(joined) - set(origins) - set(spares))
+    arrived = sorted(set(changes.joined) - set(origins) - set(spares))
     free = (*spares, *arrived)
     expected = _expected(plan, devices_per_node)
     nobody: Holding = (_NOTHING,) * devices_per_node
     holdings = {node: expected[node] for node in origins} | dict.fromkeys(free, nobody)
-    departing = {node: expected.get(node, nobody) for node in sorted(leaving - set(lost))}
-    if held is not None:
-        holdings = _told(holdings, held, gone, devices_per_node)
-        departing = _told(departing, held, frozenset(lost), devices_per_node)
-    return LivingNodes(
+    departing = {node: expected.get(node, nobody) for node in sorted(leaving - lost)}
+    if changes.held is not None:
+        holdings = _told(holdings, changes.held, gone, devices_per_node)
+        departing = _told(departing, changes.held, lost, devices_per_node)
+    living = LivingNodes(
         plan=plan,
         free=free,
         origins=origins,
         inventory=Inventory(holdings, plan.num_layers, leaving=departing),
-        speeds=speeds,
-        resting=tuple(sorted(set(resting))),
+        speeds=changes.speeds,
+        resting=tuple(sorted(set(changes.resting))),
     )
+    living.inventory.check_complete()
+    return living
 
 
 def _expected(plan: ExecutionPlan, devices_per_node: int) -> dict[str, Holding]:

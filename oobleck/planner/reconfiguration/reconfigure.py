@@ -7,37 +7,28 @@ that: redundancy is not for sale.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.decision import Decision
-from oobleck.planner.formatting import counted, named
 from oobleck.planner.instantiation import sizing_of
-from oobleck.planner.inventory import Holding, missing_bytes
-from oobleck.planner.plan import ExecutionPlan, WorkerId
-from oobleck.planner.transfers import LayerTransfer, plan_transfers
+from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
+from .changes import Changes
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
 from .moves import Move, Situation, all_moves, continue_pipelines, described
+from .outcome import Outcome, Score, beats, decision_of
 
 __all__ = ["reconfigure"]
 
-_SLOW_VARIANTS = 3
-"""Leaving out the slowest nodes is tried for this many lowest speeds."""
 _MOST_COMPANY = 2
 """Slow nodes' own pipelines are tried with up to this many other nodes."""
-_TOLERANCE = 1e-9
-"""A move has to be better than a gentler one by more than this share."""
-
-_Score = tuple[int, float]
-"""Pipelines too few or too many, then the weighed seconds of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,84 +37,35 @@ class _Proposal:
 
     move: Move
     set_aside: frozenset[str]
-    least: _Score
+    least: Score
     """No way to carry it out scores better."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """A move carried out on paper."""
-
-    move: Move
-    plan: ExecutionPlan
-    step_s: float
-    score: _Score
-    arrivals: tuple[tuple[str, Holding], ...]
-    """Nodes that have to receive layers, and what they have to hold."""
-
-
-def reconfigure(
-    catalog: Catalog,
-    plan: ExecutionPlan,
-    *,
-    lost: Collection[str],
-    joined: Collection[str],
-    leaving: Collection[str],
-    resting: Collection[str],
-    speeds: Mapping[str, float],
-    held: Mapping[WorkerId, frozenset[int]] | None,
-) -> Decision:
+def reconfigure(catalog: Catalog, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide; see `Planner.reconfigure`."""
-    living = look_at(
-        plan,
-        lost=lost,
-        joined=joined,
-        leaving=leaving,
-        resting=resting,
-        speeds=speeds,
-        held=held,
-        devices_per_node=catalog.settings.devices_per_node,
-    )
-    living.inventory.check_complete()
-    best = _decide(catalog, living)
-    transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
-    return Decision(
-        plan=best.plan,
-        action=best.move.action,
-        reason=_reason(living, lost, joined, leaving, best, transfers),
-        transfers=transfers,
-        predicted_step_s=best.step_s,
-        redundant=len(best.plan.pipelines) > catalog.settings.fault_threshold,
-    )
+    living = look_at(plan, changes, devices_per_node=catalog.settings.devices_per_node)
+    return decision_of(_decide(catalog, living), living, changes, catalog.settings)
 
 
-def _decide(catalog: Catalog, living: LivingNodes) -> _Outcome:
+def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:
     """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
     fewest, most = catalog.num_pipelines(living.num_nodes)
     proposals = [
-        proposal for set_aside in _variants(living) for proposal in _proposals(catalog, living, set_aside, fewest, most)
+        proposal
+        for set_aside in living.without_slowest()
+        for proposal in _proposals(catalog, living, set_aside, fewest, most)
     ]
-    intact = _intact(catalog, living)
-    best: _Outcome | None = None
+    continued = _continued(catalog, living)
+    intact = _intact(catalog, living, continued)
+    best: Outcome | None = None
     # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
     for proposal in sorted(proposals, key=lambda proposal: proposal.least):
-        if best is None or _beats(proposal.least, best.score):
-            outcome = _carry_out(catalog, living, intact, proposal)
-            if best is None or _beats(outcome.score, best.score):
+        if best is None or beats(proposal.least, best.score):
+            outcome = _carry_out(catalog, living, intact, proposal, _templates(catalog, continued, proposal.move))
+            if best is None or beats(outcome.score, best.score):
                 best = outcome
     assert best is not None, "a rebuild with all nodes is possible"
     return best
-
-
-def _beats(score: _Score, other: _Score) -> bool:
-    return score < (other[0], other[1] * (1 - _TOLERANCE))
-
-
-def _variants(living: LivingNodes) -> list[frozenset[str]]:
-    """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
-    slow = sorted({living.speeds[node] for node in living.slow})
-    limits = [0.0, *slow[:_SLOW_VARIANTS]]
-    return [frozenset(node for node in living.speeds if living.speeds[node] <= limit) for limit in limits]
 
 
 def _proposals(
@@ -188,18 +130,48 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
     return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes if most >= 1 else ()
 
 
-def _carry_out(catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal) -> _Outcome:
-    nodes = _assign_nodes(catalog, living, intact, proposal)
-    best = _weigh(catalog, living, intact, proposal, nodes)
+def _continued(catalog: Catalog, living: LivingNodes) -> dict[int, PipelineTemplate]:
+    """Return the template with which each old pipeline goes on, if it goes on with as many nodes."""
+    sizes = catalog.options(living.num_nodes)
+    known: dict[int, PipelineTemplate] = {}
+    for pipeline in living.plan.pipelines:
+        template = pipeline.template
+        if id(template) not in known and template.num_nodes in sizes:
+            known[id(template)] = catalog.continued(template, living.num_nodes)
+    return {
+        index: known[id(pipeline.template)]
+        for index, pipeline in enumerate(living.plan.pipelines)
+        if id(pipeline.template) in known
+    }
+
+
+def _templates(catalog: Catalog, continued: Mapping[int, PipelineTemplate], move: Move) -> list[PipelineTemplate]:
+    """Return the template of each pipeline of a move."""
+    templates = []
+    for origin, size in move.pipelines:
+        own = None if origin is None else continued.get(origin)
+        templates.append(own if own is not None and own.num_nodes == size else catalog.template(size))
+    return templates
+
+
+def _carry_out(
+    catalog: Catalog,
+    living: LivingNodes,
+    intact: frozenset[int],
+    proposal: _Proposal,
+    templates: Sequence[PipelineTemplate],
+) -> Outcome:
+    nodes = _assign_nodes(catalog, living, intact, proposal, templates)
+    best = _weigh(catalog, living, intact, proposal, templates, nodes)
     for gathered in gather_slow_nodes(
         nodes,
-        [catalog.needed(size) for _, size in proposal.move.pipelines],
+        [catalog.needed(template) for template in templates],
         living.slow,
         living.holdings,
         catalog.layer_bytes,
     ):
-        outcome = _weigh(catalog, living, intact, proposal, gathered)
-        if _beats(outcome.score, best.score):
+        outcome = _weigh(catalog, living, intact, proposal, templates, gathered)
+        if beats(outcome.score, best.score):
             best = outcome
     return best
 
@@ -209,29 +181,41 @@ def _weigh(
     living: LivingNodes,
     intact: frozenset[int],
     proposal: _Proposal,
+    templates: Sequence[PipelineTemplate],
     nodes: Sequence[Sequence[str]],
-) -> _Outcome:
-    """Weigh a move whose pipelines have the given nodes."""
+) -> Outcome:
+    """Weigh a move whose pipelines have the given templates and nodes."""
     move = proposal.move
-    pipelines = [(size, chosen) for (_, size), chosen in zip(move.pipelines, nodes, strict=True)]
+    pipelines = list(zip(templates, nodes, strict=True))
     holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
     idle = tuple(node for node in unused if node not in used)
     plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
     arrivals = tuple(
         (node, needed)
-        for (origin, size), chosen in zip(move.pipelines, nodes, strict=True)
+        for (origin, _), template, chosen in zip(move.pipelines, templates, nodes, strict=True)
         if origin not in intact or chosen is not living.plan.pipelines[origin].nodes
-        for node, needed in zip(chosen, catalog.needed(size), strict=True)
+        for node, needed in zip(chosen, catalog.needed(template), strict=True)
         if holdings[node] != needed
     )
-    transition_s = _transition_s(catalog, living, arrivals)
+    transition_s = living.transition_s(catalog.profile.network, catalog.layer_bytes, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
-    return _Outcome(move=move, plan=plan, step_s=step_s, score=(proposal.least[0], weighed_s), arrivals=arrivals)
+    return Outcome(
+        action=move.action,
+        detail=move.detail,
+        plan=plan,
+        step_s=step_s,
+        score=(proposal.least[0], weighed_s),
+        arrivals=arrivals,
+    )
 
 
 def _assign_nodes(
-    catalog: Catalog, living: LivingNodes, intact: frozenset[int], proposal: _Proposal
+    catalog: Catalog,
+    living: LivingNodes,
+    intact: frozenset[int],
+    proposal: _Proposal,
+    templates: Sequence[PipelineTemplate],
 ) -> list[tuple[str, ...]]:
     """Return the nodes of each new pipeline. Pipelines that continue whole keep theirs, as exact pairs may."""
     pipelines = living.plan.pipelines
@@ -248,9 +232,9 @@ def _assign_nodes(
     candidates = {node: living.holdings[node] for node in free if node not in proposal.set_aside}
     positions = [
         Position(needed=needed, origin=-1 if origin is None else origin)
-        for (origin, size), chosen in zip(proposal.move.pipelines, nodes, strict=True)
+        for (origin, _), template, chosen in zip(proposal.move.pipelines, templates, nodes, strict=True)
         if chosen is None
-        for needed in catalog.needed(size)
+        for needed in catalog.needed(template)
     ]
     matched = iter(match_nodes(positions, candidates, living.origins, catalog.layer_bytes))
     return [
@@ -259,71 +243,13 @@ def _assign_nodes(
     ]
 
 
-def _intact(catalog: Catalog, living: LivingNodes) -> frozenset[int]:
+def _intact(catalog: Catalog, living: LivingNodes, continued: Mapping[int, PipelineTemplate]) -> frozenset[int]:
     """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
-    sizes, origins, holdings = catalog.options(living.num_nodes), living.origins, living.holdings
+    origins, holdings = living.origins, living.holdings
     return frozenset(
         index
         for index, pipeline in enumerate(living.plan.pipelines)
-        if len(pipeline.nodes) in sizes
+        if index in continued
         and all(map(origins.__contains__, pipeline.nodes))
-        and tuple(map(holdings.get, pipeline.nodes)) == catalog.needed(len(pipeline.nodes))
-    )
-
-
-def _transition_s(catalog: Catalog, living: LivingNodes, arrivals: Sequence[tuple[str, Holding]]) -> float:
-    """Return the seconds of all transfers: the busiest link's, in or out, with reads spread over all holders."""
-    if not arrivals:
-        return 0.0
-    network, layer_bytes = catalog.profile.network, catalog.layer_bytes
-    busiest = 0.0
-    sent = [0.0] * len(layer_bytes)
-    for node, needed in arrivals:
-        held = living.holdings[node]
-        busiest = max(busiest, missing_bytes(needed, held, layer_bytes))
-        for device, layers in enumerate(needed):
-            for layer in layers - held[device]:
-                sent[layer] += layer_bytes[layer] / living.inventory.num_holders[layer]
-    for holding in living.inventory.kinds:
-        busiest = max(busiest, math.fsum(sent[layer] for layers in holding for layer in sorted(layers)))
-    return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
-
-
-def _reason(
-    living: LivingNodes,
-    lost: Collection[str],
-    joined: Collection[str],
-    leaving: Collection[str],
-    best: _Outcome,
-    transfers: Sequence[LayerTransfer],
-) -> str:
-    slow = sorted(living.slow)
-    back = set(lost) & set(joined)
-    rested = {node for node in living.resting if node in living.plan.nodes}
-    events = (
-        (set(lost) - back, "lost"),
-        (set(joined) - back, "joined"),
-        (back, "started again"),
-        (set(leaving), "leaving"),
-        (rested, "set aside"),
-        (set(slow), "slow"),
-    )
-    happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]
-    parts = [", ".join(happened), best.move.detail]
-    if number := _fewer_microbatches(living.plan, best.plan):
-        parts.append(f"{counted(number, 'pipeline')} {'takes' if number == 1 else 'take'} fewer microbatches")
-    if left_out := [node for node in slow if node in best.plan.spares]:
-        parts.append(f"{named(left_out)} left out")
-    if number := len({transfer.layer for transfer in transfers}):
-        parts.append(f"{counted(number, 'layer')} to copy")
-    return "; ".join(part for part in parts if part)
-
-
-def _fewer_microbatches(before: ExecutionPlan, after: ExecutionPlan) -> int:
-    """Return how many pipelines take fewer microbatches than before, where the pipelines are the same."""
-    if [pipeline.nodes for pipeline in before.pipelines] != [pipeline.nodes for pipeline in after.pipelines]:
-        return 0
-    return sum(
-        now.num_microbatches < then.num_microbatches
-        for then, now in zip(before.pipelines, after.pipelines, strict=True)
+        and tuple(map(holdings.get, pipeline.nodes)) == catalog.needed(continued[index])
     )

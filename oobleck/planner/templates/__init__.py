@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .recut import MOST_STAGES, Recut
 from .templates import find_templates
 
-__all__ = ["find_templates"]
+__all__ = ["MOST_STAGES", "Recut", "find_templates"]

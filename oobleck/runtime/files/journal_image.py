@@ -1,4 +1,4 @@
-"""What follows from a journal up to a place, in a file beside it: whoever has it need not read what is before.
+"""What follows from a journal up to a place, in a file beside it: a reader that has it need not read what is before.
 
     journal.jsonl         | entry | entry | ... | entry | entry |
     .journal.jsonl.image    what all of these come to   ^ and only these are read

@@ -3,6 +3,7 @@
 journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
+host                 the machine of the first master
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
@@ -54,9 +55,20 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """A name for this run's files on the nodes: other machines and base directories may use the same tag."""
-        digest = hashlib.sha256(f"{socket.gethostname()}:{self.path}".encode()).hexdigest()[:8]
+        """A name for this run's files on the nodes: other machines and base directories may use the same tag.
+
+        A master on another machine that shares this directory uses the same name, so it can take over.
+        """
+        digest = hashlib.sha256(f"{self._first_host}:{self.path}".encode()).hexdigest()[:8]
         return f"{self.tag}-{digest}"
+
+    @property
+    def _first_host(self) -> str:
+        try:
+            noted = (self.path / "host").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            noted = ""
+        return noted or socket.gethostname()
 
     @property
     def journal(self) -> Path:
@@ -112,6 +124,8 @@ class RunDirectory:
             raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
         private_directory(self.path)
         private_directory(self.profile)
+        with suppress(OSError), (self.path / "host").open("x", encoding="utf-8") as file:
+            file.write(f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
             self._link_socket()
         private_directory(self.control_socket.parent)

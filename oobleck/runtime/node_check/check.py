@@ -20,6 +20,7 @@ from oobleck.control.node_check import (
     CheckedNode,
     CheckReport,
     CheckRound,
+    GpuFacts,
     MeasureAlone,
     MeasurePair,
     NodeCheck,
@@ -29,11 +30,14 @@ from oobleck.control.node_check import (
     PairValue,
     SoloDone,
     SoloResult,
+    fault_of,
+    findings_about,
     misfit,
+    slowed_by,
     warnings_about,
 )
 from oobleck.job import NodeSpec
-from oobleck.runtime.ssh import SSHOptions
+from oobleck.runtime.connections import NodeConnections
 
 from .probe import RemoteProbe
 
@@ -48,7 +52,7 @@ Pair = tuple[str, str]
 
 async def check_nodes(
     nodes: Sequence[NodeSpec],
-    options: SSHOptions,
+    connections: NodeConnections,
     *,
     python: str,
     directory: PurePosixPath,
@@ -66,7 +70,7 @@ async def check_nodes(
         cluster = _Cluster(nodes)
         try:
             tell(f"reaching {len(nodes)} node{'s' if len(nodes) != 1 else ''}")
-            await cluster.start(options, nursery, python=python, directory=directory)
+            await cluster.start(connections, nursery, python=python, directory=directory)
             while (tests := check.next_round()) is not None:
                 num_rounds += 1
                 tell(_round_text(num_rounds, tests))
@@ -91,13 +95,16 @@ class _Cluster:
         self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
         self._versions = _our_versions()
         self._seconds: dict[str, Mapping[str, float]] = {}
+        self._gpus: dict[str, tuple[GpuFacts, ...]] = {}
         self._num_pairs = 0
         self.exchanges: list[tuple[str, str, float, float]] = []
 
-    async def start(self, options: SSHOptions, nursery: trio.Nursery, *, python: str, directory: PurePosixPath) -> None:
+    async def start(
+        self, connections: NodeConnections, nursery: trio.Nursery, *, python: str, directory: PurePosixPath
+    ) -> None:
         async with trio.open_nursery() as starting:
             for probe in self._probes.values():
-                starting.start_soon(partial(probe.start, options, nursery, python=python, directory=directory))
+                starting.start_soon(partial(probe.start, connections, nursery, python=python, directory=directory))
 
     async def aclose(self) -> None:
         async with trio.open_nursery() as closing:
@@ -136,12 +143,16 @@ class _Cluster:
         """Put together what is known of a node."""
         probe = self._probes[verdict.node]
         facts, offset_s = probe.facts, probe.clock_offset_s
+        gpus = self._gpus.get(verdict.node, ())
+        findings = findings_about(gpus)
         return CheckedNode(
-            verdict=verdict,
+            verdict=slowed_by(verdict, findings),
             warnings=warnings_about(facts, offset_s, self._versions) if facts and offset_s is not None else (),
             facts=facts,
             clock_offset_s=offset_s,
             seconds=self._seconds.get(verdict.node, {}),
+            gpus=gpus,
+            findings=findings,
         )
 
     async def _measure_one(self, node: str) -> SoloResult:
@@ -153,14 +164,18 @@ class _Cluster:
             with trio.move_on_after(_SOLO_TIMEOUT_S):
                 while (answer := await probe.hear(_SOLO_TIMEOUT_S)) is not None:
                     if isinstance(answer, SoloDone):  # else a late one of a pair
-                        self._note(node, answer.seconds)
-                        return SoloResult(node=node, seconds=answer.seconds, error=answer.error)
+                        self._note(node, answer)
+                        fault = fault_of(findings_about(self._gpus[node]))
+                        return SoloResult(
+                            node=node, seconds=answer.seconds, error=fault or answer.error, is_final=bool(fault)
+                        )
         silence = f"it measured nothing within {_SOLO_TIMEOUT_S:g} s"
         return SoloResult(node=node, error=probe.failure or silence, is_final=True)
 
-    def _note(self, node: str, seconds: Mapping[str, float]) -> None:
-        before = self._seconds.get(node, {})
-        self._seconds[node] = {name: min(value, before.get(name, value)) for name, value in seconds.items()}
+    def _note(self, node: str, done: SoloDone) -> None:
+        before, spec = self._seconds.get(node, {}), self._probes[node].spec
+        self._seconds[node] = {name: min(value, before.get(name, value)) for name, value in done.seconds.items()}
+        self._gpus[node] = tuple(facts for facts in done.gpus if facts.index in spec.devices)
 
     async def _measure_pair(self, pair: Pair) -> PairResult:
         self._num_pairs += 1

@@ -19,7 +19,8 @@ from oobleck.control.node_check import NodeFacts, PairValue, ProbeAnswer, ProbeF
 from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.runtime.ssh import SSHCommandStream, SSHConnection, SSHOptions, connect
+from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.ssh import SSHCommandStream, SSHConnection
 from oobleck.wire import FrameDecoder
 
 __all__ = ["RemoteProbe"]
@@ -56,14 +57,16 @@ class RemoteProbe:
         assert self._connection is not None
         return self.spec.address or self._connection.peer_address
 
-    async def start(self, options: SSHOptions, nursery: trio.Nursery, *, python: str, directory: PurePosixPath) -> None:
+    async def start(
+        self, connections: NodeConnections, nursery: trio.Nursery, *, python: str, directory: PurePosixPath
+    ) -> None:
         """Connect, start the probe, and learn what the node is; `failure` is set where that fails."""
         command = (
             f"exec {shlex.quote(python)} -m oobleck.training.process.node_probe "
             f"--node {shlex.quote(self.spec.name)} --directory {shlex.quote(str(directory))}"
         )
         try:
-            self._connection = await connect(self.spec, options)
+            self._connection = await connections.to(self.spec)
             self._stream = await self._connection.open_command(command)
         except NodeUnreachable as error:
             self.failure = error.reason
@@ -102,8 +105,6 @@ class RemoteProbe:
                 with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                     await self._stream.send_eof()
                 await self._stream.aclose()
-            if self._connection is not None:
-                await self._connection.aclose()
 
     async def _listen(self) -> None:
         assert self._channel is not None

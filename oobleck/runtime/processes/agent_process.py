@@ -30,11 +30,13 @@ from oobleck.roles.ports import MasterConnection
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import MAX_SOCKET_PATH_BYTES, AgentDir, private_directory
 from oobleck.runtime.listening import accept as accept_client
+from oobleck.runtime.relay_network import RelaySockets
 from oobleck.wire import FrameDecoder
 
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
 from .patient_clock import PatientClock
+from .ranks import RankProcesses
 from .workers import ForkingWorkerHost
 
 __all__ = ["main"]
@@ -76,7 +78,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
-    trio.run(_serve, arguments, directory, listener, cache_dir, checkpoints, clock=PatientClock())
+    trio.run(_serve, arguments, directory, listener, cache_dir, log_path.parent, checkpoints, clock=PatientClock())
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -86,6 +88,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--node", required=True, help="the node's name in the job")
     parser.add_argument("--log", required=True, help="file to log to")
     parser.add_argument("--cache", required=True, help="directory for tokenizers and tokenised text")
+    parser.add_argument("--ranks", action="store_true", help="run a script's ranks, and no workers")
     return parser.parse_args()
 
 
@@ -144,6 +147,7 @@ async def _serve(
     directory: AgentDir,
     listener: socket.socket,
     cache_dir: Path,
+    logs: Path,
     checkpoints: NodeCheckpoints,
 ) -> None:
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
@@ -165,18 +169,21 @@ async def _serve(
             clock_s=time.monotonic(),
         )
 
-    workers = ForkingWorkerHost(directory)
+    workers = None if arguments.ranks else ForkingWorkerHost(directory)
     agent = Agent(
         tag=arguments.tag,
         accept=accept,
         workers=workers,
+        ranks=RankProcesses(directory, logs=logs / "ranks") if arguments.ranks else None,
         hello=hello,
         cache_dir=cache_dir,
         checkpoints=checkpoints,
         await_notice=await_notice,
+        relays=RelaySockets(),
     )
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(workers.run)
+        if workers is not None:
+            nursery.start_soon(workers.run)
         nursery.start_soon(_watch_for_notice, agent)
         reason = await agent.run()
         _log.info("stops: %s", reason)

@@ -17,8 +17,9 @@ _TOKENIZER = "tokenizer.json"
 
 
 def convert(what: str, source: Path, target: Path) -> str:
-    """Run `export` or `import` from one path to another; returns what it said. Takes as long as it takes.
+    """Run `hf` or `peft`, which export, or `import`, from one path to another; returns what it said.
 
+    Takes as long as it takes.
     Raises ConfigError for input that cannot be used, ResourceLost when the process fails.
     """
     command = [sys.executable, "-m", "oobleck.training.checkpoint.conversion", what, str(source), str(target)]

@@ -23,6 +23,8 @@ class LayerOutline:
 
     name: str
     parameters: int
+    trained: int
+    """Of the parameters, those that are not frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,5 +57,8 @@ def outline_of(job: JobSpec) -> ModelOutline:
     answer = json.loads(done.stdout)
     return ModelOutline(
         config=answer["config"],
-        layers=tuple(LayerOutline(name=each["name"], parameters=each["parameters"]) for each in answer["layers"]),
+        layers=tuple(
+            LayerOutline(name=each["name"], parameters=each["parameters"], trained=each["trained"])
+            for each in answer["layers"]
+        ),
     )

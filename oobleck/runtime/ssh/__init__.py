@@ -1,17 +1,29 @@
-"""SSH: connections to nodes, the keys that are trusted, and a server for virtual nodes."""
+"""SSH: connections to nodes, the keys that are trusted, and the servers of nodes that run in a process of ours."""
 
 from __future__ import annotations
 
 from .asyncssh_adapter import SSHCommandStream
 from .client import CompletedCommand, SSHConnection, SSHOptions, connect, open_ssh_loop
+from .dial_in import DialInKeys, Farewell, NodePass, RefusedCaller, call_back, dial_in, make_keys
+from .doorkeeper import Doorkeeper
 from .local_ssh import serve_local_nodes
+from .node_server import CommandProcesses
 
 __all__ = [
+    "CommandProcesses",
     "CompletedCommand",
+    "DialInKeys",
+    "Doorkeeper",
+    "Farewell",
+    "NodePass",
+    "RefusedCaller",
     "SSHCommandStream",
     "SSHConnection",
     "SSHOptions",
+    "call_back",
     "connect",
+    "dial_in",
+    "make_keys",
     "open_ssh_loop",
     "serve_local_nodes",
 ]

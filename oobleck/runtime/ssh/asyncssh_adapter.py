@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -24,7 +25,7 @@ import asyncssh
 import trio
 import trio_asyncio
 
-__all__ = ["SSHCommandStream", "SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop"]
+__all__ = ["SSHCommandStream", "SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop", "run_on"]
 
 T = TypeVar("T")
 
@@ -43,6 +44,17 @@ async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: objec
     """Await an asyncio coroutine function from trio; cancelling cancels it there."""
     result: T = await trio_asyncio.aio_as_trio(function)(*arguments, **options)
     return result
+
+
+async def run_on(
+    function: Callable[..., Awaitable[T]], connection: socket.socket, *arguments: object, **options: object
+) -> T:
+    """Await a function of asyncssh that begins a connection on a socket; where it fails, the socket is closed."""
+    try:
+        return await await_asyncio(function, connection, *arguments, **options)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def awaitable_by_asyncio(function: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -28,6 +28,7 @@ __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_s
 
 T = TypeVar("T")
 
+_RESTING_S = 60.0
 _CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
 
@@ -87,13 +88,26 @@ class SSHConnection:
     """An authenticated connection to one node."""
 
     def __init__(
-        self, node: str, host: str, connection: asyncssh.SSHClientConnection, proxy: ProxyCommand | None = None
+        self,
+        node: str,
+        host: str,
+        connection: asyncssh.SSHClientConnection,
+        *,
+        keepalive_interval_s: float,
+        takes_calls: bool,
+        proxy: ProxyCommand | None = None,
     ) -> None:
-        """`host` is what was connected to in the end, by its name or address; `proxy` is what it is reached through."""
+        """`host` is what was connected to in the end, by its name or address; `proxy` is what it is reached through.
+
+        `takes_calls`: the node itself was connected to, by no other machine and no command, and did not call us.
+        """
         self._node = node
         self._host = host
         self._connection = connection
+        self._keepalive_interval_s = keepalive_interval_s
         self._proxy = proxy
+        self._is_ended_here = False
+        self.takes_calls = takes_calls
 
     @property
     def peer_address(self) -> str:
@@ -104,6 +118,16 @@ class SSHConnection:
     @property
     def is_lost(self) -> bool:
         return bool(self._connection.is_closed())
+
+    @property
+    def is_ended_here(self) -> bool:
+        """Whether this side has ended it: that says nothing of the node."""
+        return self._is_ended_here
+
+    def rest(self, is_resting: bool) -> None:
+        """Ask seldom whether the other side is there, while it is heard by another way: often enough for a firewall."""
+        interval_s = _RESTING_S if is_resting else self._keepalive_interval_s
+        self._connection.set_keepalive(interval=interval_s)
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
         """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost.
@@ -153,11 +177,18 @@ class SSHConnection:
         try:
             return await await_asyncio(function, *arguments, **options)
         except trio.Cancelled:
+            self._is_ended_here = True
             self._connection.abort()
             raise
 
+    def disconnect(self, code: int, reason: str) -> None:
+        """Close the connection at once, and tell the other side why by a code of SSH's (RFC 4253, section 11.1)."""
+        self._is_ended_here = True
+        self._connection.disconnect(code, reason)
+
     async def aclose(self) -> None:
         """Close the connection, and what runs through it."""
+        self._is_ended_here = True
         try:
             self._connection.close()
             await await_asyncio(self._connection.wait_closed)
@@ -224,7 +255,14 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             proxy.end()
         if hops and connection is None:
             hops[-1].close()
-    return SSHConnection(node.name, host, connection, proxy)
+    return SSHConnection(
+        node.name,
+        host,
+        connection,
+        keepalive_interval_s=options.keepalive_interval_s,
+        takes_calls=proxy is None and not hops,
+        proxy=proxy,
+    )
 
 
 async def _open_hops(jumps: str, options: SSHOptions, config: object, hops: list[asyncssh.SSHClientConnection]) -> None:

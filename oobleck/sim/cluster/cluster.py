@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from oobleck import __version__
-from oobleck.control.protocol import PROTOCOL_VERSION, AgentMessage, Hello, MasterMessage, WorkerStarted
+from oobleck.control.protocol import PROTOCOL_VERSION, FromAgent, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import AgentGone, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.agent import Agent
@@ -23,6 +23,7 @@ from oobleck.roles.ports import LinkLost, MasterConnection
 from oobleck.wire import FrameDecoder
 
 from .links import VirtualLink
+from .relays import VirtualRelays
 from .workers import VirtualWorkerHost
 from .world import Gate, World
 
@@ -39,15 +40,20 @@ _MEMORY_BYTES = 1 << 40
 _NUM_CORES = 8
 
 
-class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
+class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
     """The master's end of a link to an agent."""
 
+    takes_calls = True
+
     def __init__(self, link: VirtualLink, address: str) -> None:
-        super().__init__(link.near, FrameDecoder(AgentMessage))
+        super().__init__(link.near, FrameDecoder(FromAgent))
         self._link = link
         self.address = address
 
-    async def receive(self) -> AgentMessage:
+    def rest(self, is_resting: bool) -> None:
+        """An idle link costs nothing here."""
+
+    async def receive(self) -> FromAgent:
         try:
             return await super().receive()
         except trio.BrokenResourceError as error:
@@ -59,7 +65,7 @@ class _Tunnel(MessageChannel[MasterMessage, AgentMessage]):
 class _AgentProcess:
     """An agent and its workers: they end together."""
 
-    def __init__(self, machine: _Machine, tag: str, world: World) -> None:
+    def __init__(self, machine: _Machine, tag: str, world: World, relays: VirtualRelays) -> None:
         self.pid = machine.next_pid()
         self.links: list[VirtualLink] = []
         self.frozen_until_s = 0.0
@@ -68,6 +74,7 @@ class _AgentProcess:
         self._machine = machine
         self._tag = tag
         self._world = world
+        self._relays = relays
         self._scope = trio.CancelScope()
         self._connections, self._accepting = trio.open_memory_channel[MasterConnection](16)
 
@@ -107,6 +114,7 @@ class _AgentProcess:
             workers=self.host,
             hello=self._hello,
             cache_dir=Path("/virtual"),
+            relays=self._relays.of(machine.name),
         )
         await agent.run()
 
@@ -212,6 +220,7 @@ class VirtualCluster:
         pids = count(1000)
         self._machines = {name: _Machine(name, world, pids) for name in names}
         self._master_frozen_until_s = 0.0
+        self._relays = VirtualRelays(world, self._is_agent_frozen)
 
     # --- the port ------------------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class VirtualCluster:
             if attach and machine.agent is None:
                 raise AgentGone(node.name, "its agent is gone")
             if machine.agent is None:
-                machine.agent = _AgentProcess(machine, self._tag, self._world)
+                machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays)
                 self._nursery.start_soon(machine.agent.run)
             link = machine.agent.connect()
             if self._world.time.now_s < self._master_frozen_until_s:
@@ -356,6 +365,7 @@ class VirtualCluster:
         """From now on these nodes reach one another, but neither the others nor the master."""
         nodes = tuple(names)
         self._world.fabric.separate(nodes)
+        self._relays.settle()
         for name in nodes:
             machine = self._machines[name]
             machine.is_cut_off = True
@@ -366,6 +376,7 @@ class VirtualCluster:
     def heal(self) -> None:
         """End all partitions."""
         self._world.fabric.heal()
+        self._relays.settle()
         for machine in self._machines.values():
             machine.is_cut_off = False
             for link in machine.agent.links if machine.agent else ():
@@ -381,11 +392,17 @@ class VirtualCluster:
         for link in silent:
             link.abandon()
 
+    def _is_agent_frozen(self, name: str) -> bool:
+        machine = self._machines[name]
+        is_stopped = machine.agent is not None and self._world.time.now_s < machine.agent.frozen_until_s
+        return machine.gate.is_closed or is_stopped
+
     def _note_frost(self, machine: _Machine) -> None:
-        is_agent_frozen = machine.agent is not None and self._world.time.now_s < machine.agent.frozen_until_s
+        is_frozen = self._is_agent_frozen(machine.name)
         for link in machine.agent.links if machine.agent else ():
-            if machine.gate.is_closed or is_agent_frozen:
+            if is_frozen:
                 link.far.freeze()
             else:
                 link.far.thaw()
+        self._relays.settle()
         machine.wake()

@@ -137,6 +137,10 @@ class Fabric:
         self._islands.clear()
         self._tell(self._watchers)
 
+    def reaches(self, node: str, other: str) -> bool:
+        """Return whether two nodes reach one another."""
+        return self._islands.get(node) == self._islands.get(other)
+
     def is_whole(self, worker_ids: Iterable[WorkerId]) -> bool:
         """Return whether all of them reach one another."""
         return not self._islands or len({self._islands.get(worker_id.node, 0) for worker_id in worker_ids}) <= 1

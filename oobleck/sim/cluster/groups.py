@@ -66,6 +66,10 @@ class GroupTable:
         self._formed.intersection_update(keys)
         self._posted = Counter({key: self._posted[key] for key in keys})
 
+    def leave(self, keys: Collection[GroupKey]) -> None:
+        """Leave these groups."""
+        self._formed.difference_update(keys)
+
     def post(self, key: GroupKey, value: Contribution) -> int:
         """Take part in a group's next all-reduce; returns its number."""
         if len(key.members) > 1 and key not in self._formed:

@@ -61,6 +61,10 @@ class _Pipe:
         is_open = self._has_sender and self._has_receiver and self._breaks_s is None and not self._is_lost
         return is_open and self._flying_bytes >= self._window_bytes
 
+    @property
+    def is_over(self) -> bool:
+        return not (self._has_sender or self._has_receiver)
+
     async def wait_for_room(self) -> None:
         while self.is_full:
             await self._senders.park()
@@ -262,6 +266,11 @@ class VirtualLink:
         """It ended between its ends, and neither of them closed it."""
         self.near = VirtualStream(self._pipes[0], self._pipes[1])
         self.far = VirtualStream(self._pipes[1], self._pipes[0])
+
+    @property
+    def is_over(self) -> bool:
+        """Both ends were closed."""
+        return all(pipe.is_over for pipe in self._pipes)
 
     def cut(self) -> None:
         """Lose the connection: both ends hear of it, and what is under way is gone."""

@@ -19,6 +19,7 @@ from oobleck.control.commit import (
 )
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
+from oobleck.planner import ExecutionPlan
 from oobleck.schedule import section_stops
 
 from .fabric import Fabric, Violation, Wait, label
@@ -141,6 +142,10 @@ class Programs:
     def busy_s(self) -> tuple[tuple[float, float], ...]:
         """When this worker last computed for steps that are applied."""
         return tuple(self._busy_s)
+
+    def adopt(self, plan: ExecutionPlan) -> None:
+        """Compute for another plan from now on."""
+        self._pace.adopt(len(plan.worker_ids))
 
     def take_pace(self) -> Pace | None:
         """The report of how fast this worker computes, where it is due."""

@@ -1,14 +1,16 @@
-"""The records that a virtual worker takes in each step: the twin of `training.data.records`."""
+"""Virtual shards, and the records that a virtual worker takes of them in each step, as `training.data.records` does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from oobleck.control.protocol import RecordRun, RecordsOver, ScanRange, ScanResult, StepRecords
 from oobleck.errors import ShardUnreadable
+from oobleck.job import JobSpec
 
 from .fabric import Violation
-from .shards import VirtualShards
 
-__all__ = ["Records"]
+__all__ = ["Records", "VirtualShards"]
 
 
 class Records:
@@ -61,3 +63,42 @@ class Records:
         problem = self._shards.problem_in(self.runs_of(step))
         if problem is not None:
             raise ShardUnreadable("spoiled", shard=problem[0], position=problem[1])
+
+
+class VirtualShards:
+    """How many records each shard has, the same for all workers, and which cannot be read. Both may change."""
+
+    def __init__(self, names: Sequence[str], lengths: Sequence[int | None]) -> None:
+        """A length of None is endless."""
+        assert len(names) == len(lengths), (names, lengths)
+        self.names = tuple(names)
+        self.lengths = list(lengths)
+        self.is_complete = True
+        """Nothing grows any more."""
+        self.spoiled: dict[int, int] = {}
+        """By shard: from where on it cannot be read."""
+
+    @classmethod
+    def of(cls, job: JobSpec) -> VirtualShards:
+        """The shards of a job, of which a simulation knows nothing but the names: endless."""
+        return cls(job.data.shards, [None] * len(job.data.shards))
+
+    def survey(self, want: ScanRange, *, items: int) -> ScanResult:
+        """Return which records begin at a position; each predicts so many tokens."""
+        length = self.lengths[want.shard]
+        stop = want.start + want.limit if length is None else min(want.start + want.limit, length)
+        bounds = tuple(range(want.start, stop + 1))
+        return ScanResult(
+            shard=want.shard,
+            bounds=bounds,
+            items=(items,) * (len(bounds) - 1),
+            is_end=self.is_complete and stop == length,
+        )
+
+    def problem_in(self, runs: Sequence[RecordRun]) -> tuple[int, int] | None:
+        """Return (shard, position) of the first record that cannot be read."""
+        for run in runs:
+            limit = self.spoiled.get(run.shard)
+            if limit is not None and run.bounds[-1] > limit:
+                return run.shard, max(limit, run.bounds[0])
+        return None

@@ -83,13 +83,16 @@ class StepDriver:
         self._work: Work | None = None
         self._reduce_s = self._committing_s = 0.0
         """Seconds that the sums of a step, and its commit, take under the plan in force."""
-        self._step_ended_s = ports.clock()
+        self._step_began_s = ports.clock()
+        self._posted_s: float | None = None
+        """When this worker had done its part of the step."""
 
     def adopt(self, plan: ExecutionPlan, seat: PlaceInPlan | None, committee: Committee | None) -> None:
         """Take steps under another plan from now on."""
         if self.seat is None:
-            self._step_ended_s = self._ports.clock()  # it has rested until now
+            self._step_began_s, self._posted_s = self._ports.clock(), None  # it has rested until now
         self.seat = seat
+        self._programs.adopt(plan)
         self._reduce_s = self._ports.tempo.reduce_s(plan)
         self._committing_s = self._ports.tempo.committing_s(plan)
         if committee is not None:
@@ -163,19 +166,25 @@ class StepDriver:
         assert self._work is not None
         yield from pause("about to commit")
         committee, step, saver = effect.committee, effect.step, self._ports.saver
-        wishes = (float(effect.stop), float(saver is not None and saver.is_wanted(step)))
-        part = Totals(wishes, Tally.of(self._work.microbatches if self._tells else ()))
+        self._posted_s = self._ports.clock()
+        numbers = (
+            float(effect.stop),
+            float(saver is not None and saver.is_wanted(step)),
+            self._posted_s - self._step_began_s,
+        )
+        part = Totals(numbers, Tally.of(self._work.microbatches if self._tells else ()))
         total = yield from self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)
         yield from pause("agreed to commit")
-        stops, saves = total.numbers
-        return Agreed(self._record(step, committee.generation), total.counted, stop=stops > 0, save=saves > 0)
+        stops, saves, took_s = total.numbers
+        record = self._record(step, committee.generation, duration_s=took_s / len(committee.members))
+        return Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
 
     @property
     def _tells(self) -> bool:
         """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
         return self.seat is not None and self.seat.is_last
 
-    def _record(self, step: int, generation: int) -> CommitRecord:
+    def _record(self, step: int, generation: int, *, duration_s: float) -> CommitRecord:
         return CommitRecord(
             step=step,
             generation=generation,
@@ -185,7 +194,7 @@ class StepDriver:
             num_samples=self._job.global_batch_size,
             samples_repeated=0,
             samples_missing=0,
-            duration_s=self._ports.clock() - self._step_ended_s,
+            duration_s=duration_s,
         )
 
     def _apply(self, record: CommitRecord) -> Moves:
@@ -193,7 +202,7 @@ class StepDriver:
             self.taken[record.step] = runs
         yield from pause("applying")
         self._layers.apply(self.reduced, record)
-        self._step_ended_s = self._ports.clock()
+        self._step_began_s, self._posted_s = self._posted_s or self._ports.clock(), None
         self._programs.end_step()
         if (pace := self._programs.take_pace()) is not None:
             self._ports.say(pace)
@@ -203,7 +212,7 @@ class StepDriver:
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
-        self._step_ended_s = self._ports.clock()
+        self._step_began_s, self._posted_s = self._ports.clock(), None
         return Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
     def _move_section(self, effect: SectionEffect) -> Generator[Wait, None, EffectOutcome]:

@@ -25,6 +25,7 @@ from oobleck.control.commit import (
     CompareReplicas,
     Compute,
     EffectOutcome,
+    EndTransfers,
     Evaluate,
     Exchange,
     Fold,
@@ -82,8 +83,7 @@ from .layers import HeldLayers, Version
 from .moves import Moves, pause
 from .ports import WorkerPorts
 from .program import Programs
-from .records import Records
-from .shards import VirtualShards
+from .records import Records, VirtualShards
 from .step import StepDriver
 from .transfer import Transfers
 
@@ -272,6 +272,8 @@ class VirtualWorker:
                 yield from self._groups.form(self._groups_of(keys, committee))
             case KeepGroups(keys=keys, committee=committee):
                 self._groups.keep(self._groups_of(keys, committee))
+            case EndTransfers(keys=keys):
+                self._groups.leave(keys)
             case Exchange(update=update):
                 self._received = yield from self._transfers.exchange(update, self._layers)
                 yield from pause("about to adopt")

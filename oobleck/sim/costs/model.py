@@ -15,11 +15,11 @@ All such times stand here, for both modes. The time of a recovery is the sum of
 and training makes progress until the end of "finishing" wherever a pipeline is whole. `committing_s` is a part of each
 step.
 
-A cost is made of named numbers, each of which can be set. `COST_MODELS` has two sets of them: `ring`, the protocol
-whose steps end in a ring over all workers, which form their groups again after each loss, and `tree`, whose commit goes
-up and down a tree, whose links are kept, and whose updates hold what one worker needs. The master's numbers are those
-of `tools/bench/scale.py` (GPT-2 medium, pipelines of 8 workers, a slow processor), which `tools/bench/fit_costs.py`
-fits and checks again. Not counted: the time of an update's bytes on the master's own link.
+A cost is made of named numbers, each of which can be set. `COST_MODELS` has two sets of them: `tree`, whose commit goes
+up and down a tree, whose groups and links are kept, and whose updates hold what one worker needs; and `ring`, the
+protocol before it, whose steps ended in a ring over all workers, which formed their groups again after each loss. The
+master's numbers are those of `tools/bench/scale.py` (GPT-2 medium, pipelines of 8 workers, a slow processor), which
+`tools/bench/fit_costs.py` fits and checks again. Not counted: the time of an update's bytes on the master's own link.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEY_BYTES, _KEY_BYTES_EACH = 154, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The numbers; the defaults are those of `ring`. All are at least 0, and finite."""
+    """The numbers; the defaults are those of `tree`. All are at least 0, and finite."""
 
     # Noticing.
     detect_s: float = 0.005
@@ -62,11 +62,12 @@ class Costs:
     """The master's time, at all and for one worker (scale.py: 0.0099 s of 256, 0.030 s of 1,024, 0.059 s of 2,048)."""
 
     # Ordering.
-    update_bytes: float = 2000.0
-    update_worker_bytes: float = 69.0
-    """Of each worker's update, at all and for each worker of the plan that it describes (scale.py)."""
-    update_transfer_bytes: float = 88.0
-    """Of each worker's update, for each transfer of the plan (scale.py)."""
+    update_bytes: float = 600.0
+    """Of each worker's update: what changes, and its own work (scale.py: 0.59 MB for 1,024 of them)."""
+    update_worker_bytes: float = 0.0
+    """Of each worker's update, for each worker of the plan."""
+    update_transfer_bytes: float = 0.0
+    """Of each worker's update, for each transfer of the plan."""
     encode_byte_s: float = 2e-8
     """The master's time for a byte of an update (scale.py: 2.1 s for 90 MB of 1,024)."""
     read_byte_s: float = 6e-8
@@ -76,22 +77,23 @@ class Costs:
     form_s: float = 0.015
     """To form groups, however small they are (tools/bench/recovery.py, four local nodes). A recovery that finishes the
     step does so twice: for the step, and for the plan after it, whose layers have other owners."""
-    form_key_byte_s: float = 4.4e-9
-    """The master's time to pass on a byte of rendezvous keys. Each of n members reads the keys of all n, of
-    154 + 8 n bytes each (measured with the keys of 64 to 512 agents, plain sockets)."""
+    form_key_byte_s: float = 0.0
+    """The master's time to pass on a byte of rendezvous keys, where there are any. Each of n members reads the keys of
+    all n, of 154 + 8 n bytes each. Without them, addresses come with the answers and the updates."""
     form_link_s: float = 1.4e-4
     """A worker's time for a link to one member of a new group (128 ranks of Gloo: 2.3 s for 16,256 of them)."""
-    form_links: float = _ALL
-    """A worker makes at most so many links; the others are kept."""
+    form_links: float = 8.0
+    """A worker makes at most so many links; the others are kept, and a group that sums is a ring."""
 
     # Committing.
     commit_hop_s: float = 5e-5
     """A message of a few numbers from one worker to the next (Gloo between two processes, half a ping-pong)."""
-    commit_hops_worker: float = 2.0
-    """Hops one after the other for each worker but one: a ring over N has 2 (N - 1) (Patarasuk and Yuan 2009)."""
-    commit_hops_doubling: float = 0.0
-    """Hops for each doubling of N, rounded up: a tree has one up and one down."""
-    commit_hops: float = 0.0
+    commit_hops_worker: float = 0.0
+    """Hops one after the other for each worker but one."""
+    commit_hops_doubling: float = 2.0
+    """Hops for each doubling of N, rounded up: one up and one down."""
+    commit_hops: float = 4.0
+    """Hops at any N: the way inside a node, and from the root."""
 
     # Starting.
     node_start_s: float = 15.0
@@ -146,20 +148,20 @@ class Costs:
         return self.node_start_s + self.node_start_node_s * (num_nodes - 1)
 
 
-_RING = Costs()
-_TREE = replace(
-    _RING,
-    update_bytes=3000.0,  # the changed pipelines, one's own transfers and addresses
-    update_worker_bytes=0.0,
-    update_transfer_bytes=0.0,
-    form_key_byte_s=0.0,  # addresses come with the answers and the updates
-    form_links=8.0,  # a loss changes as many edges at most; all others are kept
-    commit_hops_worker=0.0,
-    commit_hops_doubling=2.0,
-    commit_hops=4.0,  # the way inside a node, and from the root
+_TREE = Costs()
+_RING = replace(
+    _TREE,
+    update_bytes=2000.0,
+    update_worker_bytes=69.0,  # the whole plan (scale.py)
+    update_transfer_bytes=88.0,  # everybody's transfers (scale.py)
+    form_key_byte_s=4.4e-9,  # measured with the keys of 64 to 512 agents, plain sockets
+    form_links=_ALL,
+    commit_hops_worker=2.0,  # a ring over N has 2 (N - 1) (Patarasuk and Yuan 2009)
+    commit_hops_doubling=0.0,
+    commit_hops=0.0,
 )
-COST_MODELS: Mapping[str, Costs] = MappingProxyType({"ring": _RING, "tree": _TREE})
-DEFAULT_MODEL = "ring"
+COST_MODELS: Mapping[str, Costs] = MappingProxyType({"tree": _TREE, "ring": _RING})
+DEFAULT_MODEL = "tree"
 """What the code does."""
 
 

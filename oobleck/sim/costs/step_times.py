@@ -78,7 +78,7 @@ class StepTimes:
         if key not in self._reduced_bytes:
             nodes = [0] * template.num_nodes
             for stage in template.stages:
-                nodes[stage.node_index] += sum(self._profile.layers[layer].param_bytes for layer in stage.layers)
+                nodes[stage.node_index] += sum(self._profile.layers[layer].trained_bytes for layer in stage.layers)
             self._reduced_bytes[key] = GRADIENT_COPIES * max(nodes)
         return self._reduced_bytes[key]
 

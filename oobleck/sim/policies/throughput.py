@@ -102,7 +102,7 @@ class Grids:
         each = -(-num_microbatches // num_pipelines)
         nodes = [0] * template.num_nodes
         for stage in template.stages:
-            nodes[stage.node_index] += sum(self._profile.layers[layer].param_bytes for layer in stage.layers)
+            nodes[stage.node_index] += sum(self._profile.layers[layer].trained_bytes for layer in stage.layers)
         reduce_s = reduction_s(self._profile.network, max(nodes), num_pipelines)
         return self._pace.template_s(template, each) + reduce_s
 
@@ -119,6 +119,7 @@ def redundant_profile(profile: Profile) -> Profile:
                 layer,
                 forward_s={count: 2 * seconds for count, seconds in layer.forward_s.items()},
                 param_bytes=2 * layer.param_bytes,
+                frozen_bytes=2 * layer.frozen_bytes,
                 optimizer_bytes=2 * layer.optimizer_bytes,
             )
             for layer in profile.layers

@@ -307,7 +307,8 @@ class JobRun:
                 if not is_listening():
                     break
 
-        self.agenda.when_seen(self.agenda.now_s + found_out_s(self.crew.step_s), report)
+        found_s = found_out_s(self.crew.step_s, len(plan.worker_ids))
+        self.agenda.when_seen(self.agenda.now_s + found_s, report)
 
     def _resume(self, update: PlanUpdate) -> None:
         """All have adopted the plan: say so."""

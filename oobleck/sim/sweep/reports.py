@@ -1,7 +1,7 @@
 """What a sweep's master hears of how fast nodes compute, many reports at once.
 
-Workers report once a second or once a step. As long as no worker's pace changes the reports change no decision, so they
-are left out until somebody's has changed for as many of them as the master wants to agree.
+Workers report between steps, and not too often. As long as no worker's pace changes the reports change no decision, so
+they are left out until somebody's has changed for as many of them as the master wants to agree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checkpoints to and from directories as transformers' `save_pretrained` writes them.
 
-    python -m oobleck.training.checkpoint.conversion export CHECKPOINT DIRECTORY
+    python -m oobleck.training.checkpoint.conversion hf CHECKPOINT DIRECTORY      adapters are taken into the weights
+    python -m oobleck.training.checkpoint.conversion peft CHECKPOINT DIRECTORY    adapters alone
     python -m oobleck.training.checkpoint.conversion import DIRECTORY CHECKPOINTS
 
 A process of its own, so that the command line needs no torch. Exits with 78 for input that cannot be used, and says
@@ -13,14 +14,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 
 from oobleck.checkpoint import (
     MANIFEST_VERSION,
@@ -34,10 +36,18 @@ from oobleck.checkpoint import (
     write_layer_file,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.job import ModelSpec
-from oobleck.training.model import ModelStructure, StageModel, Task, build_model
+from oobleck.job import ModelSpec, Task
+from oobleck.training.model import (
+    Adapters,
+    ModelStructure,
+    StageModel,
+    add_adapters,
+    build_model,
+    save_adapters,
+    tied_parameters,
+)
 
-from .parts import Tensors, join_parts
+from .parts import Tensors, join_parts, model_metadata
 from .state import as_tensor, layer_layout
 
 __all__ = ["export_model", "import_model"]
@@ -53,20 +63,21 @@ def main() -> int:
     """Convert as the arguments say; returns the exit status."""
     what, source, target = sys.argv[1:]
     try:
-        if what == "export":
-            export_model(Path(source), Path(target))
-        else:
+        if what == "import":
             sys.stdout.write(f"{import_model(Path(source), Path(target))}\n")
+        else:
+            export_model(Path(source), Path(target), adapters_alone=what == "peft")
     except (ConfigError, CorruptCheckpoint, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return _EXIT_CONFIG
     return 0
 
 
-def export_model(checkpoint: Path, target: Path) -> None:
-    """Write a checkpoint's weights as a model directory. Every file is verified before.
+def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False) -> None:
+    """Write a checkpoint's weights as a model directory, which has taken its adapters in, or as one of adapters alone.
 
-    Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of transformers, or OSError.
+    Every file is verified before. Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of
+    transformers, or that has no adapters to be written alone, or OSError.
     """
     directory = CheckpointDirectory(checkpoint.parent)
     manifest = directory.manifest(checkpoint.name)
@@ -83,22 +94,30 @@ def export_model(checkpoint: Path, target: Path) -> None:
     task = metadata.get("task", "causal_lm")
     if task not in get_args(Task):
         raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
+    adapters = Adapters.from_json(metadata["adapters"]) if "adapters" in metadata else None
+    if adapters_alone and adapters is None:
+        raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
     model = build_model(_config_of(checkpoint, metadata), task=cast("Task", task), dtype=_dtype_of(weights))
+    tuner = None if adapters is None else add_adapters(model, adapters)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    tied = set(model.all_tied_weights_keys or {})
-    if unexpected or set(missing) - tied:
+    if unexpected or set(missing) - set(tied_parameters(model)):
         raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
+    if adapters is not None and adapters_alone:
+        _save_whole(partial(save_adapters, model, adapters), target)
+        return
+    if tuner is not None:
+        model = tuner.merge_and_unload()
     model.tie_weights()
-    _save_whole(model, target)
+    _save_whole(model.save_pretrained, target)
 
 
-def _save_whole(model: PreTrainedModel, target: Path) -> None:
+def _save_whole(save: Callable[[Path], object], target: Path) -> None:
     """Write beside the target, then move there: what a full disk has cut off is never taken for a model."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
     try:
         unfinished.mkdir()
-        model.save_pretrained(unfinished)
+        save(unfinished)
         if target.is_dir():
             target.rmdir()  # it is empty, or the command would not have begun
         unfinished.rename(target)
@@ -126,7 +145,7 @@ def import_model(source: Path, target: Path) -> Path:
     name = checkpoint_name(_IMPORTED, step=0, generation=0)
     directory = CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
-    metadata = {"config": structure.config.to_json_string(use_diff=False), "task": structure.task}
+    metadata = model_metadata(structure)
     model = StageModel(structure, dtype=torch.float32, device="cpu")
     shards: list[Shard] = []
     for layer in range(structure.num_layers):

@@ -1,20 +1,67 @@
-"""Digests of layers: equal for copies that are equal to the last bit."""
+"""Digests of layers: equal for copies that are equal to the last bit.
+
+Of what is in the host's memory, the CRC-32. Of what is on a GPU, a sum there, so that nothing but one number leaves it
+and nothing waits until all of them are asked for: words times odd numbers, modulo 2^64. An odd number has an inverse,
+so a word that differs changes the sum, whatever the others are; sums of integers have no order. With numbers drawn at
+random, two states of any difference collide about as rarely as with a random function (Dietzfelbinger, "Universal
+hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "sum_of_words"]
+
+_COLUMNS = 1 << 14
+_ROWS = 1 << 8
+_BASE = 0x9E3779B97F4A7C15
+"""An odd number: states of several tensors are numbers to this base."""
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The CRC-32 of the tensors' bytes, one after the other: it never misses a single flipped bit. O(bytes)."""
+    """The digest of tensors, one after the other: it never misses a single flipped bit. O(bytes)."""
     digest = 0
+    sums: list[torch.Tensor] = []
     for tensor in tensors:
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        digest = zlib.crc32(raw.numpy(), digest)  # type: ignore[arg-type]  # an array is a buffer
-    return digest
+        if tensor.device.type == "cpu":
+            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest = zlib.crc32(raw.numpy(), digest)  # type: ignore[arg-type]  # an array is a buffer
+        else:
+            sums.append(sum_of_words(tensor))
+    for value in torch.stack(sums).tolist() if sums else ():
+        digest = (digest * _BASE + value) % (1 << 64)
+    return digest - (1 << 64) if digest >= 1 << 63 else digest  # as the wire has them
+
+
+def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's words, each times an odd number of its place, as one int64 where the tensor is.
+
+    Takes memory for 4 million words beside. Does not wait for the device.
+    """
+    words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
+    columns, rows = _odd_numbers(_COLUMNS, 1, tensor.device), _odd_numbers(_ROWS + 1, 2, tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in torch.split(words, _COLUMNS * _ROWS):
+        num_whole = piece.numel() // _COLUMNS
+        whole, rest = piece[: num_whole * _COLUMNS].view(-1, _COLUMNS), piece[num_whole * _COLUMNS :]
+        of_rows = torch.cat([(whole * columns).sum(1), (rest * columns[: rest.numel()]).sum(0, keepdim=True)])
+        total = total * _BASE_SIGNED + (of_rows * rows[: of_rows.numel()]).sum()
+    return total
+
+
+_BASE_SIGNED = _BASE - (1 << 64)
+
+
+@lru_cache(maxsize=4)
+def _odd_numbers(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Draw numbers that depend on nothing but what they are for: all workers have the same."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1
+    return drawn.to(device)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from oobleck.training.model import Share
+from oobleck.training.model import ModelStructure, Share
 
-__all__ = ["Tensors", "cut_state", "join_parts", "part_metadata", "part_to_save"]
+__all__ = ["Tensors", "cut_state", "join_parts", "model_metadata", "part_metadata", "part_to_save"]
 
 Tensors = Mapping[str, torch.Tensor]
 """A layer's, by the names that files have them under: NAME, optimizer.KIND.NAME or training.WHAT."""
@@ -22,6 +22,12 @@ Tensors = Mapping[str, torch.Tensor]
 _JOINED_ALONG = "joined_along"
 _OPTIMIZER = "optimizer."
 _TRAINING = "training."
+
+
+def model_metadata(structure: ModelStructure) -> dict[str, str]:
+    """What every layer's file says of the model."""
+    adapters = {} if structure.adapters is None else {"adapters": structure.adapters.as_json()}
+    return {"config": structure.config.to_json_string(use_diff=False), "task": structure.task, **adapters}
 
 
 def part_metadata(share: Share) -> dict[str, str]:

@@ -42,7 +42,7 @@ from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 from oobleck.user_path import expand_user
 
-from .parts import cut_state, part_metadata, part_to_save
+from .parts import cut_state, model_metadata, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
 __all__ = ["LayerSaver"]
@@ -67,8 +67,20 @@ class _Share:
 class LayerSaver:
     """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
 
-    def __init__(self, worker_id: WorkerId, paths: StoragePaths, share: Share, report: Report, *, tag: str) -> None:
-        """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours."""
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        paths: StoragePaths,
+        share: Share,
+        report: Report,
+        *,
+        tag: str,
+        device: torch.device,
+    ) -> None:
+        """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours.
+
+        `device` is what the layers are on.
+        """
         structure = share.structure
         self._tag = tag
         self._part = share
@@ -79,12 +91,12 @@ class LayerSaver:
         self._memory = Path(paths.memory)
         self._stem = f"device{worker_id.device}"
         self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
-        config = structure.config.to_json_string(use_diff=False)
         self._saver = FlashSaver(
             self._memory,
             self._stem,
-            metadata={"config": config, "task": structure.task, **part_metadata(share)},
+            metadata={**model_metadata(structure), **part_metadata(share)},
             report=self._saved,
+            device=device,
         )
         self._log = WorkerLog(__name__, worker_id)
         self._sizes = [

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from .agreements import PeerAgreements
-from .devices import choose_device, device_memory_bytes, synchronize, use_device
-from .groups import Group, GroupKey, GroupTable, Reduction, open_device
+from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, start_thread, use_device
+from .group import LARGE_SUM, Group, Reduction
+from .groups import GroupKey, GroupTable
 from .inbox import Inbox
+from .network import open_device
 from .peer_links import PeerLinks
 from .reachability_probe import probe_all
 from .rendezvous import RendezvousStore, RendezvousTable
-from .staging import HostCopy, Pending
+from .staging import DeviceSave, HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
 from .waiter import Waiter
 
 __all__ = [
+    "LARGE_SUM",
+    "DeviceSave",
+    "DeviceWork",
     "Group",
     "GroupKey",
     "GroupTable",
@@ -27,12 +32,13 @@ __all__ = [
     "RendezvousStore",
     "RendezvousTable",
     "Waiter",
+    "blaming_peers",
     "choose_device",
     "device_memory_bytes",
     "exchange_layers",
     "fill_state",
     "open_device",
     "probe_all",
-    "synchronize",
+    "start_thread",
     "use_device",
 ]

@@ -14,10 +14,12 @@ from queue import SimpleQueue
 
 import torch
 
-from oobleck.control.commit import PeerLost
+from oobleck.control.commit import Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
-from .staging import Pending
+from .devices import blaming_peers, start_thread
+from .edges import EdgeReceive
+from .staging import Pending, StagedReceive
 from .waiter import Waiter
 
 __all__ = ["RECEIVES_AHEAD", "Inbox"]
@@ -36,10 +38,10 @@ class Inbox:
         self.source = source
         self._waiter = waiter
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
-        self._ready: deque[torch.Tensor] = deque()
+        self._ready: deque[tuple[Pending, torch.Tensor]] = deque()
         self._failure: str | None = None  # an error would hold on to what it was raised by
         self._room = threading.Semaphore(RECEIVES_AHEAD)
-        threading.Thread(target=self._receive_all, daemon=True, name=f"receive from {source}").start()
+        start_thread(self._receive_all, name=f"receive from {source}", device=waiter.device)
 
     def expect(self, tag: int, post: Post) -> None:
         """Receive this message after those that are expected already."""
@@ -56,7 +58,9 @@ class Inbox:
         if not self._ready:
             assert self._failure is not None
             raise PeerLost(self._failure)
-        tensor = self._ready.popleft()
+        work, tensor = self._ready.popleft()
+        if isinstance(work, StagedReceive | EdgeReceive):
+            work.join()
         self._room.release()
         return tensor
 
@@ -70,12 +74,15 @@ class Inbox:
         try:
             while self._post_ahead(posted):
                 work, tensor = posted.popleft()
-                _wait(work)
-                self._ready.append(tensor)
+                with blaming_peers("receive"):
+                    work.wait()
+                self._ready.append((work, tensor))
                 self._waiter.announce()
         except PeerLost as error:
             self._failure = str(error)
             self._waiter.announce()
+        except Interrupted:  # what aborted it also interrupts those who wait for it
+            pass
 
     def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
         """Post as many receives as there is room for, at least one; False when no more are expected."""
@@ -88,10 +95,3 @@ class Inbox:
             tag, post = message
             posted.append(post(tag))
         return True
-
-
-def _wait(work: Pending) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PeerLost(f"receive: {error}") from error

@@ -8,7 +8,7 @@ import struct
 
 from oobleck.errors import ConfigError
 
-__all__ = ["listen_at", "no_place_to_listen"]
+__all__ = ["interface_of", "listen_at", "no_place_to_listen"]
 
 _BACKLOG = 1024
 _SIOCGIFADDR = 0x8915
@@ -32,10 +32,35 @@ def no_place_to_listen(address: str) -> ConfigError:
     )
 
 
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this machine that has an address or a host name, or is called so.
+
+    None where no interface has it as an address of IPv4.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if address in names:
+        return address
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(address, None, socket.AF_INET)}
+    except OSError:
+        return None
+    return next((name for name in names if _address_of(name) in found), None)
+
+
 def _host_of(address: str) -> str:
     """The address itself, or that of the network interface which it names."""
     if address not in (name for _, name in socket.if_nameindex()):
         return address
+    host = _address_of(address)
+    if host is None:
+        raise no_place_to_listen(address)
+    return host
+
+
+def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", address.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:  # it has none
+            return None

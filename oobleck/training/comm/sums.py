@@ -1,16 +1,16 @@
-"""Sums over the members of a group while they are under way, in the three ways in which they are carried."""
+"""Sums over the members of a group while Gloo carries them; those that NCCL carries are in `nccl.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from .staging import Courier, HostCopy
 
-__all__ = ["GlooSum", "NcclSum", "StagedSum", "Sum"]
+__all__ = ["GlooSum", "StagedSum", "Sum"]
 
 
 class Sum(Protocol):
@@ -53,13 +53,15 @@ class StagedSum:
 
     def __init__(
         self,
+        copy: HostCopy,
         tensor: torch.Tensor,
         courier: Courier,
         post: Callable[[torch.Tensor], Work],
         announce: Callable[[], None],
     ) -> None:
+        """`copy` is the tensor's."""
         self._tensor = tensor
-        self._copy = HostCopy(tensor)
+        self._copy = copy
         self._post = post
         self._announce = announce
         self._sum: GlooSum | None = None
@@ -83,21 +85,3 @@ class StagedSum:
         except RuntimeError as error:
             self._failure = error
         self._announce()  # the sum may have been there before anybody could see that it was posted
-
-
-class NcclSum:
-    """Of a tensor on a GPU of its own. Nothing announces that it is there, so the waiter polls."""
-
-    poll_s = 2e-4
-
-    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
-        self._work: Any = work  # torch's stubs leave out some of its methods
-        self._tensor = tensor  # must live as long as the GPU may write to it
-
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def conclude(self) -> None:
-        if not self._work.is_success():
-            raise RuntimeError("NCCL gave it up")
-        self._work.wait()  # it is there: this only puts it before what the stream does next

@@ -20,10 +20,10 @@ from itertools import accumulate
 
 import torch
 
-from oobleck.control.commit import PeerLost
 from oobleck.planner import LayerTransfer, WorkerId
 
-from .groups import Group
+from .devices import blaming_peers
+from .group import Group
 from .staging import Pending
 from .waiter import Waiter
 
@@ -225,7 +225,5 @@ def _receive(
 
 
 def _wait(work: Pending) -> None:
-    try:
+    with blaming_peers("transfer"):
         work.wait()
-    except RuntimeError as error:
-        raise PeerLost(f"transfer: {error}") from error

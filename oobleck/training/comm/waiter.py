@@ -10,12 +10,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
+
+import torch
 
 from oobleck.control.commit import Interrupted
 from oobleck.planner import WorkerId
 
+from .devices import start_thread
+
 __all__ = ["Waiter"]
+
+_CPU = torch.device("cpu")
 
 T = TypeVar("T")
 
@@ -23,7 +30,9 @@ T = TypeVar("T")
 class Waiter:
     """One condition that everything the training thread can wait for is announced on."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = _CPU) -> None:
+        """`device` is where the threads that it starts compute."""
+        self.device = device
         self._changed = threading.Condition()
         self.waits_for: tuple[WorkerId, ...] = ()
         """Whose part the training thread waits for; none while it computes."""
@@ -97,7 +106,7 @@ class Waiter:
             self.announce()
 
         for index in range(len(blocking)):
-            threading.Thread(target=run, args=(index,), daemon=True, name="abandonable").start()
+            start_thread(partial(run, index), name="abandonable", device=self.device)
         try:
             self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
             if failures:

@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 
 from .records import NO_SAMPLE
 from .sampling import samples_of_step
-from .script_data import ScriptSamples
 from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
     from .data import Dataset, open_source, prepare_dataset
+    from .samples import ModelInputs
+    from .script_data import ScriptSamples
+    from .script_stream import ScriptStream
 
 __all__ = [
     "IGNORED_LABEL",
     "NO_SAMPLE",
     "Batch",
     "Dataset",
+    "ModelInputs",
     "ScriptSamples",
+    "ScriptStream",
     "ShardScanner",
     "open_source",
     "prepare_dataset",
@@ -33,6 +37,9 @@ _WITH_TORCH = {
     "Batch": "batches",
     "Dataset": "data",
     "IGNORED_LABEL": "batches",
+    "ModelInputs": "samples",
+    "ScriptSamples": "script_data",
+    "ScriptStream": "script_stream",
     "open_source": "data",
     "prepare_dataset": "data",
 }

@@ -1,8 +1,9 @@
-"""What flows into a model: token ids and the labels to predict."""
+"""What flows into a model: named tensors, and the labels to predict."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,7 +25,9 @@ class Batch:
     input_ids: torch.Tensor
     """[batch, length], int64."""
     labels: torch.Tensor
-    """[batch, length], int64."""
+    """[batch, length], int64; [batch] where a whole sample has one."""
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What else the model's forward is to be given, by its names: masks, positions, types. [batch, …]"""
     is_causal: bool = True
 
     @property
@@ -38,5 +41,6 @@ class Batch:
         return Batch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
+            others={name: tensor.to(device, non_blocking=True) for name, tensor in self.others.items()},
             is_causal=self.is_causal,
         )

@@ -1,7 +1,6 @@
-"""Columns that say more of a sample than its tokens: labels, masks, types.
+"""Columns that say more of a sample than its tokens, where nothing takes them.
 
-Training here knows tokens alone: it predicts each from those before it, or those that it masks itself. So what a
-column says to the contrary is refused by its name, and never dropped in silence.
+What such a column says is refused by its name, and never dropped in silence, unless it says only what holds without it.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["problem_with_columns", "problem_with_row"]
+__all__ = ["problem_with_columns", "says_nothing"]
 
-_Tokens = npt.NDArray[np.int64]
+_Array = npt.NDArray[Any]
 
-_SAYS_NOTHING: Mapping[str, Callable[[_Tokens, _Tokens], bool]] = {
-    "labels": np.array_equal,
+_SAYS_NOTHING: Mapping[str, Callable[[_Array, _Array], bool]] = {
     "attention_mask": lambda _, values: bool(np.all(values == 1)),
     "token_type_ids": lambda _, values: bool(np.all(values == 0)),
     "position_ids": lambda tokens, values: np.array_equal(values, np.arange(len(tokens))),
 }
 """(tokens, values) -> whether a column says only what holds without it."""
-_UNKNOWN = frozenset(
+_OF_TOKENS = frozenset(
     {
         *_SAYS_NOTHING,
+        "labels",
         "label",
         "label_ids",
         "loss_mask",
@@ -39,19 +38,12 @@ _UNKNOWN = frozenset(
         "weights",
     }
 )
-_REMEDY = "is not supported yet, and would be dropped; leave the column out"
 
 
-def problem_with_row(item: Mapping[str, Any], tokens: _Tokens) -> str | None:
-    """Say what is wrong with the columns beside a sample's tokens; None where they change nothing."""
-    for name in item:
-        if name not in _UNKNOWN or item[name] is None:
-            continue
-        says_nothing = _SAYS_NOTHING.get(name)
-        values = np.asarray(item[name])
-        if says_nothing is None or values.shape != tokens.shape or not says_nothing(tokens, values):
-            return f"its column {name!r} {_REMEDY}"
-    return None
+def says_nothing(name: str, tokens: _Array, values: _Array) -> bool:
+    """Whether a column that a model does not take says only what holds without it."""
+    rule = _SAYS_NOTHING.get(name)
+    return rule is not None and values.shape == tokens.shape and rule(tokens, values)
 
 
 def problem_with_columns(names: Iterable[str], *, holds_list: Callable[[str], bool]) -> str | None:
@@ -60,6 +52,9 @@ def problem_with_columns(names: Iterable[str], *, holds_list: Callable[[str], bo
     The label of a whole text is of no concern to a language model; one for each token is.
     """
     for name in names:
-        if name in _UNKNOWN and holds_list(name):
-            return f"its column {name!r} {_REMEDY}"
+        if name in _OF_TOKENS and holds_list(name):
+            return (
+                f"its column {name!r} would be dropped, since the text is tokenized here; leave the column out, or "
+                "have a script's `data` return samples"
+            )
     return None

@@ -197,5 +197,5 @@ def _try_lock(descriptor: int) -> bool:
 if __name__ == "__main__":
     fields = json.loads(sys.argv[2])
     asked = DataSpec(**{**fields, "paths": tuple(fields.get("paths", ()))})
-    if not holds_tokens(asked):
+    if asked.format == "text" and not holds_tokens(asked):
         prepare_corpus(asked, cache_dir=Path(sys.argv[1]))

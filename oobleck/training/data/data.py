@@ -7,7 +7,8 @@ the seed, the nodes, and the run that continues from a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,9 +23,15 @@ from .batches import IGNORED_LABEL, Batch
 from .corpus import prepare_corpus
 from .masking import Masking
 from .records import Records
+from .samples import ModelInputs, Sample, side_by_side
 from .sampling import permuted
+from .script_data import ScriptSamples
+from .script_stream import ScriptStream
+from .shard_scanner import SurveyedShards
 from .shard_source import ShardSource
+from .text import open_table
 from .token_files import holds_tokens, open_token_files
+from .tuning_rows import TuningRows
 
 __all__ = ["Batch", "Dataset", "Source", "open_source", "prepare_dataset"]
 
@@ -33,7 +40,7 @@ _SPLIT = -1
 
 
 class Source(Protocol):
-    """Where samples come from. Equal digests mean equal samples."""
+    """Where samples come from, rows of tokens. Equal digests mean equal samples."""
 
     @property
     def digest(self) -> str: ...
@@ -61,8 +68,10 @@ class Source(Protocol):
 class Dataset:
     """Samples by index: all of a source, or one side of its split."""
 
-    source: Source
+    source: Source | ScriptSamples | ScriptStream | TuningRows
     masking: Masking | None = None
+    inputs: ModelInputs = field(default_factory=ModelInputs)
+    """What the model takes."""
     part: range | None = None
     """Positions in the split's permutation of the source's samples; None for all samples in their own order."""
 
@@ -79,7 +88,12 @@ class Dataset:
     @property
     def records(self) -> Records | None:
         """Says which samples a step takes; None where that follows from their numbers."""
-        return self.source.records if isinstance(self.source, ShardSource) else None
+        return self.source.records if isinstance(self.source, ShardSource | ScriptStream) else None
+
+    @property
+    def shards(self) -> SurveyedShards | None:
+        """What the records of `records` lie in, for a thread of its own to look into."""
+        return self.source.reopened() if isinstance(self.source, ShardSource | ScriptStream) else None
 
     @property
     def num_samples(self) -> int:
@@ -91,14 +105,25 @@ class Dataset:
 
     @property
     def items_per_sample(self) -> int:
-        """Tokens of a sample that are predicted: all but the first, or those that are masked."""
-        return self.sequence_length - 1 if self.masking is None else self.masking.num_masked(self.sequence_length)
+        """Tokens of a sample that are predicted, as far as that is known beforehand: all but the first, or those that
+        are masked."""
+        if self.masking is not None:
+            return self.masking.num_masked(self.sequence_length)
+        match self.inputs.task:
+            case "sequence_classification":
+                return 1
+            case "causal_lm":
+                return self.sequence_length - 1
+            case _:
+                return self.sequence_length
 
     def batch(self, indices: Sequence[int], *, step: int = 0) -> Batch:
         """Return samples side by side, in the order of `indices`, on the CPU; masked for a step, if they are."""
         numbers = list(indices)
         if self.part is not None:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
+        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+            return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
         if (nothing := input_ids < 0).any():
             labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
@@ -106,6 +131,30 @@ class Dataset:
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
         return Batch(input_ids=input_ids, labels=input_ids)
+
+    def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
+        try:
+            batch = side_by_side(samples, self.inputs, length=self.sequence_length)
+        except ConfigError as error:
+            raise ConfigError(f"the samples {list(numbers)}: {error}") from error
+        have_labels = {sample.labels is not None for sample in samples}
+        if self.masking is None or have_labels == {True}:
+            return batch
+        if have_labels != {False}:
+            raise ConfigError("the script's data: some samples have labels, and some have none to be masked for")
+        eligible = batch.labels != IGNORED_LABEL
+        return replace(self.masking.masked(batch.input_ids, numbers, step, eligible=eligible), others=batch.others)
+
+    def with_inputs(self, inputs: ModelInputs) -> Dataset:
+        """Return the dataset as a model takes it. Raises ConfigError where samples do not fit the model."""
+        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+            self.source.check(inputs)
+        elif inputs.is_classified:
+            raise ConfigError(
+                "model.task: text has no labels to predict; set data.format to labels, or have a script's `data` "
+                "return samples"
+            )
+        return replace(self, inputs=inputs)
 
     def with_masking(self, *, probability: float, seed: int) -> Dataset:
         """Return the dataset as masked language models want it. A source without a mask token gets one more token."""
@@ -136,13 +185,22 @@ def prepare_dataset(data: DataSpec, *, cache_dir: Path) -> Dataset:
     return Dataset(open_source(data, cache_dir=cache_dir))
 
 
-def open_source(data: DataSpec, *, cache_dir: Path) -> Source:
-    """Map files of tokens, or tokenise text unless `cache_dir` has it.
+def open_source(data: DataSpec, *, cache_dir: Path) -> Source | ScriptSamples | TuningRows:
+    """Map files of tokens, read samples or rows to fine-tune on, or tokenise text unless `cache_dir` has it.
 
     Blocks. Raises ConfigError for what cannot be read, or is too short, and ResourceLost as `prepare_corpus` does.
     """
     if data.shards:
         return ShardSource(data)
+    if data.format == "samples":
+        return ScriptSamples(
+            partial(open_table, data),
+            place=data.dataset_path or "data.paths",
+            sequence_length=data.sequence_length,
+            vocab_size=data.vocab_size,
+        )
+    if data.format != "text":
+        return TuningRows(data)
     if holds_tokens(data):
         return open_token_files(data)
     return prepare_corpus(data, cache_dir=cache_dir)

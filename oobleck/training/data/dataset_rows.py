@@ -11,7 +11,7 @@ from oobleck.user_path import expand_user
 
 from .columns import problem_with_columns
 
-__all__ = ["read_rows"]
+__all__ = ["load_rows", "read_rows"]
 
 _ROWS_AT_ONCE = 1000
 _TEXT_TYPES = ("string", "large_string", "string_view")
@@ -25,7 +25,7 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
 
     Raises ConfigError where the package, the dataset, its split or its column of text is not there.
     """
-    rows = _load(data, path)
+    rows = load_rows(data, path)
     column = data.text_column
     if column not in rows.column_names:
         columns = ", ".join(rows.column_names)
@@ -43,7 +43,8 @@ def read_rows(data: DataSpec, path: str) -> Iterator[bytes]:
                 yield text.encode(errors="replace")
 
 
-def _load(data: DataSpec, path: str) -> Any:
+def load_rows(data: DataSpec, path: str) -> Any:
+    """Return a dataset. Raises ConfigError as `read_rows` does."""
     datasets = _package()
     directory = expand_user(path)
     if path.startswith(_LOCAL_BEGINNINGS) and not directory.exists():

@@ -1,8 +1,8 @@
 """Masked language modelling: which tokens of a sample are predicted, and what stands in their places.
 
 Devlin et al., "BERT", NAACL 2019, section 3.1: of the chosen tokens 80 % become the mask token, 10 % another token,
-10 % stay. One thing differs: every sample has exactly the same number of chosen tokens, so that what a step's loss is
-averaged over is known beforehand. The choice depends on (seed, step, sample) alone.
+10 % stay. One thing differs: every sample of a length has exactly the same number of chosen tokens. The choice depends
+on (seed, step, sample) alone.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ class Masking:
         """Predicted tokens in each sample."""
         return max(1, round(self.probability * sequence_length))
 
-    def masked(self, samples: torch.Tensor, indices: Sequence[int], step: int) -> Batch:
-        """Mask samples [batch, length], whose numbers are `indices`, for a step."""
+    def masked(
+        self, samples: torch.Tensor, indices: Sequence[int], step: int, *, eligible: torch.Tensor | None = None
+    ) -> Batch:
+        """Mask samples [batch, length], whose numbers are `indices`, for a step; only tokens that are `eligible`."""
         inputs, labels = samples.clone(), torch.full_like(samples, IGNORED_LABEL)
-        length = samples.shape[1]
-        count = self.num_masked(length)
         for row, index in enumerate(indices):
+            tokens = torch.arange(samples.shape[1]) if eligible is None else eligible[row].nonzero()[:, 0]
+            count = min(len(tokens), self.num_masked(len(tokens)))
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", step, index))
-            chosen = torch.randperm(length, generator=generator)[:count]
+            chosen = tokens[torch.randperm(len(tokens), generator=generator)[:count]]
             fate = torch.rand(count, generator=generator)
             others = torch.randint(0, self.vocab_size, (count,), generator=generator)
             labels[row, chosen] = samples[row, chosen]

@@ -94,6 +94,11 @@ class Records:
         self._located = dict(enumerate(places, first))
         return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
 
+    @property
+    def first(self) -> int:
+        """The number of the step's first record: a step has one at least."""
+        return next(iter(self._located))
+
     def locate(self, number: int) -> RecordLocation:
         """Return where a record of the step lies."""
         return self._located[number]

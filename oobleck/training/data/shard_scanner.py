@@ -8,29 +8,36 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from oobleck.control.protocol import ScanAnswer, ScanRange, ScanRequest, ScanResult
 from oobleck.errors import ShardUnreadable
-from oobleck.job import DataSpec
 
-from .shard_readers import ShardSet
+from .shard_reader import Extent
 
-__all__ = ["ShardScanner"]
+__all__ = ["ShardScanner", "SurveyedShards"]
+
+
+class SurveyedShards(Protocol):
+    """Shards that can be looked into, for one thread."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def survey(self, shard: int, start: int, limit: int) -> Extent:
+        """See `ShardReader`. Raises ShardUnreadable."""
+        ...
 
 
 class ShardScanner:
     """One worker's. `ask` is the control thread's to call, and returns at once."""
 
-    def __init__(self, data: DataSpec, device: int, report: Callable[[ScanAnswer], None]) -> None:
-        self._shards = ShardSet(data)
+    def __init__(self, shards: SurveyedShards, device: int, report: Callable[[ScanAnswer], None]) -> None:
+        self._shards = shards
         self._device = device
         self._report = report
         self._questions: queue.SimpleQueue[ScanRequest] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="survey").start()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._shards.names
 
     def ask(self, survey: ScanRequest) -> None:
         """Have a question answered."""
@@ -43,7 +50,7 @@ class ShardScanner:
             self._report(ScanAnswer(device=self._device, request=asked.request, found=found))
 
 
-def _survey(shards: ShardSet, wants: Sequence[ScanRange]) -> tuple[ScanResult, ...]:
+def _survey(shards: SurveyedShards, wants: Sequence[ScanRange]) -> tuple[ScanResult, ...]:
     """Look into shards. What cannot be read is reported, not raised."""
     found: list[ScanResult] = []
     for want in wants:

@@ -54,6 +54,10 @@ class ShardSource:
     def sequence_length(self) -> int:
         return self._data.sequence_length
 
+    def reopened(self) -> ShardSet:
+        """Return the shards with readers of their own, for another thread."""
+        return ShardSet(self._data)
+
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return records of the step by number, [indices, length], with NO_TOKEN where there is none.
 

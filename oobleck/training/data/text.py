@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.user_path import expand_user
 
 from .columns import problem_with_columns
-from .dataset_rows import read_rows
+from .dataset_rows import load_rows, read_rows
 
-__all__ = ["read_documents"]
+__all__ = ["open_table", "read_documents", "read_table"]
 
 _OTHER_PEOPLES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Directories of the standard library that are not its sources, or differ between installations."""
@@ -48,6 +49,34 @@ def read_documents(data: DataSpec) -> list[str]:
     return documents
 
 
+def read_table(data: DataSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield all rows of JSON lines, or of a dataset, each with its place for messages. Raises ConfigError."""
+    if data.dataset_path is not None:
+        for number, row in enumerate(load_rows(data, data.dataset_path)):
+            yield f"data.dataset_path: {data.dataset_path}: row {number}", row
+        return
+    for name in data.paths:
+        path = expand_user(name)
+        if path.suffix not in _JSON_LINES:
+            raise ConfigError(f"data.paths: {name} is no file of JSON lines (.jsonl), which data.format needs")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.paths: {name} cannot be read: {error.strerror}") from error
+        for number, value in _json_lines(path, content):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path}:{number}: it is no JSON object")
+            yield f"{path}:{number}", value
+
+
+def open_table(data: DataSpec) -> Sequence[Mapping[str, Any]]:
+    """Return all rows of JSON lines, or a dataset, which reads them when they are asked for. Raises ConfigError."""
+    if data.dataset_path is not None:
+        dataset: Sequence[Mapping[str, Any]] = load_rows(data, data.dataset_path)
+        return dataset
+    return [row for _, row in read_table(data)]
+
+
 def _contents(data: DataSpec) -> Iterator[bytes]:
     if data.dataset_path is not None:
         yield from read_rows(data, data.dataset_path)
@@ -71,14 +100,18 @@ def _read(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
-def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
+def _json_lines(path: Path, content: bytes) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+
+
+def _lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
+    for number, value in _json_lines(path, content):
         if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
             raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
         problem = problem_with_columns(value, holds_list=lambda name, row=value: isinstance(row[name], list))  # type: ignore[misc]  # a default binds the row

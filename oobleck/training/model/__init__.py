@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .adapters import Adapters, add_adapters, save_adapters, tied_parameters
 from .compilation import require_compiler
-from .configuration import Task, build_model
+from .configuration import build_model
+from .documents import separates_documents
 from .models import MicrobatchKey, StageModel
 from .precision import Precision
 from .structure import ModelStructure
@@ -11,16 +13,20 @@ from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients
 
 __all__ = [
+    "Adapters",
     "MicrobatchKey",
     "ModelStructure",
     "Precision",
     "Share",
     "StageModel",
-    "Task",
     "WeightGradients",
+    "add_adapters",
     "build_model",
     "initialize_share",
     "install",
     "require_compiler",
+    "save_adapters",
+    "separates_documents",
     "share_of",
+    "tied_parameters",
 ]

@@ -1,7 +1,7 @@
 """From a job's model specification to a transformers configuration and the class that it configures.
 
-Causal language models are known here and, for BERT and its kin, masked ones. Every mistake that a user can
-make in a specification is found here or in `splitting`, before anything is allocated.
+Causal language models are known here, for BERT and its kin masked ones, and the heads that classify samples or tokens.
+Every mistake that a user can make in a specification is found here or in `splitting`, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -9,24 +9,63 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from oobleck.errors import ConfigError
-from oobleck.job import ModelSpec, Scalar, check_model_numbers
+from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
 from oobleck.user_path import expand_user
 
-__all__ = ["CAUSAL_LM_LOSS", "Task", "build_config", "build_model", "model_types", "prepared", "task_of"]
+__all__ = [
+    "CAUSAL_LM_LOSS",
+    "CLASSIFICATION",
+    "TWO_STACKS",
+    "build_config",
+    "build_model",
+    "check_head",
+    "model_types",
+    "prepared",
+    "task_of",
+    "task_of_built",
+]
 
-Task = Literal["causal_lm", "masked_lm"]
+CLASSIFICATION: tuple[Task, ...] = ("sequence_classification", "token_classification")
+
+_HEADS: Mapping[Task, tuple[Any, Mapping[str, Any]]] = {
+    "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "sequence_classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "token_classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+}
+"""What builds a model with the head of a task, and the types of models that have one, with the names of its classes."""
 
 CAUSAL_LM_LOSS = "ForCausalLM"
 """What transformers calls the loss of a causal language model."""
+
+TWO_STACKS = (
+    "every block of its decoder reads what its encoder has made of all tokens, and pipelines hand on hidden states "
+    "from one block to the next alone; train an encoder (bert) or a decoder (llama)"
+)
+"""Why encoder-decoders are refused."""
 
 _END_OF_TEXT = 0
 """The tokenizer's end-of-text token (see `tokenizer`); said here again to keep that package out of models."""
@@ -42,17 +81,53 @@ def model_types() -> tuple[str, ...]:
 
 
 def task_of(model: ModelSpec, config: PreTrainedConfig) -> Task:
-    """Return what a model is to predict.
+    """Return what a model is to predict; of a directory, what the head predicts that was saved in it.
 
     Raises ConfigError for a task that its type has no head for.
     """
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model.task is None and model.path is not None and _is_saved_encoder_decoder(config):
+        raise ConfigError(f"model.path: the model in {model.path} is an encoder-decoder: {TWO_STACKS}")
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     is_encoder = masked and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
-    task = model.task or ("masked_lm" if is_encoder else "causal_lm")
-    if not (causal if task == "causal_lm" else masked):
+    saved = None if model.path is None else _task_of_classes(config.architectures or ())
+    task: Task = model.task or saved or ("masked_lm" if is_encoder else "causal_lm")
+    if config.model_type not in _HEADS[task][1]:
         raise ConfigError(f"model.task: {config.model_type} has no head for {task}")
     return task
+
+
+def _is_saved_encoder_decoder(config: PreTrainedConfig) -> bool:
+    both = _class_names(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return config.is_encoder_decoder and not both.isdisjoint(config.architectures or ())
+
+
+def task_of_built(model: PreTrainedModel) -> Task:
+    """Return what the head of a model predicts, by the name of its class; causal where nothing is known of it."""
+    return _task_of_classes(base.__name__ for base in type(model).__mro__) or "causal_lm"
+
+
+def _task_of_classes(names: Iterable[str]) -> Task | None:
+    found = frozenset(names)
+    return next((task for task, (_, known) in _HEADS.items() if found.intersection(_class_names(known))), None)
+
+
+def check_head(config: PreTrainedConfig, task: Task) -> None:
+    """Raise ConfigError for a head that predicts something else than one label of several."""
+    if task not in CLASSIFICATION:
+        return
+    if not (config.num_labels or 0) >= 2 or config.problem_type not in (None, "single_label_classification"):
+        problem = config.problem_type or "regression"
+        raise ConfigError(
+            f"model.config.num_labels: {config.num_labels} ({problem}) is not supported; a head predicts one of two "
+            "labels or more"
+        )
+    if task == "sequence_classification" and not isinstance(getattr(config, "pad_token_id", None), int):
+        raise ConfigError("model.config.pad_token_id: set it; a sample's last token is found by what follows it")
+
+
+def _class_names(known: Mapping[str, Any]) -> set[str]:
+    """A type of models may have several classes for a task."""
+    return {name for each in known.values() for name in ([each] if isinstance(each, str) else each)}
 
 
 def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
@@ -114,8 +189,8 @@ def build_model(config: PreTrainedConfig, *, task: Task, dtype: torch.dtype) -> 
         ConfigError: the model's class refuses the configuration.
     """
     try:
-        auto = AutoModelForCausalLM if task == "causal_lm" else AutoModelForMaskedLM
-        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+        auto, _ = _HEADS[task]
+        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)
     # A model's constructor may refuse its configuration with whatever its author chose.
     except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
@@ -134,6 +209,8 @@ def prepared(model: PreTrainedModel) -> PreTrainedModel:
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     known = model_types()
+    if model_type not in known and model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"model.type: {model_type} is an encoder-decoder: {TWO_STACKS}")
     if model_type not in known:
         raise ConfigError(f"model.type: {model_type!r} is no language model{_suggestion(model_type, known)}")
     config_class = CONFIG_MAPPING[model_type]
@@ -142,7 +219,7 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
 
 
 def _keys_of(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields = {"num_labels", *(field.name for field in dataclasses.fields(config_class))}
     return frozenset((fields | set(config_class.attribute_map)) - _INTERNAL_KEYS)
 
 

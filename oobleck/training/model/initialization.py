@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed, drawing_from
 
+from .adapters import initialize_adapter, is_adapted, plain_name
 from .structure import SplittableModel
 
-__all__ = ["initialize_module", "materialize_buffers", "unset"]
+__all__ = ["initialize_adapters", "initialize_module", "materialize_buffers", "unset"]
 
 
 def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -34,13 +35,26 @@ def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> tor
 def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
     """Set the parameters of the module that `model` calls `name`, and of all in it, to their initial values.
 
-    `module` need not be in its place. Drawn on the CPU whatever the parameters' device, so that equal seeds
-    give equal bits everywhere. Parameters on the meta device are skipped.
+    Beside adapters, all others are what they are without. `module` need not be in its place. Drawn on the CPU whatever
+    the parameters' device, so that equal seeds give equal bits everywhere. Parameters on the meta device are skipped.
     """
     for child_name, child in module.named_children():
         initialize_module(model, child, f"{name}.{child_name}", seed=seed)
-    with drawing_from(derive_seed(seed, "initial value", name)), torch.no_grad(), _on_cpu(module):
+    with drawing_from(derive_seed(seed, "initial value", plain_name(name))), torch.no_grad(), _on_cpu(module):
         _rules_of(model, name)._init_weights(module)
+    _initialize_adapter(model, module, name, seed=seed)
+
+
+def initialize_adapters(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
+    """Set the adapters within the module that `model` calls `name` to their initial values, and nothing else."""
+    for path, inner in module.named_modules(prefix=name):
+        _initialize_adapter(model, inner, path, seed=seed)
+
+
+def _initialize_adapter(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
+    if is_adapted(module):
+        with drawing_from(derive_seed(seed, "adapter", name)), torch.no_grad(), _on_cpu(module):
+            initialize_adapter(model, module)
 
 
 def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None:

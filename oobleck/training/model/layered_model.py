@@ -2,7 +2,8 @@
 
     [embedding, block, …, block, head]      ids [batch, length] -> hidden [batch, length, size] -> … -> output
 
-Every module between the first and the last takes the hidden states alone and returns hidden states of the same shape,
+A layer whose `forward` has further arguments gets what the samples bring under these names: masks, positions. Every
+module between the first and the last takes the hidden states and returns hidden states of the same shape,
 so the list may be cut anywhere. The list is made twice, of fake tensors and on the meta device, and never holds
 memory of its own: values come from `reset_parameters`, which torch's own modules have, and which modules with
 parameters or buffers of their own need (torch's FSDP wants the same).
@@ -10,7 +11,8 @@ parameters or buffers of their own need (torch's FSDP wants the same).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +24,13 @@ from transformers import PreTrainedConfig
 from oobleck.errors import ConfigError
 
 from .losses import causal_lm_loss
+from .signature import arguments_of
 from .splitting import Anatomy
 
 __all__ = ["LayeredModel", "LossFunction", "anatomy_of_layers"]
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""From the last layer's output, the labels [batch, length] and the number of predicted tokens in the whole step, to
+"""From the last layer's output, the labels [batch, length] and a number, the same for all microbatches of a step, to
 this microbatch's share of the loss: a sum over its tokens, divided by that number."""
 
 _PLACE = "the script's model"
@@ -39,8 +42,8 @@ class _Trunk:
 
     model: LayeredModel
 
-    def __call__(self, *, input_ids: torch.Tensor, **_options: Any) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=self.model.hidden_states(input_ids))
+    def __call__(self, *, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=self.model.hidden_states(input_ids, options))
 
 
 class LayeredModel(nn.Module):
@@ -56,6 +59,8 @@ class LayeredModel(nn.Module):
         self.head = layers[-1]
         self.config = _config(vocab_size)
         self._loss = loss
+        self._taken = [_further_arguments(layer) for layer in layers]
+        """By layer."""
         self.train()
 
     @property
@@ -71,16 +76,24 @@ class LayeredModel(nn.Module):
             name: first[id(parameter)] for name, parameter in named if first.setdefault(id(parameter), name) != name
         }
 
-    def hidden_states(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
+    @property
+    def takes(self) -> frozenset[str]:
+        """What samples may bring beside tokens and labels."""
+        return frozenset[str]().union(*self._taken)
+
+    def hidden_states(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(input_ids, **self._options_of(0, options))
+        for index, block in enumerate(self.blocks, 1):
+            hidden = block(hidden, **self._options_of(index, options))
         return hidden
 
+    def _options_of(self, layer: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: options[name] for name in self._taken[layer] if name in options}
+
     def forward(
-        self, *, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int | None = None, **_options: Any
+        self, *, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int | None = None, **options: Any
     ) -> SimpleNamespace:
-        output = self.head(self.hidden_states(input_ids))
+        output = self.head(self.hidden_states(input_ids, options), **self._options_of(-1, options))
         num_items = labels[:, 1:].numel() if num_items_in_batch is None else num_items_in_batch
         if self._loss is not None:
             return SimpleNamespace(loss=self._loss(output, labels, num_items))
@@ -126,6 +139,12 @@ def anatomy_of_layers(model: LayeredModel, *, sequence_length: int) -> Anatomy:
         tied=model.all_tied_weights_keys,
         hidden_size=shape[-1],
     )
+
+
+def _further_arguments(layer: nn.Module) -> frozenset[str]:
+    """What a layer takes beside its input, which comes first."""
+    first = next(iter(inspect.signature(layer.forward).parameters), "")
+    return arguments_of(layer.forward) - {first}
 
 
 def _config(vocab_size: int) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""The losses of language models in the precision of their logits."""
+"""The losses of models in the precision of their logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from oobleck.training.data import IGNORED_LABEL
 
-__all__ = ["causal_lm_loss", "masked_lm_loss"]
+__all__ = ["causal_lm_loss", "label_loss"]
 
 
 def causal_lm_loss(
@@ -31,10 +31,11 @@ def causal_lm_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-    """Return the sum of the losses of all tokens that have a label, over `num_items`, in the logits' dtype.
+def label_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+    """Return the sum of the losses of all that has a label, over `num_items`, in the logits' dtype.
 
-    Models of masked language modelling take the mean over the microbatch instead, which is not to be added up.
+    `labels` are those of masked tokens, or of each token or sample to classify; `logits` have one dimension more.
+    Models take the mean over the microbatch instead, which is not to be added up.
     """
     return (
         functional.cross_entropy(

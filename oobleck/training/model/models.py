@@ -9,8 +9,8 @@ once (`traced_forward.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
+from .adapters import is_adapter, original_of, plain_name
 from .compilation import compile_forward
-from .configuration import CAUSAL_LM_LOSS
-from .initialization import initialize_module, materialize_buffers, unset
-from .losses import causal_lm_loss, masked_lm_loss
+from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
+from .initialization import initialize_adapters, initialize_module, materialize_buffers, unset
+from .losses import causal_lm_loss, label_loss
 from .placeholders import Passthrough, ZeroEmbedding, replace_module
 from .recomputation import recompute_activations
+from .signature import arguments_of
 from .structure import ModelStructure, Site
 from .traced_forward import TracedForward, trace_forward
 from .weights import WeightFiles
@@ -78,6 +80,9 @@ class StageModel:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
+        self._trunk_takes = structure.takes
+        if isinstance(self.model, PreTrainedModel):
+            self._trunk_takes &= arguments_of(type(self.model.base_model).forward)
         materialize_buffers(self.model, device=self.device)
         self._modules = dict(self.model.named_modules())
         for layer in filter(structure.is_block, range(structure.num_layers)):
@@ -101,9 +106,14 @@ class StageModel:
         return dict(self._parameters)
 
     @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters held that are not frozen."""
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the hidden states that it receives and returns."""
-        return self.dtype
+        """Of the hidden states that it receives and returns, and so of their gradients: what is computed in."""
+        return self.autocast or self.dtype
 
     def modules_of(self, layer: int) -> tuple[nn.Module, ...]:
         """Return the modules that make up a layer: one for a block."""
@@ -145,15 +155,19 @@ class StageModel:
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set the parameters of held layers to their initial values.
 
-        Those of a directory of weights, if the model starts from one. Else they depend on (seed, their names) alone,
-        follow the model's own distributions, and are the same bits for any cut and on any device.
+        Those of a directory of weights, if the model starts from one. Else, as those of a head that classifies and is
+        not in the directory, they depend on (seed, their names) alone, follow the model's own distributions, and are
+        the same bits for any cut and on any device.
         """
         for layer in layers:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
+            if self.structure.weights is None or self._may_lack(layer):
+                self._initialize_layer(layer, seed=seed)
+            elif self.structure.adapters is not None:
+                for root in self.structure.layer_roots(layer):
+                    initialize_adapters(self.model, self._modules[root], root, seed=seed)
             if self.structure.weights is not None:
                 self._read_layer(layer, self.structure.weights)
-            else:
-                self._initialize_layer(layer, seed=seed)
             for name in self.structure.layer_parameters(layer):
                 if self._parameters[name].isnan().any():
                     raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
@@ -164,16 +178,17 @@ class StageModel:
         """Run the held layers on one microbatch.
 
         Arguments:
-            batch: on this stage's device. The same on all stages; those between use its shape alone.
+            batch: on this stage's device. The same on all stages: each makes its masks of it.
             hidden: what the stage before returned, [batch, length, hidden]; None on the first stage.
-            num_items: by how much the sum of the token losses is divided: predicted tokens of the step.
+            num_items: by how much the sum of the token losses is divided.
             key: what dropout and other randomness depends on, together with each layer's number.
 
         Returns:
             Hidden states [batch, length, hidden]; on the last stage the loss, a scalar.
         """
         assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
-        self._received, self._key = hidden, key
+        # Within a stage hidden states are added up as precisely as if the model was not cut.
+        self._received, self._key = None if hidden is None else hidden.to(self.dtype), key
         try:
             if self.is_first:
                 self._seed_layer(0)
@@ -181,6 +196,14 @@ class StageModel:
                 return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
+
+    def casting_once(self) -> AbstractContextManager[object]:
+        """Within the block, in which weights must not change, autocast casts each of them once, for all forward passes.
+
+        Torch forgets what it has cast when the outermost autocast ends, and a microbatch in flight keeps its own
+        copies. The outermost is here one that does nothing, so that backward passes run as they do without it.
+        """
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, enabled=False)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -192,28 +215,39 @@ class StageModel:
             self.model.train()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        return hidden.to(self.dtype)
+        others = {name: value for name, value in self._others(batch).items() if name in self._trunk_takes}
+        output = self.model.base_model(input_ids=batch.input_ids, use_cache=False, **others)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden.to(self.hidden_dtype)
 
     def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:
         loss: torch.Tensor
-        if self.structure.task == "masked_lm":
-            logits = self.model(input_ids=batch.input_ids).logits
-            loss = masked_lm_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
+        # With a cache, models overlook where documents begin.
+        given = {"input_ids": batch.input_ids, "use_cache": False, **self._others(batch)}
+        if self.structure.task == "causal_lm":
+            loss = self.model(labels=batch.labels, num_items_in_batch=num_items, **given).loss
         else:
-            loss = self.model(
-                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
-            ).loss
+            logits = self.model(**given).logits
+            loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
 
-    def _computing(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+    def _others(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What a batch brings beside tokens and labels, numbers in the precision of this stage."""
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.others.items()
+        }
+
+    def _computing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     # --- the short way -------------------------------------------------------------------------------------
 
     @contextmanager
     def _as_traced(self, batch: Batch) -> Iterator[None]:
         """Within the block the model without its head calls the held modules at once, where that does the same."""
+        if batch.others:  # masks and positions are of this batch alone
+            yield
+            return
         key = (self.model.training, batch.input_ids.shape)
         if key not in self._traced:
             self._traced[key] = self._trace_forward(batch)
@@ -271,8 +305,9 @@ class StageModel:
 
     def _placeholder(self, root: str) -> nn.Module:
         module = self._modules[root]
-        if isinstance(module, nn.Embedding) and root in self.structure.anatomy.prelude:
-            return ZeroEmbedding(module)
+        embedding = original_of(module)
+        if isinstance(embedding, nn.Embedding) and root in self.structure.anatomy.prelude:
+            return ZeroEmbedding(embedding)
         is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
         return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
 
@@ -324,9 +359,10 @@ class StageModel:
     def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
         shape = self.structure.shapes[name]
         if value is None:
-            return nn.Parameter(unset(shape, dtype=self.dtype, device=self.device))
+            value = unset(shape, dtype=self.dtype, device=self.device)
         assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
-        return nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype))
+        is_trained = name not in self.structure.frozen
+        return nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype), requires_grad=is_trained)
 
     def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
         for site in sites:
@@ -336,12 +372,22 @@ class StageModel:
         for site in sites:
             self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
 
+    def _may_lack(self, layer: int) -> bool:
+        """Whether a directory of weights need not have all of a layer: it may be of a language model."""
+        return self.structure.task in CLASSIFICATION and layer == self.structure.num_layers - 1
+
     @torch.no_grad()
     def _read_layer(self, layer: int, weights: WeightFiles) -> None:
         assert isinstance(self.model, PreTrainedModel)
-        values = weights.read(self.structure.layer_parameters(layer), self.model, self.structure.shapes)
-        for name, value in values.items():
-            self._parameters[name].copy_(value)
+        in_files = {name: plain_name(name) for name in self.structure.layer_parameters(layer) if not is_adapter(name)}
+        wanted: Collection[str] = set(in_files.values())
+        if self._may_lack(layer):
+            wanted = weights.known(wanted, self.model)
+        shapes = {known: self.structure.shapes[name] for name, known in in_files.items()}
+        values = weights.read(sorted(wanted), self.model, shapes)
+        for name, known in in_files.items():
+            if known in values:
+                self._parameters[name].copy_(values[known])
 
     def _initialize_layer(self, layer: int, *, seed: int) -> None:
         # A tied parameter takes the value that it has at its home, so it is kept from the rules of this layer.

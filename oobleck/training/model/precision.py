@@ -2,7 +2,7 @@
 
 `float32` and `float64` keep and compute in one type. `bfloat16` and `float16` are mixed precision: parameters,
 gradients and optimizer state stay float32, and torch's autocast computes what is safe to in the short type. Hidden
-states cross the wire in the parameters' type, so that what is computed does not depend on where a model is cut.
+states go from stage to stage in the type that is computed in: half the bytes, and one rounding for each cut.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.job import Task
 
+from .adapters import is_adapted, tied_parameters
 from .placeholders import Passthrough, replace_module
 
 __all__ = ["SplitProbe", "cannot_split"]
@@ -51,7 +53,11 @@ class SplitProbe:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}
         self._weightless_prelude: set[str] = set()
+        self._untraceable: list[str] = []
+        """Modules before the blocks that hide from autograd what comes of their parameters."""
         self.blocks_return_tuples = returns_tuple
+        self.has_run = False
+        """Whether the model has run with probes for its blocks, whatever was found then."""
         self._model = model
         self._block_list = block_list
         blocks = model.get_submodule(block_list)
@@ -69,16 +75,34 @@ class SplitProbe:
         assert received is not None
         return received.shape[-1]
 
-    def run(self, sequence_length: int) -> None:
+    def run(self, task: Task, sequence_length: int) -> None:
         """Run the model, and prove that nothing but the hidden states connects its layers."""
         ids = torch.zeros((1, sequence_length), dtype=torch.int64)
+        labels = ids[:, 0] if task == "sequence_classification" else ids
+        with self._training_everything():
+            self._require_sound_cuts(ids, labels)
+
+    def _require_sound_cuts(self, ids: torch.Tensor, labels: torch.Tensor) -> None:
         with self._noting_calls(), self._probing():
-            loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = self._model(input_ids=ids, labels=labels, use_cache=False).loss
+        self.has_run = True
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
         with self._without_postlude(), self._probing():
             output = self._model.base_model(input_ids=ids, use_cache=False)
         self._require_nothing_after_the_blocks(output)
+
+    @contextmanager
+    def _training_everything(self) -> Iterator[None]:
+        """Within the block no parameter is frozen: gradients show what depends on what."""
+        frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
@@ -98,7 +122,12 @@ class SplitProbe:
     @contextmanager
     def _noting_calls(self) -> Iterator[None]:
         handles = [
-            module.register_forward_pre_hook(self._note(name, module)) for name, module in self._modules_outside()
+            handle
+            for name, module in self._modules_outside()
+            for handle in (
+                module.register_forward_pre_hook(self._note(name, module)),
+                module.register_forward_hook(self._note_output(name, module)),
+            )
         ]
         try:
             yield
@@ -118,7 +147,8 @@ class SplitProbe:
                 replace_module(self._model, name, module)
 
     def _modules_outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """The outermost modules beside the blocks that have parameters of their own, or no modules in them."""
+        """The outermost modules beside the blocks that have parameters of their own, or no modules in them but an
+        adapter's."""
         yield from self._outermost(self._model, "")
 
     def _outermost(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -128,13 +158,13 @@ class SplitProbe:
             is_leaf = not any(True for _ in child.children())
             if name == self._block_list:
                 continue
-            if not holds_blocks and (is_leaf or _has_own_parameters(child)):
+            if not holds_blocks and (is_leaf or _has_own_parameters(child) or is_adapted(child)):
                 yield name, child
             else:
                 yield from self._outermost(child, f"{name}.")
 
     def _note(self, name: str, module: nn.Module) -> Any:
-        is_weightless = not _has_own_parameters(module) and not isinstance(module, nn.Dropout)
+        is_weightless = not (_has_own_parameters(module) or is_adapted(module) or isinstance(module, nn.Dropout))
 
         def note(*_: Any) -> None:
             blocks_are_done = self._probes[-1].emitted is not None
@@ -147,7 +177,19 @@ class SplitProbe:
 
         return note
 
+    def _note_output(self, name: str, module: nn.Module) -> Any:
+        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            blocks_have_begun = self._probes[0].received is not None
+            if _has_own_parameters(module) and not blocks_have_begun and not _carries_gradient(output):
+                self._untraceable.append(name)
+
+        return note
+
     def _require_a_chain(self) -> None:
+        if self._untraceable:
+            raise cannot_split(
+                self._model, f"{self._untraceable[0]} computes without gradients, so it cannot be told who needs it"
+            )
         expected: torch.Tensor | None = None
         for index, probe in enumerate(self._probes):
             if probe.received is None:
@@ -162,12 +204,12 @@ class SplitProbe:
             expected = probe.emitted
 
     def _require_gradients_through_the_last_block_alone(self, loss: torch.Tensor) -> None:
-        tied = set((self._model.all_tied_weights_keys or {}).values())
+        tied = set(tied_parameters(self._model).values())
         early = {
             f"{name}.{attribute}": parameter
             for name, module in self.prelude.items()
             for attribute, parameter in module.named_parameters()
-            if f"{name}.{attribute}" not in tied and parameter.requires_grad
+            if f"{name}.{attribute}" not in tied
         }
         for index, probe in enumerate(self._probes[:-1]):
             assert probe.emitted is not None

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oobleck.errors import ConfigError
+from oobleck.job import Task
 
+from .adapters import tied_parameters
+from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
 __all__ = ["Anatomy", "dissect"]
@@ -47,7 +51,7 @@ class Anatomy:
     hidden_size: int
 
 
-def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
+def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anatomy:
     """Find the layers of a model made of fake tensors, and prove that it can be cut between them.
 
     Run it in the mode that the model was built in.
@@ -55,10 +59,12 @@ def dissect(model: PreTrainedModel, *, sequence_length: int) -> Anatomy:
     Raises:
         ConfigError: the model cannot be split; says why.
     """
+    if model.config.is_encoder_decoder:
+        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
-    probe = _run_probe(model, block_list, sequence_length)
-    tied = dict(model.all_tied_weights_keys or {})
+    probe = _run_probe(model, block_list, task, sequence_length)
+    tied = tied_parameters(model)
     anatomy = Anatomy(
         block_list=block_list,
         num_blocks=probe.num_blocks,
@@ -99,26 +105,27 @@ def _find_block_list(model: PreTrainedModel) -> str:
     return found[0]
 
 
-def _run_probe(model: PreTrainedModel, block_list: str, sequence_length: int) -> SplitProbe:
-    """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart."""
-    first_error: ConfigError | None = None
+def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_length: int) -> SplitProbe:
+    """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart.
+
+    Raises what is found where it runs, or else why it does not run with tensors.
+    """
+    errors: list[tuple[bool, ConfigError]] = []
     for returns_tuple in (False, True):
         probe = SplitProbe(model, block_list, returns_tuple=returns_tuple)
         try:
-            probe.run(sequence_length)
+            probe.run(task, sequence_length)
         except ConfigError as error:
-            first_error = first_error or error
+            errors.append((not probe.has_run, error))
         else:
             return probe
-    assert first_error is not None
-    raise first_error
+    _, told = min(errors, key=itemgetter(0))
+    raise told
 
 
 def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
     homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            raise cannot_split(model, f"parameter {name} is not to be trained")
+    for name, _ in model.named_parameters(remove_duplicate=False):
         if not name.startswith(homes):
             raise cannot_split(
                 model, f"parameter {name} is in no block and in no module that runs before or after them"

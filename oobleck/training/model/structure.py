@@ -7,7 +7,7 @@ names does not depend on a cut. A tied parameter has one canonical name and belo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.job import ModelSpec
+from oobleck.job import ModelSpec, Task
 
-from .configuration import Task, build_config, build_model, prepared, task_of
+from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
+from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
+from .signature import names_taken
 from .splitting import Anatomy, dissect
 from .weights import WeightFiles
 
@@ -56,6 +58,10 @@ class ModelStructure:
     """For each layer, where its parameters go."""
     shapes: Mapping[str, torch.Size]
     """Of every parameter, by canonical name, in the order of layers."""
+    frozen: frozenset[str]
+    """Parameters that are not trained, as `requires_grad` says of them."""
+    takes: frozenset[str]
+    """What its forward can be given beside tokens and labels."""
     draws_at_random: bool
     """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
 
@@ -63,6 +69,8 @@ class ModelStructure:
     """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
     weights: WeightFiles | None
     """Where parameters start from; None: from the seed."""
+    adapters: Adapters | None
+    """Those in the model, which start from the seed; None: there are none."""
 
     @classmethod
     def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
@@ -74,8 +82,17 @@ class ModelStructure:
         """
         config = build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
         task = task_of(model, config)
+        adapters = None if model.lora.r is None else new_adapters(model.lora, task=task, base=model.path)
+
+        def make(dtype: torch.dtype) -> SplittableModel:
+            built = build_model(config, task=task, dtype=dtype)
+            if adapters is not None:
+                add_adapters(built, adapters)
+            return built
+
         return cls._of(
-            lambda dtype: build_model(config, task=task, dtype=dtype),
+            make,
+            is_adapted=adapters is not None,
             config=config,
             task=task,
             sequence_length=sequence_length,
@@ -88,19 +105,22 @@ class ModelStructure:
         factory: Callable[[], object],
         *,
         loss: LossFunction | None = None,
-        task: Task = "causal_lm",
+        task: Task | None = None,
         vocab_size: int,
         sequence_length: int,
     ) -> ModelStructure:
         """Find the layers of what `factory` builds: a transformers model, or a list of layers with its loss.
 
-        Without a loss, that of the next token is taken. Raises ConfigError as above, for what the factory raises too.
+        Without a loss, that of the next token is taken; without a task, that of the model's class. Raises ConfigError
+        as above, for what the factory raises too.
         """
 
         def make(dtype: torch.dtype) -> SplittableModel:
             try:
                 with _default_dtype(dtype):
-                    built = factory()
+                    built = unwrapped(factory())
+            except ConfigError:
+                raise
             # It is somebody else's code, and may fail in any way.
             except Exception as error:
                 raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
@@ -108,25 +128,33 @@ class ModelStructure:
                 return prepared(built)
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
-        return cls._of(make, config=None, task=task, sequence_length=sequence_length, weights=None)
+        is_adapted = adapters_of(_on_meta(make)) is not None
+        return cls._of(
+            make, is_adapted=is_adapted, config=None, task=task, sequence_length=sequence_length, weights=None
+        )
 
     @classmethod
     def _of(
         cls,
         make: Callable[[torch.dtype], SplittableModel],
         *,
+        is_adapted: bool,
         config: PreTrainedConfig | None,
-        task: Task,
+        task: Task | None,
         sequence_length: int,
         weights: WeightFiles | None,
     ) -> ModelStructure:
-        """Without a configuration, the model has its own."""
+        """Without a configuration, the model has its own; so it is with the task."""
+        on_meta = _on_meta(make) if is_adapted else None
         with FakeTensorMode():
-            skeleton = make(torch.float32)
+            skeleton = make(torch.float32) if on_meta is None else with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
+                task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
-                anatomy = dissect(skeleton, sequence_length=sequence_length)
+                task, takes = task or task_of_built(skeleton), names_taken(skeleton)
+                check_head(skeleton.config, task)
+                anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
         sites = tuple(tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         return cls(
@@ -136,9 +164,12 @@ class ModelStructure:
             anatomy=anatomy,
             sites=sites,
             shapes={site.parameter: parameters[site.name].shape for layer in sites for site in layer},
+            frozen=_frozen(skeleton, sites),
+            takes=takes,
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
             make=make,
             weights=weights,
+            adapters=adapters_of(skeleton),
         )
 
     @property
@@ -167,6 +198,10 @@ class ModelStructure:
         """Return the canonical names of a layer's parameters; a tied one is in every layer that uses it."""
         return tuple(dict.fromkeys(site.parameter for site in self.sites[layer]))
 
+    def trained_parameters(self, layer: int) -> tuple[str, ...]:
+        """Return those of a layer's parameters that are trained."""
+        return tuple(name for name in self.layer_parameters(layer) if name not in self.frozen)
+
     def layers_with(self, parameter: str) -> tuple[int, ...]:
         """Return the layers that use a parameter; more than one if it is tied across layers."""
         return self._layers_by_parameter[parameter]
@@ -179,7 +214,11 @@ class ModelStructure:
         """Return what a layer's costs depend on: equal for layers that compute alike."""
         root = self.layer_roots(layer)[0]
         shapes = tuple(
-            (site.name.removeprefix(root) if self.is_block(layer) else site.name, self.shapes[site.parameter])
+            (
+                site.name.removeprefix(root) if self.is_block(layer) else site.name,
+                self.shapes[site.parameter],
+                site.parameter in self.frozen,
+            )
             for site in self.sites[layer]
         )
         return self.is_block(layer), self._layer_type(layer), shapes
@@ -194,8 +233,7 @@ class ModelStructure:
 
     def build(self, *, dtype: torch.dtype) -> SplittableModel:
         """Return the model's modules on the meta device, in training mode."""
-        with torch.device("meta"):
-            return self.make(dtype)
+        return _on_meta(self.make, dtype)
 
     @cached_property
     def _layers_by_parameter(self) -> dict[str, tuple[int, ...]]:
@@ -204,6 +242,11 @@ class ModelStructure:
             for name in self.layer_parameters(layer):
                 found.setdefault(name, []).append(layer)
         return {name: tuple(layers) for name, layers in found.items()}
+
+
+def _on_meta(make: Callable[[torch.dtype], SplittableModel], dtype: torch.dtype = torch.float32) -> SplittableModel:
+    with torch.device("meta"):
+        return make(dtype)
 
 
 @contextmanager
@@ -228,6 +271,16 @@ def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) 
             for attribute, _ in module.named_parameters(recurse=False):
                 name = f"{path}.{attribute}"
                 yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name))
+
+
+def _frozen(skeleton: SplittableModel, sites: Iterable[Iterable[Site]]) -> frozenset[str]:
+    """Find what is not trained. Raises ConfigError where nothing would be."""
+    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    names = {site.parameter for layer in sites for site in layer}
+    frozen = frozenset(name for name in names if not parameters[name].requires_grad)
+    if frozen == names:
+        raise ConfigError("model: none of its parameters is to be trained; leave requires_grad of some as it is")
+    return frozen
 
 
 def _draws_at_random(skeleton: PreTrainedModel) -> bool:

@@ -5,6 +5,9 @@ columns and the one cut by rows that follows, each device computes its share of 
 same values, and after, their shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). What the plan cuts
 in other ways (embeddings, heads) stays whole on every device.
 
+Modules cut by columns that take the same input enter it together: two sums forward and two backward a block, as in
+Megatron, and each in the type that is computed in.
+
 Sums are interruptible, unlike torch's own (DTensor's run in a group that no worker can leave): when a pipeline breaks,
 the devices of a stage may notice it at different moments.
 """
@@ -98,10 +101,16 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
     """Have the modules of a stage compute this device's share. `stage` is of the share's structure."""
     for layer in range(share.structure.num_layers):
         for root, module in zip(share.structure.layer_roots(layer), stage.modules_of(layer), strict=True):
-            for name, inner in module.named_modules(prefix=root):
+            named = dict(module.named_modules(prefix=root))
+            entrances: dict[str, _Entrance] = {}
+            for name, inner in named.items():
                 match share.styles.get(name):
                     case Style.COLUMNS:
-                        inner.register_forward_pre_hook(partial(_enter, sum_up))
+                        parent = name.rpartition(".")[0]
+                        if parent not in entrances:
+                            entrances[parent] = _Entrance(sum_up)
+                            named[parent].register_forward_hook(entrances[parent].leave)
+                        inner.register_forward_pre_hook(entrances[parent].enter)
                     case Style.ROWS:
                         inner.forward = partial(_row_forward, inner, sum_up)
 
@@ -146,8 +155,27 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-def _enter(sum_up: AllReduce, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (_Enter.apply(args[0], sum_up), *args[1:])  # type: ignore[no-untyped-call]
+class _Entrance:
+    """Where one module's own modules cut by columns enter what they take, each input once."""
+
+    def __init__(self, sum_up: AllReduce) -> None:
+        self._sum_up = sum_up
+        self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The newest input, and what was made of it."""
+
+    def enter(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A module's hook before its forward pass."""
+        hidden, *others = args
+        if self._entered is None or self._entered[0] is not hidden:
+            # Linear layers cast what they take; done here, the gradient is summed in the short type as well.
+            kind = hidden.device.type
+            cast = hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+            self._entered = hidden, _Enter.apply(cast, self._sum_up)  # type: ignore[no-untyped-call]
+        return (self._entered[1], *others)
+
+    def leave(self, *_: object) -> None:
+        """The hook after the forward pass of the module that they are in: keep nothing alive."""
+        self._entered = None
 
 
 def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
@@ -158,6 +186,8 @@ def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.
 
 def _styles(structure: ModelStructure) -> dict[str, Style]:
     """Read the model's plan: the style of every module that is not left whole."""
+    if structure.adapters is not None:
+        raise _cannot(structure, "its plan says nothing of adapters")
     model = structure.build(dtype=torch.float32)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(glob).replace(r"\*", r"\d+")), style) for glob, style in plan.items()]

@@ -120,7 +120,7 @@ def _add(owed: _Owed) -> None:
         grad.addmm_(left, right)
     else:
         _accumulate(owed.weight, left @ right)
-    if owed.bias is not None:
+    if owed.bias is not None and owed.bias.requires_grad:
         _accumulate(owed.bias, gradient.sum(0))
 
 

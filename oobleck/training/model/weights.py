@@ -69,6 +69,10 @@ class WeightFiles:
                 )
         return state
 
+    def known(self, names: Iterable[str], model: PreTrainedModel) -> tuple[str, ...]:
+        """Return those of some parameters that the files have by their own names."""
+        return tuple(name for name in names if self._name_in_files(name, model) is not None)
+
     @cached_property
     def _files(self) -> dict[str, Path]:
         """The file of each tensor."""

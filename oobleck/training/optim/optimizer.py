@@ -8,8 +8,9 @@ which is what travels between workers and goes into checkpoints.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import OptimizerSpec
 
 from .learning_rate import rate_factor
-from .optimizer_state import STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
+from .optimizer_state import NO_STATE, STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
 
 __all__ = ["Optimizer", "OptimizerFactory"]
 
@@ -44,11 +45,14 @@ class Optimizer:
         max_steps: int,
         factory: OptimizerFactory | None = None,
         schedule: Callable[[int], float] | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
+        """`frozen` parameters, by canonical name, are kept as they are: nothing is kept for them."""
         self.spec = spec
         self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
         self._peak = spec.learning_rate
         self._make = factory or _named(spec)
+        self._frozen = frozenset(frozen)
         self._layouts: dict[torch.device, StateLayout] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -76,16 +80,16 @@ class Optimizer:
         before, self._optimizer = self._optimizer, None
         known = {id(parameter) for parameter in self._parameters.values()}
         self._parameters = dict(parameters)
-        if not parameters:
-            return
-        self._optimizer = self._make(_groups(parameters, self.spec.weight_decay))
+        if trained := self._trained():
+            self._optimizer = self._make(_groups(trained, self.spec.weight_decay))
         for name, parameter in parameters.items():
             given = (states or {}).get(name)
-            if before is not None and id(parameter) in known:
-                self._optimizer.state[parameter] = before.state[parameter]
-            else:
-                layout = self.layout(parameter.device)
-                self._optimizer.state[parameter] = initial_state(layout, parameter, given[1:] if given else None)
+            if self._optimizer is not None and name in trained:
+                if before is not None and id(parameter) in known:
+                    self._optimizer.state[parameter] = before.state[parameter]
+                else:
+                    layout = self.layout(parameter.device)
+                    self._optimizer.state[parameter] = initial_state(layout, parameter, given[1:] if given else None)
             if given is not None:
                 for own, value in zip(self._state([name]), given, strict=True):
                     if own.data_ptr() != value.data_ptr():
@@ -107,19 +111,21 @@ class Optimizer:
 
         Arguments:
             step: its number, from 1.
-            gradients: one for each parameter, by canonical name, reduced over its owners. Used up: multiplied in place.
+            gradients: one for each trained parameter, by canonical name, reduced over its owners. Used up: multiplied
+                in place.
             clip_coefficient: what gradients are multiplied with.
             num_skipped: how many of the steps before were skipped.
         """
-        assert gradients.keys() == self._parameters.keys(), "every parameter needs its gradient"
+        trained = self._trained()
+        assert gradients.keys() == trained.keys(), "every trained parameter needs its gradient, and no other has one"
         if self._optimizer is None:
             return
-        names = list(self._parameters)
+        names = list(trained)
         scaled = [gradients[name] for name in names]
         if clip_coefficient != 1.0:
             torch._foreach_mul_(scaled, clip_coefficient)
         for name, gradient in zip(names, scaled, strict=True):
-            parameter = self._parameters[name]
+            parameter = trained[name]
             parameter.grad = gradient.view_as(parameter)
             if STEP in (state := self._optimizer.state[parameter]):
                 state[STEP].fill_(step - 1 - num_skipped)
@@ -127,28 +133,33 @@ class Optimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
         self._optimizer.step()
-        for parameter in self._parameters.values():
+        for parameter in trained.values():
             parameter.grad = None
 
     def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of these parameters themselves: for each the parameter and its state, as in `layout`."""
+        """Return the tensors of these parameters themselves: for each the parameter and its state, as in `layout`.
+
+        Of a frozen one, the parameter alone.
+        """
         return tuple(self._state(names))
 
     def empty_layer(
-        self, shapes: Sequence[torch.Size], *, dtype: torch.dtype, device: torch.device
+        self, shapes: Mapping[str, torch.Size], *, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Make room for the state of parameters of these shapes, in the order of `layer_tensors`."""
+        """Make room for the state of parameters of these names and shapes, in the order of `layer_tensors`."""
         tensors: list[torch.Tensor] = []
-        for shape in shapes:
+        for name, shape in shapes.items():
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-            layout = self.layout(device)
+            layout = self._layout_of(name, device)
             tensors += flat_tensors(layout, parameter, initial_state(layout, parameter))
         return tuple(tensors)
 
     def split_layer(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
         """Say which of a layer's tensors belong to which parameter."""
-        count = len(tensors) // max(1, len(names))
-        return {name: tuple(tensors[count * index : count * (index + 1)]) for index, name in enumerate(names)}
+        rest = iter(tensors)
+        split = {name: tuple(islice(rest, len(self._file_names(name)))) for name in names}
+        assert next(rest, None) is None, "a layer's tensors are those of its parameters"
+        return split
 
     def named_state(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the state of these parameters as it stands, not copied, by the names that files have."""
@@ -176,20 +187,26 @@ class Optimizer:
                     f"parameter {name} should have the shape {list(shapes[name])}; there is {found}"
                 )
             flat.append(tensors[name].reshape(-1).to(dtype))
-            for entry, key in zip(self.layout().entries, self._file_names(name)[1:], strict=True):
+            for entry, key in zip(self._layout_of(name).entries, self._file_names(name)[1:], strict=True):
                 fresh = torch.full((1 if entry.is_scalar else flat[-1].numel(),), entry.initial, dtype=dtype)
                 flat.append(tensors[key].reshape(-1).to(dtype) if key in tensors else fresh)
         return torch.cat(flat)
 
     def _file_names(self, parameter: str) -> tuple[str, ...]:
         """What files call a parameter and the optimizer's state for it, in the order of `_state`."""
-        return (parameter, *(f"optimizer.{entry.name}.{parameter}" for entry in self.layout().entries))
+        return (parameter, *(f"optimizer.{entry.name}.{parameter}" for entry in self._layout_of(parameter).entries))
 
     def _state(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        assert self._optimizer is not None
         for name in names:
             parameter = self._parameters[name]
-            yield from flat_tensors(self.layout(parameter.device), parameter, self._optimizer.state[parameter])
+            state = {} if self._optimizer is None or name in self._frozen else self._optimizer.state[parameter]
+            yield from flat_tensors(self._layout_of(name, parameter.device), parameter, state)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if name not in self._frozen}
+
+    def _layout_of(self, name: str, device: torch.device | None = None) -> StateLayout:
+        return NO_STATE if name in self._frozen else self.layout(device)
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

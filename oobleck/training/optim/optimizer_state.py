@@ -17,7 +17,7 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 
-__all__ = ["STEP", "StateEntry", "StateLayout", "flat_tensors", "initial_state", "layout_of", "make_probe"]
+__all__ = ["NO_STATE", "STEP", "StateEntry", "StateLayout", "flat_tensors", "initial_state", "layout_of", "make_probe"]
 
 STEP = "step"
 """What torch's optimizers call their count of steps."""
@@ -51,6 +51,10 @@ class StateLayout:
     def size(self, num_elements: int) -> int:
         """Elements of the state of a parameter of so many, itself included."""
         return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + num_elements
+
+
+NO_STATE = StateLayout(entries=(), step_device=None)
+"""Of a parameter that is not trained."""
 
 
 def layout_of(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> StateLayout:

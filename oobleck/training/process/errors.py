@@ -40,6 +40,8 @@ def kind_of(error: BaseException | None) -> ErrorKind:
             return ErrorKind.JOB
         case MemoryError() | torch.OutOfMemoryError():
             return ErrorKind.MEMORY
+        case torch.AcceleratorError():
+            return ErrorKind.DEVICE
         case PeerLost():
             return ErrorKind.PEER
         case RuntimeError() | OSError():

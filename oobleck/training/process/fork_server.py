@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from .imports import quick_imports
@@ -39,10 +40,16 @@ _REST_S = 0.1
 
 
 class _ForkServer:
-    def __init__(self, listener: socket.socket, work: Callable[[socket.socket], None]) -> None:
-        """`work` is what a forked worker does, with its agent's socket; it never returns."""
+    def __init__(
+        self, listener: socket.socket, work: Callable[[socket.socket], None], between: Callable[[], float | None]
+    ) -> None:
+        """`work` is what a forked process does, with its agent's socket; it never returns.
+
+        `between` is called between requests, and returns after how many seconds it wants to be again.
+        """
         self._listener = listener
         self._work = work
+        self._between = between
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._child_wakeup = _child_signals()
@@ -53,7 +60,7 @@ class _ForkServer:
     def serve(self) -> None:
         """Serve until no client is left."""
         while True:
-            events = self._selector.select(None if self._clients else _IDLE_TIMEOUT_S)
+            events = self._selector.select(self._between() if self._clients else _IDLE_TIMEOUT_S)
             if not events and not self._clients:
                 return
             for key, _ in events:
@@ -98,9 +105,11 @@ class _ForkServer:
             other.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _leave_ends_to_agents()
         try:
             self._work(socket.socket(fileno=descriptor))
+        except BaseException:  # noqa: BLE001  nobody else tells of it
+            traceback.print_exc()
         finally:
             os._exit(1)  # whatever it was: what comes after this is the server's
 
@@ -140,24 +149,42 @@ def _child_signals() -> socket.socket:
     return reading
 
 
+def _leave_ends_to_agents() -> None:
+    """Ignore what reaches all processes at once: a terminal's Ctrl-C, and the notice that Slurm gives a whole step.
+
+    The agent is told as well, and knows what has to be done before its workers may end.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def main() -> None:
     """Serve on the inherited listening socket whose descriptor is the first argument."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_ends_to_agents()
     _warm_up()
     gc.collect()
     gc.freeze()
     serve(listener, _be_worker)
 
 
-def serve(listener: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork processes that do `work` until the last client has left; then remove the socket, and what lies beside it."""
+def serve(
+    listener: socket.socket,
+    work: Callable[[socket.socket], None],
+    *,
+    between: Callable[[], float | None] = lambda: None,
+) -> None:
+    """Fork processes that do `work` until the last client has left; then remove the socket, and what lies beside it.
+
+    `between` is called between requests, and returns after how many seconds it wants to be again; None for whenever.
+    """
     path = listener.getsockname()
     try:
-        _ForkServer(listener, work).serve()
+        _ForkServer(listener, work, between).serve()
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(os.path.dirname(path), "fork.pid"))
+        for name in ("fork.pid", "fork.imports", "fork.warm"):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(os.path.dirname(path), name))
         with contextlib.suppress(OSError):  # a directory that another agent or job still uses stays
             os.unlink(path)
             os.rmdir(os.path.dirname(path))

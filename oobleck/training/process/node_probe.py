@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGro
 
 from oobleck import __version__
 from oobleck.control.node_check import (
+    GpuFacts,
     MeasureAlone,
     MeasurePair,
     NodeFacts,
@@ -40,6 +41,8 @@ from oobleck.control.node_check import (
 )
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
+
+from .gpu_probe import measure_gpus
 
 __all__ = ["main"]
 
@@ -116,7 +119,9 @@ class _Probe:
         threading.Thread(target=run, daemon=True).start()
 
     def _measure_alone(self) -> SoloDone:
+        gpus: tuple[GpuFacts, ...] = ()
         try:
+            gpus = measure_gpus()
             seconds = {
                 "compute": _compute_s(),
                 "memory": _memory_s(),
@@ -124,8 +129,8 @@ class _Probe:
                 "disk": _best_s(lambda: _write(self._directory), 2),
             }
         except (RuntimeError, OSError) as error:
-            return SoloDone(error=f"{type(error).__name__}: {error}")
-        return SoloDone(seconds=seconds)
+            return SoloDone(gpus=gpus, error=f"{type(error).__name__}: {error}")
+        return SoloDone(seconds=seconds, gpus=gpus)
 
     def _measure_pair(self, request: MeasurePair) -> PairDone:
         try:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from oobleck.errors import UserError
 from oobleck.job import JobSpec
 from oobleck.wire import decode_json
 
 from .imports import quick_imports
+
+if TYPE_CHECKING:
+    from oobleck.training.model import ModelStructure
 
 __all__ = ["main", "outline_of_job"]
 
@@ -64,13 +69,16 @@ def outline_of_job(job: JobSpec) -> dict[str, object]:
         "layers": [
             {
                 "name": name,
-                "parameters": sum(
-                    math.prod(structure.shapes[parameter]) for parameter in structure.layer_parameters(layer)
-                ),
+                "parameters": _count(structure, structure.layer_parameters(layer)),
+                "trained": _count(structure, structure.trained_parameters(layer)),
             }
             for layer, name in enumerate(structure.layer_names)
         ],
     }
+
+
+def _count(structure: ModelStructure, parameters: Iterable[str]) -> int:
+    return sum(math.prod(structure.shapes[parameter]) for parameter in parameters)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     cores = len(os.sched_getaffinity(0))
     threads = job.torch_threads or max(1, cores // workers)
     memory_bytes = (
-        job.device_memory_bytes
-        or device_memory_bytes(device, num_sharing=1)
+        device_memory_bytes(device, num_sharing=1, wanted_bytes=job.device_memory_bytes)
+        or job.device_memory_bytes
         or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
     )
     torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,12 @@ import torch
 
 from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
+from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 from oobleck.training.optim import Optimizer
 
-__all__ = ["ASSUMED_NETWORK", "device_name", "measure_profile", "profile_of_job"]
+__all__ = ["ASSUMED_NETWORK", "bytes_of_nccl", "device_name", "measure_profile", "profile_of_job"]
 
 ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
@@ -38,8 +39,17 @@ _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 class _Cost:
     forward_s: float
     backward_s: float
-    activation_bytes: int
+    memory: _Memory
     split: SplitBackward | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    activation_bytes: int
+    cast_bytes: int
+    """Of the weights that autocast casts once for all microbatches."""
+    transient_bytes: int
+    """As in a profile; 0 where it cannot be measured."""
 
 
 def measure_profile(
@@ -54,15 +64,19 @@ def measure_profile(
     compiles: bool = False,
     splits: bool = False,
     state_tensors: int = 2,
+    communication_bytes: int = 0,
     network: NetworkProfile = ASSUMED_NETWORK,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
 
     With `splits`, backward passes in two parts are measured as well. `state_tensors` is how many tensors of its own
-    size an optimizer keeps for a parameter.
+    size an optimizer keeps for a parameter, `communication_bytes` what NCCL keeps on the device.
 
     Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
     one layer with its gradients and activations. Leaves the device's generator in another state.
+
+    On a GPU, whose allocator knows its peak, what a pass takes for a moment is measured as well, and copies and
+    messages are counted.
     """
     stage = StageModel(
         structure,
@@ -72,27 +86,34 @@ def measure_profile(
         activation_checkpointing=activation_checkpointing,
         compiles=compiles,
     )
+    on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device)
     measured: dict[object, _Cost] = {}
     layers = []
     for layer, name in enumerate(structure.layer_names):
         kind = structure.layer_kind(layer)
         if kind not in measured:
-            measured[kind] = _measure(stage, layer, batch, splits=splits)
-        cost = measured[kind]
-        elements = sum(structure.shapes[parameter].numel() for parameter in structure.layer_parameters(layer))
+            measured[kind] = _measure(stage, layer, batch, compiles=compiles, splits=splits)
+        cost, memory = measured[kind], measured[kind].memory
+        elements = _num_elements(structure, structure.layer_parameters(layer))
+        trained = _num_elements(structure, structure.trained_parameters(layer))
         is_last = layer == structure.num_layers - 1
         hidden_elements = microbatch_size * structure.sequence_length * structure.hidden_size
+        output_bytes = 0 if is_last else hidden_elements * stage.hidden_dtype.itemsize
         layers.append(
             LayerProfile(
                 name=name,
                 forward_s={1: cost.forward_s},
                 backward_s={1: cost.backward_s},
                 param_bytes=elements * dtype.itemsize,
-                optimizer_bytes=elements * dtype.itemsize * state_tensors,
-                activation_bytes=cost.activation_bytes,
-                output_bytes=0 if is_last else hidden_elements * dtype.itemsize,
+                frozen_bytes=(elements - trained) * dtype.itemsize,
+                optimizer_bytes=trained * dtype.itemsize * state_tensors,
+                activation_bytes=memory.activation_bytes,
+                output_bytes=output_bytes,
                 split=cost.split,
+                copy_bytes=memory.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
+                transient_bytes=memory.transient_bytes,
+                message_bytes=output_bytes if on_gpu else 0,
             )
         )
     return Profile(
@@ -100,15 +121,26 @@ def measure_profile(
         microbatch_size=microbatch_size,
         sequence_length=structure.sequence_length,
         layers=tuple(layers),
-        device=DeviceProfile(name=device_name(stage.device), memory_bytes=device_memory_bytes),
+        device=DeviceProfile(
+            name=device_name(stage.device), memory_bytes=device_memory_bytes, communication_bytes=communication_bytes
+        ),
         network=network,
     )
 
 
+def _num_elements(structure: ModelStructure, parameters: Iterable[str]) -> int:
+    return sum(structure.shapes[parameter].numel() for parameter in parameters)
+
+
 def profile_of_job(
-    job: JobSpec, structure: ModelStructure, optimizer: Optimizer, *, device_memory_bytes: int
+    job: JobSpec,
+    structure: ModelStructure,
+    optimizer: Optimizer,
+    *,
+    device_memory_bytes: int,
+    owns_device: bool = True,
 ) -> Profile:
-    """Measure all layers of a job's model as its workers run them."""
+    """Measure all layers of a job's model as its workers run them; `owns_device` if each has a device of its own."""
     precision = Precision.of(job.dtype)
     device = torch.device(job.device)
     return measure_profile(
@@ -122,20 +154,34 @@ def profile_of_job(
         compiles=job.compile,
         splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,
+        communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
     )
+
+
+def bytes_of_nccl(device: torch.device, *, owns_device: bool) -> int:
+    """Return what NCCL is assumed to keep on a worker's device; 0 where Gloo carries all."""
+    return ASSUMED_COMMUNICATION_BYTES if device.type == "cuda" and owns_device else 0
 
 
 def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, structure.sequence_length)
     ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator).to(device)
-    return Batch(input_ids=ids, labels=ids)
+    is_causal = structure.task == "causal_lm"
+    if structure.task in ("sequence_classification", "token_classification"):
+        labels = torch.zeros_like(ids)
+        return Batch(
+            input_ids=ids,
+            labels=labels[:, 0] if structure.task == "sequence_classification" else labels,
+            is_causal=is_causal,
+        )
+    return Batch(input_ids=ids, labels=ids, is_causal=is_causal)
 
 
-def _measure(stage: StageModel, layer: int, batch: Batch, *, splits: bool) -> _Cost:
+def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, splits: bool) -> _Cost:
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
-    activation_bytes = _activation_bytes(stage, batch)
+    memory = _memory(stage, batch, compiles=compiles)
     put_off = WeightGradients()
     for module in stage.modules_of(layer):
         put_off.put_off(module)
@@ -154,7 +200,7 @@ def _measure(stage: StageModel, layer: int, batch: Batch, *, splits: bool) -> _C
         # What else the machine does only ever adds to these: other workers start while one measures.
         forward_s=min(forward for forward, _ in times),
         backward_s=min(backward for _, backward in times),
-        activation_bytes=activation_bytes,
+        memory=memory,
         split=_quickest(parts) if parts else None,
     )
 
@@ -192,7 +238,8 @@ def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
     with _timed_layer(stage) as forward_s:
         output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
     start_s = _now_s(stage.device)
-    output.backward(gradient)  # type: ignore[no-untyped-call]
+    if output.requires_grad:
+        output.backward(gradient)  # type: ignore[no-untyped-call]
     return forward_s(), _now_s(stage.device) - start_s
 
 
@@ -200,7 +247,7 @@ def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch
     """Return what the neighbours would send: hidden states and the gradient of the output."""
     shape = (*batch.input_ids.shape, stage.structure.hidden_size)
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.dtype)
+    values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.hidden_dtype)
     hidden = None if stage.is_first else values.requires_grad_()
     return hidden, None if stage.is_last else values.detach() / values.numel()
 
@@ -235,26 +282,65 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def _activation_bytes(stage: StageModel, batch: Batch) -> int:
-    """Return the bytes that autograd keeps of one microbatch, parameters left out; views count once.
+def _memory(stage: StageModel, batch: Batch, *, compiles: bool) -> _Memory:
+    """Measure what a layer keeps of one microbatch, and what it takes beside that."""
+    # With activation checkpointing nothing is kept of a block but the hidden states that it received.
+    hidden_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
+    with stage.casting_once():
+        # What is compiled casts weights as a part of its own, for each microbatch.
+        cast = {} if compiles else _cast_weights(stage, batch)
+        kept_bytes = sum(_storage_bytes(each) for address, each in _kept(stage, batch).items() if address not in cast)
+        activation_bytes = max(kept_bytes, 0 if stage.is_first else hidden_bytes)
+        return _Memory(
+            activation_bytes=activation_bytes,
+            cast_bytes=sum(map(_storage_bytes, cast.values())),
+            transient_bytes=_transient_bytes(stage, batch, activation_bytes) if stage.device.type == "cuda" else 0,
+        )
 
-    The received hidden states count where nothing else is kept of a block: with activation checkpointing.
+
+def _cast_weights(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
+    """Return the copies of weights that autocast makes once: what two microbatches in flight share, by address.
+
+    Activation checkpointing, which hides them, works in training alone. One sample shows them as well as many.
+    """
+    if stage.autocast is None:
+        return {}
+    sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
+    with stage.evaluating():
+        first, second = _kept(stage, sample), _kept(stage, sample)
+    return {address: each for address, each in first.items() if address in second and each.dtype == stage.autocast}
+
+
+def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
+    """Return what autograd keeps of one microbatch, by address, parameters left out. Of views there is one.
+
+    What is returned is held, so that no address is given out again.
     """
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if (address := tensor.untyped_storage().data_ptr()) not in known:
+            kept[address] = tensor.detach()
         return tensor
 
-    hidden, gradient = _inputs(stage, batch)
+    hidden, _ = _inputs(stage, batch)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
-    output.backward(gradient)  # type: ignore[no-untyped-call]
-    received_bytes = 0 if hidden is None else hidden.nbytes
-    return max(sum(kept.values()), received_bytes)
+        stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+    return kept
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _transient_bytes(stage: StageModel, batch: Batch, activation_bytes: int) -> int:
+    """Return what the passes of one microbatch take of a GPU's memory on top of its activations, at their fullest."""
+    _run(stage, batch)  # gradients, copies of weights and the libraries' workspaces are there from now on
+    before = torch.cuda.memory_allocated(stage.device)
+    torch.cuda.reset_peak_memory_stats(stage.device)
+    _run(stage, batch)
+    return max(0, torch.cuda.max_memory_allocated(stage.device) - before - activation_bytes)
 
 
 def _now_s(device: torch.device) -> float:

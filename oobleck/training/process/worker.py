@@ -112,19 +112,29 @@ class _Worker:
         self._worker_id = setup.worker_id
         self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
-        self._waiter = Waiter()
+        self._computes_on = choose_device(job.device, setup.local_device)
+        use_device(self._computes_on)
+        self._waiter = Waiter(self._computes_on)
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
         self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
         self._agreements = PeerAgreements(setup.worker_id, self._waiter, self._links.send)
-        self._computes_on = choose_device(job.device, setup.local_device)
-        use_device(self._computes_on)
         if job.compile:
             require_compiler(self._computes_on)
-        of_device = device_memory_bytes(self._computes_on, num_sharing=setup.num_sharing)
-        self._memory_bytes = job.device_memory_bytes or of_device or setup.device_memory_bytes
-        self._groups = GroupTable(setup.worker_id, setup.address, self._links, self._waiter, device=self._computes_on)
+        self._owns_device = setup.num_sharing == 1
+        self._of_device = device_memory_bytes(
+            self._computes_on, num_sharing=setup.num_sharing, wanted_bytes=job.device_memory_bytes
+        )
+        self._memory_bytes = self._of_device or job.device_memory_bytes or setup.device_memory_bytes
+        self._groups = GroupTable(
+            setup.worker_id,
+            setup.address,
+            self._links,
+            self._waiter,
+            degree=job.tensor_parallel,
+            owns_device=self._owns_device,
+        )
         self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
@@ -132,16 +142,18 @@ class _Worker:
         self._optimizer = assembly.optimizer
         self._scanner: ShardScanner | None = None
         self._shards: tuple[str, ...] = ()
-        self._records = self._dataset.records
-        if self._records is not None:
+        self._records, shards = self._dataset.records, self._dataset.shards
+        if self._records is not None and shards is not None:
             self._records.on_news(self._waiter.announce)
-            self._scanner = ShardScanner(job.text, self._device, link.send)
-            self._shards = self._scanner.names
+            self._scanner = ShardScanner(shards, self._device, link.send)
+            self._shards = shards.names
         self._saving: LayerSaver | None = None
         degree = job.tensor_parallel
         share = share_of(self._structure, rank=self._device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
-            self._saving = LayerSaver(setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag)
+            self._saving = LayerSaver(
+                setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag, device=self._computes_on
+            )
         self._engine = Engine(
             assembly,
             share,
@@ -167,6 +179,7 @@ class _Worker:
                 parameters=self._structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=device_name(self._computes_on),
+                device_memory_bytes=self._of_device,
                 address=self._links.address,
                 saves=self._saving is not None,
                 shards=self._shards,
@@ -240,6 +253,7 @@ class _Worker:
     def _answer(self, fence: Fence) -> Status:
         """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
+        self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
         self._links.forget(fence.lost)
         self._log.info(
             "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
@@ -276,7 +290,13 @@ class _Worker:
                 return update
 
     def _profile(self) -> None:
-        profile = profile_of_job(self._job, self._structure, self._optimizer, device_memory_bytes=self._memory_bytes)
+        profile = profile_of_job(
+            self._job,
+            self._structure,
+            self._optimizer,
+            device_memory_bytes=self._memory_bytes,
+            owns_device=self._owns_device,
+        )
         self._log.info("has measured the model's layers")
         self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
 

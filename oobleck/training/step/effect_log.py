@@ -22,6 +22,7 @@ from oobleck.control.commit import (
     BeginStep,
     CompareReplicas,
     Compute,
+    EndTransfers,
     Evaluate,
     Exchange,
     Fold,
@@ -121,6 +122,7 @@ def _level_of(effect: WorkerEffect) -> int:
             | Apply()
             | CompareReplicas()
             | KeepGroups()
+            | EndTransfers()
             | ShareLossScale()
             | PostSection()
             | Fold()
@@ -138,6 +140,8 @@ def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
             return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}"
         case KeepGroups(keys=keys, generation=generation):
             return f"keeps {len(keys)} groups for generation {generation}"
+        case EndTransfers(keys=keys):
+            return f"ends {len(keys)} groups in which layers moved"
         case ReadCheckpoint(update=update, layers=layers):
             name = "" if update.restore is None else update.restore.name
             return f"reads {_layers(layers)} from {name}"

@@ -27,6 +27,7 @@ from oobleck.control.commit import (
     CompareReplicas,
     Compute,
     EffectOutcome,
+    EndTransfers,
     Evaluate,
     Evaluation,
     Exchange,
@@ -69,7 +70,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import GroupTable, PeerAgreements
+from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
 
@@ -81,7 +82,7 @@ from .sections import SectionSums
 from .stage_sums import StageSums
 from .step import StepInFlight
 from .step_timer import StepTimer
-from .step_work import PipelineRank
+from .step_work import PipelineRank, item_share_of
 
 __all__ = ["Engine"]
 
@@ -160,6 +161,7 @@ class Engine:
             commit_state=commit_state,
             waiter=groups.waiter,
             step_timer=self._step_timer,
+            device_work=DeviceWork.on(groups.device),
         )
         self._pipeline_rank: PipelineRank | None = None
         """In the plan in force; None for a spare."""
@@ -215,6 +217,7 @@ class Engine:
             case Evaluate():
                 return self._evaluate(effect)
             case AwaitPlanUpdate():
+                self._groups.abort_sums()  # what is still open was given up: nobody will wait for it
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
@@ -229,6 +232,8 @@ class Engine:
                 self._formed_s = time.monotonic()
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)
+            case EndTransfers(keys=keys):
+                self._groups.put_aside(keys)
             case ReadCheckpoint(update=update, layers=layers):
                 assert update.restore is not None
                 assert self._saving is not None
@@ -297,10 +302,6 @@ class Engine:
         """Sum numbers over all who commit together. Raises Interrupted or PeerLost."""
         return self._total(committee, subject, Totals(numbers)).numbers
 
-    def _sum_loss(self, committee: Committee, subject: Subject, loss: float) -> float:
-        (total,) = self._sum_over(committee, subject, (loss,))
-        return total
-
     def _total(self, committee: Committee, subject: Subject, part: Totals) -> Totals:
         return self._agreements.total(committee, subject, part, self._commit_state.is_fenced)
 
@@ -310,24 +311,28 @@ class Engine:
         Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
         """
         work, scale = self._step.work, self._layer_store.scale
-        squared_norm = self._reducers.squared_norm(effect.committee, self._step.reduced)
+        loss, squared_norm = work.loss_and(self._reducers.squared_norm(effect.committee, self._step.reduced))
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
-        part = Totals((work.loss, squared_norm, float(effect.stop), float(saves)), Tally.of(work.counted))
-        total = self._total(effect.committee, effect.subject, part)
-        loss, squared_norm, stops, saving = total.numbers
+        took_s = self._step_timer.post_step()
+        numbers = (loss, float(work.num_items), squared_norm, float(effect.stop), float(saves), took_s)
+        total = self._total(effect.committee, effect.subject, Totals(numbers, Tally.of(work.counted)))
+        loss, num_items, squared_norm, stops, saving, took_s = total.numbers
         grad_norm = squared_norm**0.5
+        partial = self._follower.partial_commit
+        item_share = item_share_of(partial.num_items + num_items, divisor=self._step.batch.divisor)
         record = CommitRecord(
             step=effect.step,
             generation=effect.committee.generation,
-            loss=self._follower.partial_commit.loss + loss,
-            grad_norm=grad_norm / scale,
+            loss=(partial.loss + loss) / item_share,
+            grad_norm=grad_norm / scale / item_share,
             loss_scale=scale,
+            item_share=item_share,
             is_skipped=self._precision.scales_loss and not math.isfinite(grad_norm),
             learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=self._step.batch.num_samples,
             samples_repeated=0,
             samples_missing=0,
-            duration_s=self._step_timer.step_s,
+            duration_s=took_s / len(effect.committee.members),
         )
         return Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
 
@@ -369,7 +374,7 @@ class Engine:
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
                 share=(located[0], len(committee.plan.pipelines)),
-                sum_up=partial(self._sum_loss, committee, effect.subject),
+                sum_up=partial(self._sum_over, committee, effect.subject),
             )
         self._step_timer.begin_step()
         return outcome
@@ -395,6 +400,7 @@ class Engine:
         update, seat = effect.update, effect.seat
         if self._records is not None:
             self._records.follow(update.assignment_version, step=update.boundary)
+        self._step_timer.adopt(len(update.plan.worker_ids))
         if self._pipeline_rank is None:
             self._step_timer.begin_step()  # it has rested until now
         self._settle()

@@ -14,14 +14,14 @@ from functools import partial
 
 import torch
 
-from oobleck.control.commit import Evaluation, PeerLost
+from oobleck.control.commit import Evaluation
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.comm import Pending, Waiter
-from oobleck.training.data import Dataset
+from oobleck.training.comm import Pending, Waiter, blaming_peers
+from oobleck.training.data import Batch, Dataset
 from oobleck.training.model import MicrobatchKey, StageModel
 
-from .step_work import PipelineRank
+from .step_work import PipelineRank, item_share_of
 
 __all__ = ["Evaluator"]
 
@@ -31,7 +31,7 @@ _SENDS_AHEAD = 2
 
 
 _Send = tuple[Pending, torch.Tensor]
-SumUp = Callable[[float], float]
+SumUp = Callable[[tuple[float, ...]], tuple[float, ...]]
 
 
 class Evaluator:
@@ -63,25 +63,29 @@ class Evaluator:
                 f"eval_steps: {num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
                 "data.validation_split, or raise max_eval_samples"
             )
+        self._divisor = self._num_microbatches * job.microbatch_size * dataset.items_per_sample
 
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and how many there are; `sum_up` adds a number up over all workers. Raises
+        `share` is this pipeline's number and how many there are; `sum_up` adds numbers up over all workers. Raises
         Interrupted or PeerLost; only the evaluation is lost by that, and its messages may be stuck in the groups.
         """
         began_s = time.monotonic()
         sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
-        loss = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
+        loss, num_items = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
-            loss=loss,
+            loss=loss / item_share_of(num_items, divisor=self._divisor),
             num_samples=self._num_microbatches * self._job.microbatch_size,
             duration_s=time.monotonic() - began_s,
         )
 
-    def _sum_losses(self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]) -> float:
-        """Take this pipeline's share of the microbatches forward; zero but for the last stage."""
-        total = 0.0
+    def _sum_losses(
+        self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]
+    ) -> tuple[float, float]:
+        """Take this pipeline's share of the microbatches forward; zeros but for the last stage, which has their losses
+        and counts their tokens."""
+        total = num_items = 0.0
         told_s = -_PROGRESS_INTERVAL_S
         with self._model.evaluating(), torch.no_grad():
             for microbatch in range(share[0], self._num_microbatches, share[1]):
@@ -89,7 +93,9 @@ class Evaluator:
                     told_s = time.monotonic()
                     self._on_progress(step)
                 hidden = self._received(pipeline_rank, microbatch)
-                output = self._forward(hidden, step, microbatch)
+                batch = self._load(microbatch)
+                key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
+                output = self._model.forward(batch.to(self._model.device), hidden, num_items=self._divisor, key=key)
                 if not pipeline_rank.is_last:
                     if len(sends) == _SENDS_AHEAD:
                         self._waiter.call(partial(_wait_sent, sends[0][0]), self._interrupted)
@@ -97,7 +103,8 @@ class Evaluator:
                     sends.append(_send(output.contiguous(), pipeline_rank, microbatch))
                 elif pipeline_rank.reports:
                     total += float(output)
-        return total
+                    num_items += batch.num_items
+        return total, num_items
 
     def _received(self, pipeline_rank: PipelineRank, tag: int) -> torch.Tensor | None:
         interrupted, model = self._interrupted, self._model
@@ -113,12 +120,9 @@ class Evaluator:
         )
         return hidden
 
-    def _forward(self, hidden: torch.Tensor | None, step: int, microbatch: int) -> torch.Tensor:
+    def _load(self, microbatch: int) -> Batch:
         size = self._job.microbatch_size
-        batch = self._dataset.batch(range(microbatch * size, (microbatch + 1) * size)).to(self._model.device)
-        num_items = self._num_microbatches * size * self._dataset.items_per_sample
-        key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
-        return self._model.forward(batch, hidden, num_items=num_items, key=key)
+        return self._dataset.batch(range(microbatch * size, (microbatch + 1) * size))
 
 
 def _send(output: torch.Tensor, pipeline_rank: PipelineRank, tag: int) -> _Send:
@@ -127,7 +131,5 @@ def _send(output: torch.Tensor, pipeline_rank: PipelineRank, tag: int) -> _Send:
 
 
 def _wait_sent(work: Pending) -> None:
-    try:
+    with blaming_peers("send"):
         work.wait()
-    except RuntimeError as error:
-        raise PeerLost(f"send: {error}") from error

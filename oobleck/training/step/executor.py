@@ -2,7 +2,7 @@
 
 This module decides nothing: the program says what is computed, received and sent, and in which order. Receives are
 posted ahead by helper threads in the program's own order, so that a tensor is often there before it is asked
-for; sends are posted and forgotten until the step is committed, by which time every receiver has them.
+for; sends are posted and forgotten, and where nobody else keeps what they send, kept until the step is committed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from oobleck.control.commit import CommitState, Interrupted
 from oobleck.schedule import Instruction, Op, Program
-from oobleck.training.comm import Inbox, Pending
+from oobleck.training.comm import DeviceWork, Inbox, Pending
 from oobleck.training.data import Batch
 from oobleck.training.model import StageModel, WeightGradients
 
@@ -24,6 +24,7 @@ from .step_work import GlobalBatch, PipelineRank, StepWork
 __all__ = ["Execution"]
 
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_COMPUTING_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class Execution:
@@ -39,9 +40,10 @@ class Execution:
         *,
         put_off: WeightGradients | None,
         sections: SectionSums | None,
+        device_work: DeviceWork | None,
     ) -> None:
         """`work` is added to. `put_off` is what the model puts off to BACKWARD_WEIGHT, if it does; `sections` are
-        looked after between instructions where the program has some.
+        looked after between instructions where the program has some; `device_work` times what a GPU computes.
         """
         self._batch = batch
         self._work = work
@@ -50,8 +52,11 @@ class Execution:
         self._commit_state = commit_state
         self._put_off = put_off
         self._sections = sections
+        self._device_work = device_work
         self._interrupted = commit_state.is_pipeline_stopped
         self._batches: dict[int, Batch] = {}
+        self._num_items: dict[int, int] = {}
+        """Counted tokens of what was loaded, where losses are reported."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
@@ -86,13 +91,19 @@ class Execution:
         self._forwards = self._expect(Op.RECV_F, program, microbatches, stage - 1)
         self._backwards = self._expect(Op.RECV_B, program, microbatches, stage + 1)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
-        for at, instruction in enumerate(program):
-            if instruction.op.is_tail:
-                break
-            with around_last if at == last else nullcontext():
-                self._steps[instruction.op](microbatches[_position(instruction)])
-            if self._sections is not None:
-                self._sections.look()
+        if self._device_work is not None:
+            self._device_work.begin()
+        with self._model.casting_once():
+            for at, instruction in enumerate(program):
+                if instruction.op.is_tail:
+                    break
+                with around_last if at == last else nullcontext(), self._timing(instruction.op):
+                    self._steps[instruction.op](microbatches[_position(instruction)])
+                if self._sections is not None:
+                    self._sections.look()
+
+    def _timing(self, op: Op) -> AbstractContextManager[object]:
+        return self._device_work.piece() if self._device_work is not None and op in _COMPUTING_OPS else nullcontext()
 
     def _expect(self, op: Op, program: Program, microbatches: Sequence[int], stage: int) -> Inbox | None:
         """Have all messages of one direction received, in the program's order."""
@@ -104,8 +115,7 @@ class Execution:
         shape = (self._batch.microbatch_size, structure.sequence_length, structure.hidden_size)
 
         def post(tag: int) -> tuple[Pending, torch.Tensor]:
-            tensor = torch.empty(shape, dtype=self._model.hidden_dtype, device=self._model.device)
-            return group.post_receive(tensor, source, tag), tensor
+            return group.post_receive_ahead(shape, self._model.hidden_dtype, self._model.device, source, tag)
 
         inbox = group.inbox(source)
         for microbatch in expected:
@@ -125,7 +135,10 @@ class Execution:
 
     def _load(self, microbatch: int) -> None:
         self._check()
-        self._batches[microbatch] = self._batch.load(microbatch).to(self._model.device)
+        batch = self._batch.load(microbatch)
+        if self._pipeline_rank.is_last and self._pipeline_rank.reports:
+            self._num_items[microbatch] = batch.num_items
+        self._batches[microbatch] = batch.to(self._model.device)
 
     def _receive_forward(self, microbatch: int) -> None:
         self._inputs[microbatch] = self._take(self._forwards).requires_grad_()
@@ -134,7 +147,7 @@ class Execution:
         self._outputs[microbatch] = self._model.forward(
             self._batches.pop(microbatch),
             self._inputs.get(microbatch),
-            num_items=self._batch.num_items,
+            num_items=self._batch.divisor,
             key=self._batch.key(microbatch),
         )
 
@@ -153,13 +166,12 @@ class Execution:
         self._check()
         if self._put_off is not None:
             self._put_off.begin(microbatch)
-        output = self._outputs.pop(microbatch)
-        if self._pipeline_rank.is_last:
-            if self._pipeline_rank.reports:
-                self._work.losses.append(output.detach())
-            output.backward()  # type: ignore[no-untyped-call]
-        else:
-            output.backward(self._output_gradients.pop(microbatch))  # type: ignore[no-untyped-call]
+        output, gradient = self._outputs.pop(microbatch), self._output_gradients.pop(microbatch, None)
+        if self._pipeline_rank.is_last and self._pipeline_rank.reports:
+            self._work.losses.append(output.detach())
+            self._work.num_items += self._num_items.pop(microbatch)
+        if output.requires_grad:  # not so on a first stage that trains nothing
+            output.backward(gradient)  # type: ignore[no-untyped-call]
 
     def _backward_weight(self, microbatch: int) -> None:
         if self._put_off is not None:
@@ -181,7 +193,8 @@ class Execution:
         group, member = self._pipeline_rank.group, self._pipeline_rank.member(target)
         assert group is not None
         tensor = tensor.contiguous()
-        self._work.sends.append((group.send(tensor, member, _tag(op, microbatch)), tensor))
+        if (pending := group.send_off(tensor, member, _tag(op, microbatch))) is not None:
+            self._work.sends.append((pending, tensor))
 
 
 def _position(instruction: Instruction) -> int:

@@ -69,7 +69,8 @@ class LayerStore:
             limit = self._job.optimizer.max_grad_norm
             clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
             num_skipped = self.loss_scale.num_skipped
-            self._optimizer.step(record.step, reduced, clip / record.loss_scale, num_skipped=num_skipped)
+            divisor = record.loss_scale * record.item_share
+            self._optimizer.step(record.step, reduced, clip / divisor, num_skipped=num_skipped)
         self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
         self.let_go_of_kept()
 
@@ -90,22 +91,24 @@ class LayerStore:
         """What a transfer of a layer holds: the optimizer's state and the committed sums of its parameters, if any."""
         if layer in self._kept:
             return self._kept[layer]
-        names = self._structure.layer_parameters(layer)
-        partial = () if sums is None else tuple(sums[name] for name in names)
-        return self._optimizer.layer_tensors(names) + partial
+        partial = () if sums is None else tuple(sums[name] for name in self._structure.trained_parameters(layer))
+        return self._optimizer.layer_tensors(self._structure.layer_parameters(layer)) + partial
 
     def _empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
         """Memory for a layer that is about to come."""
-        shapes = [self._structure.shapes[name] for name in self._structure.layer_parameters(layer)]
+        shapes = self._structure.shapes
         dtype, device = self._precision.parameters, self._model.device
-        state = self._optimizer.empty_layer(shapes, dtype=dtype, device=device)
-        return state + tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes if has_partial)
+        wanted = {name: shapes[name] for name in self._structure.layer_parameters(layer)}
+        state = self._optimizer.empty_layer(wanted, dtype=dtype, device=device)
+        trained = self._structure.trained_parameters(layer) if has_partial else ()
+        return state + tuple(torch.empty(shapes[name], dtype=dtype, device=device) for name in trained)
 
     def _state_size(self, layer: int, *, has_partial: bool) -> int:
         """The number of elements in a transfer of a layer."""
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
-        counts = [shapes[name].numel() for name in self._structure.layer_parameters(layer)]
-        return sum(layout.size(count) + count * has_partial for count in counts)
+        trained = [shapes[name].numel() for name in self._structure.trained_parameters(layer)]
+        held = sum(shapes[name].numel() for name in self._structure.layer_parameters(layer))
+        return held - sum(trained) + sum(layout.size(count) + count * has_partial for count in trained)
 
     # --- from one plan to the next -------------------------------------------------------------------------
 
@@ -205,8 +208,10 @@ class LayerStore:
         for layer, state in sorted(states.items()):
             names = self._structure.layer_parameters(layer)
             if sums is not None:
-                state, partial = state[: -len(names)], state[-len(names) :]
-                known |= dict(zip(names, partial, strict=True))
+                trained = self._structure.trained_parameters(layer)
+                num_own = len(state) - len(trained)
+                state, partial = state[:num_own], state[num_own:]
+                known |= dict(zip(trained, partial, strict=True))
             given |= self._optimizer.split_layer(names, state)
         self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
@@ -214,7 +219,7 @@ class LayerStore:
             self._model.initialize(layers, seed=self._job.seed)
         elif is_initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
-        return {} if sums is None else {name: known[name] for name in self._model.parameters}
+        return {} if sums is None else {name: known[name] for name in self._model.trained_parameters}
 
     def let_go_of_kept(self) -> None:
         """All have adopted the plan: drop the layers that it took away."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oobleck.control.commit import Committee, PeerLost
+from oobleck.control.commit import Committee, Interrupted, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.training.comm import GroupKey, GroupTable, Reduction
+from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel
 
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
     "squared_norm",
 ]
 
-BUCKET_ELEMENTS = 2 << 20
-"""Gradients that are reduced together: enough to use a link well, few enough to begin early."""
+BUCKET_ELEMENTS = LARGE_SUM
+"""Gradients that are reduced together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def make_buckets(
     lost: Collection[str] = (),
     max_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[Bucket, ...]:
-    """Group the parameters that a worker holds by their owner sets among the nodes not lost; O(parameters).
+    """Group the parameters that a worker trains by their owner sets among the nodes not lost; O(parameters).
 
     A tied parameter belongs to several layers; its owners are all who hold any of them. Where devices share a stage,
     those of like rank are owners together, for their `share` of the parameter. Buckets come in the order
@@ -69,7 +69,7 @@ def make_buckets(
     owners = {layer: plan.owners_of(layer) for layer in range(plan.num_layers)}
     by_owners: dict[tuple[tuple[WorkerId, ...], bool], list[str]] = {}
     names = {
-        name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.layer_parameters(layer)
+        name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.trained_parameters(layer)
     }
     for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
         holders = {owner for layer in structure.layers_with(name) for owner in owners[layer]}
@@ -116,7 +116,7 @@ class GradientReducer:
 
     Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
     already while the last backward pass still runs. If one fails then, `finish` raises it: the pipeline's own work is
-    sound. After a failure the copies are left to the reductions that may still write to them.
+    sound. After a failure all of them are given up, and the copies left to those that may still write to them.
 
     What it sums are the parameters' own gradients, or others that `begin` is given.
     """
@@ -128,7 +128,7 @@ class GradientReducer:
         self._flats: dict[int, torch.Tensor] = {}
         self._pending: list[Reduction] = []
         self._num_posted = 0
-        self._failure: PeerLost | None = None
+        self._failure: PeerLost | Interrupted | None = None
         self._others: Mapping[str, torch.Tensor] | None = None
 
     def begin(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -152,12 +152,11 @@ class GradientReducer:
         return tuple(sorted({worker_id for each in self._pending if not each.is_done() for worker_id in each.others}))
 
     def abandon(self) -> None:
-        """Give up what is under way."""
-        if self._pending:
-            self._flats = {}
+        """Give up what is under way: on a GPU, what is stuck in one group would hold up all others."""
+        self._flats = {}
         for reduction in self._pending:
             reduction.give_up()
-        self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
+        self._forget()
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -193,11 +192,13 @@ class GradientReducer:
             for index, bucket in enumerate(self.buckets):
                 reduced.update(self._sums_of(index, bucket, plus or {}))
         except BaseException:
-            self._flats = {}
+            self.abandon()
             raise
-        finally:
-            self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
+        self._forget()
         return reduced
+
+    def _forget(self) -> None:
+        self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
 
     def _note(self, missing: list[int], index: int) -> Callable[[torch.Tensor], None]:
         """Make the hook that counts a bucket's final gradients, and posts what is complete."""
@@ -223,7 +224,7 @@ class GradientReducer:
             flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
             try:
                 self._pending.append(self._groups[bucket.key].all_reduce(flat))
-            except PeerLost as error:
+            except (PeerLost, Interrupted) as error:
                 self._failure = error
 
     def _flatten(self, bucket: Bucket, out: torch.Tensor | None) -> torch.Tensor:
@@ -286,8 +287,8 @@ class Reducers:
         """Return the groups in which this worker's gradients are summed with those of others."""
         return [] if committee is None else [bucket.key for bucket in self._buckets_of(committee)]
 
-    def squared_norm(self, committee: Committee, reduced: Mapping[str, torch.Tensor]) -> float:
-        """Return the part of the squared global gradient norm that this worker counts."""
+    def squared_norm(self, committee: Committee, reduced: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the part of the squared global gradient norm that this worker counts, a scalar; None for none."""
         return squared_norm(self._buckets_of(committee), reduced, self._worker_id)
 
     def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
@@ -302,10 +303,12 @@ class Reducers:
         return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups)
 
 
-def squared_norm(buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId) -> float:
-    """The part of the squared global gradient norm that a worker counts."""
+def squared_norm(
+    buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId
+) -> torch.Tensor | None:
+    """Return the part of the squared global gradient norm that a worker counts, a scalar; None for none."""
     counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(worker_id) for name in bucket.parameters]
     if not counted:
-        return 0.0
+        return None
     norms = torch.stack(torch._foreach_norm(counted)).double()
-    return float((norms * norms).sum())
+    return (norms * norms).sum()

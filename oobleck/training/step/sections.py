@@ -48,6 +48,7 @@ class _Posted:
     losses: list[torch.Tensor]
     loss: HostCopy | None
     counted: list[int]
+    num_items: int
     sums: dict[str, torch.Tensor] | None = None
     """Once they are all here."""
     subject: Subject | None = None
@@ -150,8 +151,9 @@ class SectionSums:
                 own[name], parameter.grad = parameter.grad.detach(), None
         losses, work.losses = work.losses, []
         counted, work.counted = work.counted, []
+        num_items, work.num_items = work.num_items, 0
         loss = HostCopy(torch.stack(losses)) if losses else None
-        self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counted=counted)
+        self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counted=counted, num_items=num_items)
         reducer.begin(own)
 
     def _take_sums(self) -> bool:
@@ -165,7 +167,7 @@ class SectionSums:
         section = self._section
         loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
         section.subject = Subject(Topic.SECTION, section.work.step, number)
-        part = Totals((loss,), Tally.of(section.counted))
+        part = Totals((loss, float(section.num_items)), Tally.of(section.counted))
         self._agreements.bring(self._plan.committee, section.subject, part)
 
     def _take_totals(self) -> SectionTotals | None:
@@ -174,7 +176,8 @@ class SectionSums:
         if not self._agreements.is_done(committee, subject):
             return None
         total = self._agreements.wait(committee, subject, self._commit_state.is_fenced)
-        return SectionTotals(total.numbers[0], total.counted)
+        loss, num_items = total.numbers
+        return SectionTotals(loss, total.counted, int(num_items))
 
     def _fold(self) -> None:
         sums = self._section.sums
@@ -194,6 +197,7 @@ class SectionSums:
         reducer.abandon()
         work.losses = [*section.losses, *work.losses]
         work.counted = [*section.counted, *work.counted]
+        work.num_items += section.num_items
         for name, gradient in section.own.items():
             parameter = reducer.parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.commit import CommitState, Compute
+from oobleck.control.commit import FAILURES, CommitState, Compute
 from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
-from oobleck.training.comm import Waiter, synchronize
+from oobleck.training.comm import DeviceWork, Waiter
 from oobleck.training.data import Dataset, samples_of_step
 from oobleck.training.model import StageModel, WeightGradients
 
@@ -22,6 +22,8 @@ from .step_timer import StepTimer
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
 __all__ = ["StepInFlight"]
+
+_DEVICE_POLL_S = 2e-4
 
 
 class StepInFlight:
@@ -37,7 +39,9 @@ class StepInFlight:
         commit_state: CommitState,
         waiter: Waiter,
         step_timer: StepTimer,
+        device_work: DeviceWork | None,
     ) -> None:
+        """`device_work` is None where the host computes."""
         self._job = job
         self._dataset = dataset
         self._model = model
@@ -45,6 +49,7 @@ class StepInFlight:
         self._commit_state = commit_state
         self._waiter = waiter
         self._step_timer = step_timer
+        self._device_work = device_work
         self._put_off = self._put_off_weights() if job.may_split_backward else None
         self._batch: GlobalBatch | None = None
         self._work: StepWork | None = None
@@ -73,12 +78,12 @@ class StepInFlight:
     def begin(self, step: int, *, scale: float) -> None:
         """Begin a step; its loss is multiplied by `scale`. Raises Interrupted if its records never come."""
         self._model.loss_scale = scale
-        samples, num_items = self._samples_of(step)
+        samples, divisor = self._samples_of(step)
         self._batch = GlobalBatch(
             dataset=self._dataset,
             step=step,
             samples=samples,
-            num_items=num_items,
+            divisor=divisor,
             microbatch_size=self._job.microbatch_size,
             seed=self._job.seed,
         )
@@ -93,7 +98,8 @@ class StepInFlight:
         self._step_timer.forget_step()
 
     def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
-        """Return the samples of a step, and the tokens they predict; from shards, once its records are known."""
+        """Return a step's samples, and what to divide its losses by: the tokens that they predict, as far as that is
+        known without reading them. From shards, once its records are known."""
         batch, records = self._job.global_batch_size, self._dataset.records
         if records is None:
             samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
@@ -116,8 +122,16 @@ class StepInFlight:
     def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
         """Run this stage's program for some microbatches; where it posts sums, with this reducer.
 
-        Raises Interrupted, PeerLost or ShardUnreadable.
+        Raises Interrupted, PeerLost or ShardUnreadable; then no plan keeps the pipeline, and its edges are ended.
         """
+        try:
+            self._run(pipeline_rank, program, reducer)
+        except FAILURES:
+            if pipeline_rank.group is not None:
+                pipeline_rank.group.abort()
+            raise
+
+    def _run(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
         schedule = compile_schedule(
             pipeline_rank.schedule,
             num_stages=pipeline_rank.num_stages,
@@ -135,17 +149,24 @@ class StepInFlight:
             self._commit_state,
             put_off=self._put_off if pipeline_rank.splits_backward else None,
             sections=self._sections if program.num_sections > 1 else None,
+            device_work=self._device_work,
         )
         around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
         self._waiter.take_longest_s()
         began_s, waited_s = time.monotonic(), self._waiter.waited_s
         execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)
-        synchronize(self._model.device)  # kernels are launched, not yet computed, and times count what is computed
+        waited_s, longest_wait_s = self._waiter.waited_s - waited_s, self._waiter.take_longest_s()
+        if self._device_work is not None:  # kernels are launched, not yet computed, and times count what is computed
+            self._device_work.mark()
+            self._waiter.wait(self._device_work.is_done, self._commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
+        ended_s = time.monotonic()
+        if self._device_work is not None:
+            waited_s = max(0.0, ended_s - began_s - self._device_work.seconds())
         self._step_timer.add(
             began_s,
-            time.monotonic(),
-            waited_s=self._waiter.waited_s - waited_s,
-            longest_wait_s=self._waiter.take_longest_s(),
+            ended_s,
+            waited_s=waited_s,
+            longest_wait_s=longest_wait_s,
             num_microbatches=len(program.microbatches),
         )
 

@@ -13,7 +13,7 @@ from oobleck.training.comm import Group, Pending
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
 from oobleck.training.model import MicrobatchKey, Share
 
-__all__ = ["GlobalBatch", "PipelineRank", "StepWork"]
+__all__ = ["GlobalBatch", "PipelineRank", "StepWork", "item_share_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,9 @@ class GlobalBatch:
     step: int
     samples: Sequence[int]
     """Indices."""
-    num_items: int
-    """Predicted tokens in the step: what its loss is averaged over."""
+    divisor: int
+    """What its losses are divided by while it runs: predicted tokens, as far as they are known without reading them.
+    When all is summed, `item_share_of` those that were counted corrects it."""
     microbatch_size: int
     seed: int
 
@@ -103,10 +104,24 @@ class StepWork:
     """Its microbatches' losses, on the device, where it is the one to report them; on last stages only."""
     counted: list[int] = field(default_factory=list)
     """Each microbatch as often as it went through, noted by first stages, where it ends."""
+    num_items: int = 0
+    """Tokens that count in the microbatches of `losses`."""
     sends: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
-    """Posted sends and what they read from."""
+    """Posted sends and what they read from, where their group does not keep it."""
 
-    @property
-    def loss(self) -> float:
-        """Its share of the step's loss. Waits for the device."""
-        return sum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+    def loss_and(self, squared_norm: torch.Tensor | None) -> tuple[float, float]:
+        """Return its share of the step's loss, and the value of a squared norm, if there is one, else 0.
+
+        Both are read at once, as that is where the host waits for the device: once in a step.
+        """
+        read = self.losses if squared_norm is None else [*self.losses, squared_norm]
+        values = torch.stack([each.double() for each in read]).tolist() if read else []
+        return sum(values[: len(self.losses)], 0.0), sum(values[len(self.losses) :], 0.0)
+
+
+def item_share_of(num_items: float, *, divisor: int) -> float:
+    """Return what sums that were divided by `divisor` must be divided by as well, to be means over `num_items` tokens.
+
+    Exactly 1 where the two agree. Where no token counts, there is no mean: the sums, which are zero, stay as they are.
+    """
+    return num_items / divisor if num_items else 1.0

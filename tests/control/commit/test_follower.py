@@ -24,6 +24,7 @@ from oobleck.control.commit.worker_effects import (
     BeginStep,
     Compute,
     EffectOutcome,
+    EndTransfers,
     Evaluate,
     Evaluation,
     Exchange,
@@ -407,7 +408,7 @@ def test_a_first_order_is_adopted_and_all_steps_are_run():
     asked = driver.follow(update(1))
     first = [*STEP[:2], "ReportResumed", *STEP[2:]]
     last = [*STEP[:-1], "Save"]
-    assert names(asked) == ["ForgetStep", *ADOPT, *first, *STEP, *last, "ReportFinished"]
+    assert names(asked) == ["ForgetStep", *ADOPT, *first, "EndTransfers", *STEP, *last, "ReportFinished"]
     assert driver.applied == 3
     said = [effect.message for effect in asked if isinstance(effect, Say)]
     assert said == [StepCommitted(device=0, record=record(step)) for step in (1, 2, 3)]
@@ -430,7 +431,7 @@ def test_the_wish_to_stop_goes_into_the_commit_and_ends_training():
     driver = Driver()
     driver.commit_state.want_stop()
     asked = driver.follow(update(1))
-    assert names(asked)[-2:] == ["Save", "ReportFinished"]
+    assert names(asked)[-3:] == ["Save", "EndTransfers", "ReportFinished"]
     assert driver.applied == 1
 
 
@@ -638,6 +639,20 @@ def test_a_worker_that_missed_a_step_keeps_nothing():
     driver.follow(update(1))
     asked = driver.follow(update(2, ROW, boundary=1, transfers=moved(2, 3)))
     assert next(effect.keep for effect in asked if isinstance(effect, Adopt)) == ()
+
+
+def test_groups_in_which_layers_moved_end_with_the_first_commit_under_their_plan():
+    """Not before it: another worker may still be receiving."""
+    driver = Driver()
+    fenced(driver, Reduce)
+    driver.follow(update(1, transfers=moved(2)))
+    driver.upset = lambda _effect: None
+    driver.follow(update(2, ROW, transfers=moved(3)))
+    assert [effect for effect in driver.log if isinstance(effect, EndTransfers)] == [
+        EndTransfers((GroupKey("transfer", 2, (A, C)),))
+    ]
+    whole = names(driver.log)
+    assert whole.index("Apply") < whole.index("EndTransfers") < len(whole) - 1 - whole[::-1].index("Apply")
 
 
 def test_a_layer_moves_in_a_group_of_two_in_which_others_have_no_part():

@@ -842,6 +842,22 @@ def test_nobody_is_let_go_whom_the_job_cannot_go_on_without():
     assert "n1" in bench.updates[-1].plan.nodes
 
 
+def test_a_run_whose_nodes_are_all_drained_and_have_notice_stops_with_all_of_them():
+    """As where a StatefulSet is deleted: the API says so of each pod, and each agent has SIGTERM."""
+    bench = training()
+    for node in ("n0", "n1", "n2"):
+        bench.feed(DrainRequested(node=node))
+    for node in ("n0", "n1", "n2"):
+        bench.say(node, Leaving(reason="SIGTERM"))
+    bench.feed(stop())
+    answer_all(bench, "n0", "n1", "n2")
+    assert set(bench.updates[-1].plan.nodes) == {"n0", "n1", "n2"}
+    assert bench.messages(bench.commands)[-3:] == [FinishStep(device=0)] * 3
+    for node in ("n0", "n1", "n2"):
+        bench.say(node, Finished(device=0, applied=1))
+    assert bench.ended is not None
+
+
 @pytest.mark.parametrize("node", ["nobody", "n9"])
 def test_only_nodes_that_train_can_be_drained(node: str):
     bench = training()
@@ -1096,6 +1112,24 @@ def test_the_third_loss_in_ten_minutes_is_no_promise_to_try_again():
     assert [entry.is_tried_again for entry in bench.journal(NodeLost)] == [True, True, False]
     assert bench.journal(Notice)[-1].level == "warning"
     assert "n2" in bench.journal(Notice)[-1].text
+
+
+def test_a_node_that_ends_again_and_again_and_always_comes_back_is_left_out():
+    bench = patient()
+    came = AddRequested(spec=bench.nodes[2], by_itself=True)
+    for number in range(3):
+        bench.fail("n2")
+        answer_all(bench, "n0", "n1")
+        bench.resume("n0", "n1")
+        back = bench.feed(came)
+        assert (Connect(node=bench.nodes[2]) in back) == (number < 2)
+        if number < 2:
+            bench.up("n2", pid=99 + number)
+            bench.say("n2", ready(pid=200 + number))
+            answer_all(bench, "n0", "n1", "n2")
+            bench.resume("n0", "n1", "n2")
+    assert "`oobleck add n2` adds it at once" in bench.journal(Notice)[-1].text
+    assert Connect(node=bench.nodes[2]) in bench.feed(AddRequested(spec=bench.nodes[2]))
 
 
 def test_a_node_that_the_user_kills_is_not_tried_again():

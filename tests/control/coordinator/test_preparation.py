@@ -76,6 +76,23 @@ def test_another_environment_is_told_with_what_to_change(bench: Bench, fields, w
     assert words in bench.ended.reason
 
 
+def test_a_profile_is_of_the_memory_that_its_gpu_had():
+    """One that was measured while other programs held less of it would promise memory that is not there."""
+
+    def key(memory_bytes: int | None) -> str:
+        bench = Bench(Shape(num_nodes=1))
+        bench.up("n0")
+        (looks,) = (
+            command
+            for command in bench.say("n0", ready(device_memory_bytes=memory_bytes))
+            if isinstance(command, LookUpProfile)
+        )
+        return looks.key
+
+    assert len({key(None), key(72 << 30), key(41 << 30)}) == 3
+    assert key(72 << 30) == key(72 << 30)
+
+
 def test_the_first_worker_settles_which_profile_is_looked_up(bench: Bench):
     bench.up("n0")
     bench.up("n1")

@@ -101,6 +101,7 @@ def test_the_loss_of_a_node_is_told_with_its_cost():
         (Exited(exit_code=3), Failure.EXITED),
         (Unseen(), Failure.EXITED),
         (raising(ErrorKind.MEMORY), Failure.OUT_OF_MEMORY),
+        (raising(ErrorKind.DEVICE), Failure.DEVICE),
         (raising(ErrorKind.PEER), Failure.PEER),
         (raising(ErrorKind.DATA), Failure.DATA_ERROR),
         (raising(ErrorKind.JOB), Failure.JOB_ERROR),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from oobleck.control.journal import (
@@ -28,6 +30,7 @@ SPEC = NodeSpec(name="n9", host="n9")
     ("entry", "text"),
     [
         (NodeAdded(t_s=1.0, node=SPEC), "n9 is added"),
+        (NodeAdded(t_s=1.0, node=replace(SPEC, origin="Slurm's job 17")), "n9 is added (Slurm's job 17)"),
         (NodeLeft(t_s=1.0, node="n9"), "n9 has left"),
         (
             WorkerDown(t_s=1.0, node="n9", device=0, pid=8, end=Killed(signal=9)),

@@ -10,6 +10,7 @@ from oobleck.control.journal import (
     ConnectionLost,
     JobEnded,
     LossCause,
+    NodeAdded,
     NodeConnected,
     NodeLost,
     Notice,
@@ -21,6 +22,7 @@ from oobleck.control.journal.sentences import sentence
 from oobleck.control.journal.snapshot import NodeState, RunSnapshot, RunState, WorkState
 from oobleck.control.journal.summary import summarize
 from oobleck.control.journal.view import RunView, level_of
+from oobleck.job import NodeSpec
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 
 NODES = ("node0", "node1", "node2", "node3")
@@ -137,6 +139,14 @@ def test_a_lost_node_that_connects_again_is_no_longer_lost():
 def test_a_node_that_joins_is_added():
     joined = NodeConnected(t_s=9.0, node="node9", agent_pid=5)
     assert [node.name for node in seen(*START, joined).nodes] == [*NODES, "node9"]
+
+
+def test_a_node_shows_what_has_given_it_last():
+    first, again = (
+        NodeSpec(name="node9", host="node9", origin=origin) for origin in ("pod x", "pod x on another machine")
+    )
+    nodes = seen(*START, NodeAdded(t_s=9.0, node=first), NodeAdded(t_s=19.0, node=again)).nodes
+    assert {node.name: node.origin for node in nodes} == {**dict.fromkeys(NODES, ""), "node9": again.origin}
 
 
 def test_a_plan_without_pipelines_is_waiting():

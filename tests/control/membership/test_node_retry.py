@@ -50,6 +50,25 @@ def test_the_third_loss_within_ten_minutes_is_the_last_until_it_is_forgiven():
     assert node_retry.note_lost(SPEC, 600.0)
 
 
+def test_one_that_comes_back_by_itself_again_and_again_stays_out_until_its_losses_are_old():
+    node_retry = NodeRetry(first_wait_s=10.0)
+    for lost_s in (0.0, 5.0, 10.0):
+        assert node_retry.note_back(SPEC, lost_s - 1.0)
+        node_retry.note_lost(SPEC, lost_s)
+    assert not node_retry.note_back(SPEC, 12.0)
+    assert node_retry.due_s == 600.0
+    assert node_retry.take_due(600.0) == (SPEC,)
+    node_retry.note_lost(SPEC, 700.0)
+    assert node_retry.note_back(SPEC, 701.0), "one loss in ten minutes is no quarantine"
+
+
+def test_one_in_quarantine_that_is_here_is_not_tried_where_the_user_wants_that():
+    node_retry = NodeRetry(first_wait_s=0.0)
+    assert all(node_retry.note_lost(SPEC, 0.0) for _ in range(3))
+    assert not node_retry.note_back(SPEC, 1.0)
+    assert node_retry.due_s == math.inf
+
+
 def test_losses_long_ago_do_not_count():
     node_retry = NodeRetry(first_wait_s=10.0)
     assert all(node_retry.note_lost(SPEC, 301.0 * number) for number in range(20))

@@ -67,6 +67,7 @@ def some_of(layout: ExecutionPlan, generation: int, number: int) -> PartialStep:
     return PartialStep(
         microbatches=tuple(sorted(share[0] for share in shares_of(layout))),
         loss=0.5,
+        num_items=3,
         generation=generation,
         number=number,
     )

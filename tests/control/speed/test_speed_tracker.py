@@ -130,9 +130,12 @@ def test_workers_that_report_at_different_times_are_heard_too(plan):
     assert True in report(paces, plan, {"n1": 2.0}, times=2)
 
 
-@pytest.mark.parametrize(("step_s", "found_s"), [(2.5, 15.0), (0.4, 6 * 1.2), (1.0, 6.0), (0.0, 6.0)])
-def test_a_slow_node_is_found_out_by_its_sixth_report(step_s: float, found_s: float):
-    assert found_out_s(step_s) == pytest.approx(found_s)
+@pytest.mark.parametrize(
+    ("step_s", "num_workers", "found_s"),
+    [(2.5, 8, 15.0), (0.4, 8, 6 * 1.2), (1.0, 1000, 6.0), (0.0, 8, 6.0), (0.4, 10_000, 60.0), (3.0, 10_000, 72.0)],
+)
+def test_a_slow_node_is_found_out_by_its_sixth_report(step_s: float, num_workers: int, found_s: float):
+    assert found_out_s(step_s, num_workers) == pytest.approx(found_s)
 
 
 def test_a_round_of_reports_costs_one_look(plan):

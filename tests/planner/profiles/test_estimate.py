@@ -118,7 +118,9 @@ def test_a_blocks_time_is_its_operations_at_the_assumed_rate() -> None:
 
 def test_recomputing_trades_memory_for_time() -> None:
     plain, frugal = estimate().layers[1], estimate(checkpointing=True).layers[1]
-    assert frugal.activation_bytes == frugal.output_bytes < plain.activation_bytes
+    # Autocast leaves the hidden states between blocks in float32.
+    assert frugal.activation_bytes == frugal.message_bytes == 2 * frugal.output_bytes < plain.activation_bytes
+    assert frugal.transient_bytes == plain.transient_bytes + plain.activation_bytes
     assert frugal.backward_s[1] == pytest.approx(plain.backward_s[1] + plain.forward_s[1])
 
 
@@ -127,6 +129,14 @@ def test_half_precision_halves_activations_and_keeps_the_state() -> None:
     assert 2 * half.activation_bytes == full.activation_bytes
     assert half.state_bytes == full.state_bytes == 12 * model_shape("gpt2").block_params
     assert half.forward_s[1] < full.forward_s[1]
+
+
+def test_what_a_gpu_holds_besides_is_not_counted_in_a_hosts_memory() -> None:
+    on_gpu, on_host = estimate(), estimate(device="CPU")
+    counted = ("copy_bytes", "transient_bytes", "message_bytes")
+    assert {getattr(layer, name) for layer in on_host.layers for name in counted} == {0}
+    assert {name for layer in on_gpu.layers[:-1] for name in counted if not getattr(layer, name)} == set()
+    assert on_host.device.communication_bytes == 0 < on_gpu.device.communication_bytes
 
 
 def test_more_devices_share_the_work_and_pay_for_reductions() -> None:

@@ -37,6 +37,14 @@ def test_the_documented_file_is_read() -> None:
     assert not profile.estimated
 
 
+def test_what_older_files_do_not_count_is_zero_and_not_written() -> None:
+    profile = profile_from_json(DESIGNED)
+    (layer,) = profile.layers
+    assert (layer.copy_bytes, layer.transient_bytes, layer.message_bytes) == (0, 0, 0)
+    assert profile.device.communication_bytes == 0
+    assert json.loads(profile_to_json(profile)) == json.loads(DESIGNED) | {"estimated": False}
+
+
 @given(profile=profiles(device_counts=(1, 2, 4)))
 def test_the_text_form_and_its_inverse(profile: Profile) -> None:
     assert profile_from_json(profile_to_json(profile)) == profile
@@ -58,6 +66,8 @@ def test_the_text_form_and_its_inverse(profile: Profile) -> None:
         (changed(lambda d: d.update(microbatch_size=0)), "must be from 1 to"),
         (changed(lambda d: d.update(device=3)), "device must be an object, not int"),
         (changed(lambda d: d["device"].update(memory_bytes=0)), "memory_bytes is 0; it must be from 1 to"),
+        (changed(lambda d: d["device"].update(communication_bytes=-1)), "communication_bytes is -1; it must be from 0"),
+        (changed(lambda d: d["layers"][0].update(copy_bytes="4")), "copy_bytes is '4'; it must be a whole number"),
         (changed(lambda d: d["network"].update(intra_node_latency_s=-1)), "intra_node_latency_s is -1.0"),
         (changed(lambda d: d["network"].update(inter_node_bytes_per_s=True)), "is True; it must be a number"),
         (

@@ -62,9 +62,14 @@ def fits_independently(profile: Profile, template: PipelineTemplate, max_in_flig
     for index, stage in enumerate(template.stages):
         layers = [profile.layers[layer] for layer in stage.layers]
         in_flight = min(template.num_stages - index, max_in_flight)
-        used = sum(
-            2 * layer.param_bytes + layer.optimizer_bytes + in_flight * layer.activation_bytes for layer in layers
-        )
+        received = profile.layers[stage.first_layer - 1].message_bytes if index else 0
+        sent = layers[-1].message_bytes if index + 1 < template.num_stages else 0
+        used = max(layer.transient_bytes for layer in layers)
+        for layer in layers:
+            used += 2 * layer.param_bytes + layer.optimizer_bytes + layer.copy_bytes
+            used += in_flight * layer.activation_bytes
+        # Three messages at each neighbour, and the outputs that wait for their gradients; on each device.
+        used += stage.num_devices * (3 * received + 3 * sent + in_flight * sent + profile.device.communication_bytes)
         if used > stage.num_devices * profile.device.memory_bytes:
             return False
     return True

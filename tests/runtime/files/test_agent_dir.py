@@ -240,7 +240,7 @@ def test_without_a_variable_both_take_the_same_directory(monkeypatch: pytest.Mon
 
 
 def test_agents_are_found_where_the_named_directory_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = f"tag-{tmp_path.name}"
+    run = f"tag-{tmp_path.parent.name}-{tmp_path.name}"
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     directory = AgentDir(run, "node1")
     directory.create()

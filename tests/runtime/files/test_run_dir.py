@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -149,6 +150,18 @@ def test_a_run_is_the_same_by_every_name_of_its_base_directory(tmp_path, monkeyp
     runs[1].create()
     assert {run.path for run in runs} == {scratch / "t"}
     assert len({run.run_id for run in runs}) == len({run.control_socket for run in runs}) == 1
+
+
+def test_a_master_on_another_machine_with_the_same_directory_takes_up_the_same_run(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    run = run_in(tmp_path)
+    run.create()
+    name, others = run.run_id, run_in(tmp_path / "other").run_id
+    assert name != others
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-pod")
+    run_in(tmp_path).create()
+    assert run_in(tmp_path).run_id == name
+    assert run_in(tmp_path / "other").run_id != others, "a directory of its own belongs to the machine"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")

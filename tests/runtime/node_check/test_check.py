@@ -11,6 +11,7 @@ from oobleck.job import NodeSpec
 from oobleck.runtime.node_check.check import check_nodes
 from oobleck.runtime.ssh.client import open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes
+from tests.runtime.ssh_servers import connections_by
 
 
 def closed_port() -> int:
@@ -22,10 +23,10 @@ def closed_port() -> int:
 async def test_nodes_that_work_are_healthy_and_one_that_cannot_be_reached_is_named(tmp_path):
     told: list[str] = []
     gone = NodeSpec(name="gone", host="127.0.0.1", port=closed_port(), user="oobleck")
-    async with open_ssh_loop(), serve_local_nodes(2) as (nodes, options):
+    async with open_ssh_loop(), serve_local_nodes(2) as (nodes, options), connections_by(options) as connections:
         report = await check_nodes(
             (*nodes, gone),
-            options,
+            connections,
             python=sys.executable,
             directory=PurePosixPath(tmp_path),
             slow_factor=100.0,  # this machine may be busy with anything
@@ -48,9 +49,9 @@ async def test_nodes_that_work_are_healthy_and_one_that_cannot_be_reached_is_nam
 
 
 async def test_an_interpreter_that_is_not_there_is_named(tmp_path):
-    async with open_ssh_loop(), serve_local_nodes(1) as (nodes, options):
+    async with open_ssh_loop(), serve_local_nodes(1) as (nodes, options), connections_by(options) as connections:
         report = await check_nodes(
-            nodes, options, python="/no/python", directory=PurePosixPath(tmp_path), slow_factor=2.0
+            nodes, connections, python="/no/python", directory=PurePosixPath(tmp_path), slow_factor=2.0
         )
     (node,) = report.nodes
     assert node.verdict.health is Health.FAULTY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -135,6 +136,29 @@ async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_li
         worker.kill()
         assert await worker.wait() == Unseen()
         directory.fork_server_socket.unlink()
+
+
+class _Hurried(AgentDir):
+    """The server has ended by the time that its process id is noted."""
+
+    def note_fork_server(self, pid: int) -> None:
+        super().note_fork_server(pid)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", [AgentDir, _Hurried])
+async def test_a_server_that_ends_at_once_has_ended_whether_it_could_be_spoken_to_or_not(
+    directory: AgentDir, kind: type[AgentDir]
+) -> None:
+    host = ForkingWorkerHost(kind("run", "node0"), server=("/bin/sh", "-c", "exit 3"))
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(host.run)
+            told = [await host.server_ended() for _ in range(4)]
+            nursery.cancel_scope.cancel()
+    assert [ended.end for ended in told] == [Exited(exit_code=3)] * 4
+    directory.fork_server_socket.unlink()
 
 
 async def test_a_server_that_cannot_be_started_is_given_up_with_the_reason(directory: AgentDir) -> None:

@@ -39,7 +39,7 @@ async def test_a_server_that_does_not_answer_delays_nobody_at_another():
         for _ in range(20):
             nursery.start_soon(wait_for_ever)
         await trio.testing.wait_all_tasks_blocked()
-        with trio.fail_after(1):
+        with trio.fail_after(30):
             async with logins.turn("other"):
                 pass
         nursery.cancel_scope.cancel()
@@ -51,7 +51,7 @@ async def test_one_who_is_cancelled_gives_its_turn_back(autojump_clock):
         with trio.move_on_after(1):
             async with logins.turn("one"):
                 await trio.sleep_forever()
-    with trio.fail_after(1):
+    with trio.fail_after(30):
         async with logins.turn("one"):
             pass
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -46,6 +46,25 @@ def test_a_model_that_was_imported_and_exported_is_the_same_model(saved: Path, t
     assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())
     ids = torch.arange(8)[None]
     assert torch.equal(before.eval()(ids).logits, after.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", sorted(SIZES))
+def test_a_model_that_classifies_is_exported_as_one(model_type: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES[model_type], num_labels=3, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    export_model(import_model(tmp_path / "model", tmp_path / "imported"), tmp_path / "exported")
+    before, after = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).eval() for name in ("model", "exported")
+    )
+    ids = torch.arange(1, 9)[None]
+    assert before(ids).logits.shape == (1, 3)
+    assert torch.equal(before(ids).logits, after(ids).logits)
+
+
+def test_adapters_alone_need_adapters(saved: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(saved, tmp_path / "imported")
+    with pytest.raises(ConfigError, match="there are no adapters in it; export it as hf"):
+        export_model(checkpoint, tmp_path / "exported", adapters_alone=True)
 
 
 def test_a_harmed_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:

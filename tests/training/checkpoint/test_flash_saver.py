@@ -13,6 +13,7 @@ import torch
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
+from tests.training.fake_cuda import FakeCuda
 
 STEM = "device0"
 
@@ -101,3 +102,28 @@ def test_layers_that_change_get_memory_of_their_own(tmp_path: Path, count: int) 
     for layers in (range(count), range(count + 1)):
         saver.save({layer: {"w": torch.ones(8)} for layer in layers}, name="s", step=1, generation=1)
         assert reports.get(timeout=30).layers == tuple(layers)
+
+
+def test_a_gpus_state_is_copied_beside_what_it_computes_into_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, reports = FakeCuda(monkeypatch), queue.SimpleQueue[SavedLayers]()
+    device = torch.device("cuda", 2)
+    saver = FlashSaver(tmp_path / "memory", STEM, metadata={}, report=reports.put, device=device)
+    reader = StateReader(tmp_path / "memory", STEM, CheckpointDirectory(tmp_path / "disk"))
+    for size in (3000, 5000):
+        cuda.log.clear()
+        weights = torch.full((size,), float(size))
+        saver.save({0: {"weight": weights}}, name=f"of {size}", step=size, generation=1)
+        saver.settle()
+        assert reports.get(timeout=30).problem is None
+        assert torch.equal(reader.load(f"of {size}", 0)["weight"], weights)
+        assert cuda.log == [
+            "stream 1 waits for an event of computing",
+            "copy on stream 1",
+            "checkpoint waits for an event of stream 1",
+        ], "what computes waits for nothing"
+        sizes = [registered // 100 for registered in cuda.registered.values()]
+        assert sizes == [4 * size // 100] * 2, "both slots, and none of a share before"
+        assert all(address % 4096 == 0 for address in cuda.registered)
+    assert cuda.computes_on == {"checkpoint": device}

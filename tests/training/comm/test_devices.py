@@ -1,10 +1,35 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from oobleck.errors import ConfigError
-from oobleck.training.comm.devices import Carrier, carrier_of, choose_device, device_identity, device_memory_bytes
+from oobleck.training.comm.devices import (
+    Carrier,
+    carrier_of,
+    choose_device,
+    device_identity,
+    device_memory_bytes,
+    prepare_nccl,
+)
+
+PREPARED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is put back
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_streams_of_a_gpu_have_as_many_queues_as_there_can_be(monkeypatch: pytest.MonkeyPatch):
+    choose_device("cuda", 0, num_devices=1)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    choose_device("cuda", 0, num_devices=1)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1", "what the user sets stays"
 
 
 def test_a_worker_computes_on_the_gpu_that_its_hostfile_names():
@@ -33,6 +58,51 @@ def test_nccl_carries_sums_where_each_member_has_a_gpu_of_its_own(identities: li
     assert carrier_of(identities) is carrier
 
 
+def test_nccl_connects_over_the_interface_of_the_address_that_the_hostfile_gives(monkeypatch: pytest.MonkeyPatch):
+    for name in ("NCCL_SOCKET_IFNAME", *(name for name in PREPARED)):
+        monkeypatch.setenv(name, "as it was")  # so that it is put back
+        monkeypatch.delenv(name)
+    for address in ("127.0.0.1", "localhost", "lo"):
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        prepare_nccl(address)
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert {os.environ[name] for name in PREPARED} == {"0"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0,ib1")
+    prepare_nccl("127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0,ib1", "what the user sets stays"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    prepare_nccl("192.0.2.1")  # RFC 5737: nobody has it
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
 def test_a_cpu_is_no_gpu():
     assert device_identity(torch.device("cpu")) is None
     assert device_memory_bytes(torch.device("cpu"), num_sharing=1) is None
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The free and all of the memory of a GPU, which a test may change."""
+    memory = [80 * GIB, 80 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: tuple(memory))
+    return memory
+
+
+def test_what_others_hold_of_a_gpu_is_not_the_jobs(gpu: list[int]):
+    device = torch.device("cuda", 3)
+    assert device_memory_bytes(device, num_sharing=1) == 72 * GIB, "a tenth is left"
+    gpu[0] -= 30 * GIB + 5
+    assert device_memory_bytes(device, num_sharing=1) == 41 * GIB, "whole GiB"
+    assert device_memory_bytes(device, num_sharing=4) == 18 * GIB, "peers and others cannot be told apart"
+    assert device_memory_bytes(device, num_sharing=1, wanted_bytes=45 * GIB + 7) == 45 * GIB + 7
+
+
+def test_a_gpu_that_others_have_filled_is_named(gpu: list[int]):
+    gpu[0] = 8 * GIB
+    with pytest.raises(ConfigError, match=r"no room for a model.*cuda:3.*of its 80.0 GiB, of which 8.0 GiB are free"):
+        device_memory_bytes(torch.device("cuda", 3), num_sharing=1)
+    with pytest.raises(ConfigError, match=r"device_memory_bytes asks for 9.0 GiB.*8.0 GiB are free"):
+        device_memory_bytes(torch.device("cuda", 3), num_sharing=1, wanted_bytes=9 * GIB)

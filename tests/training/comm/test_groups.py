@@ -65,15 +65,22 @@ def until(holds: Callable[[], bool]) -> bool:
 
 
 def settled(look: Callable[[], tuple[int, int]], expected: tuple[int, int] | None) -> tuple[int, int]:
-    """What is held once it is what is expected; without an expectation, once it stays for more than a second."""
+    """What is held once it is no more than expected; without an expectation, once it stays for more than a second.
+
+    It may be less: on a busy machine what an earlier test has left may take longer to end.
+    """
     end_s = time.monotonic() + PATIENCE_S
     looks: list[tuple[int, int]] = []
     while time.monotonic() < end_s:
         looks.append(look())
-        if looks[-1] == expected or (expected is None and looks[-30:] == [looks[-1]] * 30):
+        if is_within(looks[-1], expected) if expected else looks[-30:] == [looks[-1]] * 30:
             break
         time.sleep(0.05)
     return looks[-1]
+
+
+def is_within(held: tuple[int, int], expected: tuple[int, int]) -> bool:
+    return all(now <= before for now, before in zip(held, expected, strict=True))
 
 
 class Peer:
@@ -156,8 +163,8 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
         peer.say(let_go=generation)
         if generation > 1:
             there.append(settled(peer.holdings, there[-1] if there else None))
-    assert here[0] == here[1]
-    assert there[0] == there[1]
+    assert is_within(here[1], here[0]), here
+    assert is_within(there[1], there[0]), there
 
 
 def wait_in_vain(one: LinkedTable, two: LinkedTable, keys: dict[str, GroupKey]) -> None:
@@ -181,6 +188,28 @@ def wait_in_vain(one: LinkedTable, two: LinkedTable, keys: dict[str, GroupKey]) 
     waiting.join()
     give_up(lambda interrupted: one.waiter.call(sends[0].wait, interrupted))
     give_up(sums[0].wait)
+
+
+def test_a_message_or_a_sum_may_take_longer_than_a_group_may_take_to_form() -> None:
+    """A stage may wait for minutes while the one before it compiles, or computes a long microbatch."""
+    two = [LinkedTable(worker_id, forming_timeout_s=3.0) for worker_id in (A, B)]
+    acquaint(two)
+    key = GroupKey("pipeline", 1, (A, B))
+    at_once(*(partial(member.groups.form, [key], never, generation=1) for member in two))
+    groups = [member.groups[key] for member in two]
+    received, summed = torch.zeros(2), torch.ones(2)
+    reduction = groups[1].all_reduce(summed)
+    is_late = threading.Timer(4.0, lambda: groups[0].send(torch.ones(2), 1, 7).wait())
+    is_late.start()
+    groups[1].receive(received, 0, 7)
+    is_late.join()
+    assert received.tolist() == [1.0, 1.0]
+    groups[0].all_reduce(torch.ones(2)).wait(never)
+    reduction.wait(never)
+    assert summed.tolist() == [2.0, 2.0]
+    for member in two:
+        member.groups.keep_only([], generation=2)
+        member.links.close()
 
 
 def test_variables_that_would_mix_groups_up_have_no_effect() -> None:
@@ -308,6 +337,48 @@ def test_sums_go_round_rings_in_which_each_has_two_neighbours() -> None:
         member.groups.keep_only([], generation=4)
         member.links.close()
     assert until(lambda: not ports & listening_ports())
+
+
+def test_links_that_only_formed_a_group_end_when_it_is_put_aside() -> None:
+    """The others live on: a worker is left with what it had before layers came to it from many."""
+    others = listening_ports()
+    five = members([WorkerId(node=f"n{index}", device=0) for index in range(5)])
+    target, *sources = five
+    kept = GroupKey("reduce", 1, tuple(member.worker_id for member in five))
+    moving = [GroupKey("transfer", 1, (target.worker_id, source.worker_id)) for source in sources]
+    at_once(*(partial(member.groups.form, [kept], never, generation=1) for member in five))
+    for member in five:
+        member.groups.keep_only([kept], generation=1)
+    ports, before = listening_ports() - others, settled(holdings, None)
+    forms = [
+        partial(source.groups.form, [key], never, generation=1) for source, key in zip(sources, moving, strict=True)
+    ]
+    at_once(partial(target.groups.form, moving, never, generation=1), *forms)
+    assert target.links.num_links >= 4  # more where both have called
+    for member in five:
+        member.groups.keep_only([kept, *moving], generation=1)
+    for member in five:
+        member.groups.put_aside(moving)
+
+    def have_no_links() -> bool:
+        for member in five:  # what somebody said late was read late, too
+            member.groups.put_aside(())
+        return all(member.links.num_links == 0 for member in five)
+
+    assert until(have_no_links)
+    assert is_within(settled(holdings, before), before)
+    assert at_once(*(partial(ones, member, kept) for member in five)) == [5.0] * 5
+    for member in five:
+        member.groups.keep_only([], generation=2)
+        member.links.close()
+    assert until(lambda: not ports & listening_ports())
+
+
+def ones(member: LinkedTable, key: GroupKey) -> float:
+    """One from each member."""
+    tensor = torch.ones(1)
+    member.groups[key].all_reduce(tensor).wait(never)
+    return float(tensor)
 
 
 def connections_to(ports: set[int]) -> list[int]:

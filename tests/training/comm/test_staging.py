@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,14 +14,19 @@ import torch
 
 from oobleck.control.commit.commit_state import Interrupted
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import Group, GroupKey
-from oobleck.training.comm.staging import Courier, HostCopy, Posting
+from oobleck.planner.costs import MESSAGES_AT_A_CUT
+from oobleck.training.comm.group import Group
+from oobleck.training.comm.groups import GroupKey
+from oobleck.training.comm.inbox import RECEIVES_AHEAD, Inbox
+from oobleck.training.comm.staging import CopyStreams, Courier, HostCopy, Posting, StagedReceive
 from oobleck.training.comm.sums import StagedSum
 from oobleck.training.comm.waiter import Waiter
+from tests.training.fake_cuda import FakeCuda
 from tests.training.table import LinkedTable, acquaint
 
 PLACES = tuple(WorkerId(node=node, device=0) for node in "ab")
 KEY = GroupKey("pipeline", 1, PLACES)
+CPU = torch.device("cpu")
 
 
 def _groups(*, stages: tuple[bool, bool], waiters: type[Waiter] = Waiter) -> tuple[Group, ...]:
@@ -105,12 +113,12 @@ def test_failures_to_post_are_told_to_those_who_wait():
     def refuse(_tensor: torch.Tensor) -> object:
         raise RuntimeError("connection closed by peer")
 
-    courier, announced = Courier("a test's"), threading.Event()
+    courier, announced = Courier("a test's", CPU), threading.Event()
     posting = Posting(HostCopy(torch.ones(1)), refuse)  # type: ignore[arg-type]
     courier.take(posting.run)
     with pytest.raises(RuntimeError, match="closed by peer"):
         posting.wait()
-    staged = StagedSum(torch.ones(1), courier, refuse, announced.set)  # type: ignore[arg-type]
+    staged = StagedSum(HostCopy(torch.ones(1)), torch.ones(1), courier, refuse, announced.set)  # type: ignore[arg-type]
     assert announced.wait(10)
     assert staged.is_done()
     with pytest.raises(RuntimeError, match="closed by peer"):
@@ -135,36 +143,11 @@ def test_a_sum_that_is_there_as_soon_as_it_is_posted_wakes_whoever_waits():
         if looks[-1]:
             looked.set()
 
-    courier = Courier("a test's")
-    staged = StagedSum(torch.ones(1), courier, lambda _: _DoneAtOnce(), look)  # type: ignore[arg-type, return-value]
+    courier = Courier("a test's", CPU)
+    staged = StagedSum(HostCopy(torch.ones(1)), torch.ones(1), courier, lambda _: _DoneAtOnce(), look)  # type: ignore[arg-type, return-value]
     posted.set()
     assert looked.wait(5), looks
     courier.close()
-
-
-class _FakeNccl:
-    """Stands for a group of NCCL's where there is no GPU; it knows who aborted it."""
-
-    def __init__(self) -> None:
-        self.aborted_by = ""
-        self.is_aborted = threading.Event()
-
-    def abort(self) -> None:
-        self.aborted_by = threading.current_thread().name
-        self.is_aborted.set()
-
-
-def test_what_nccl_has_under_way_is_aborted_on_another_thread_when_a_sum_is_given_up():
-    group, other = _groups(stages=(False, False))
-    nccl = _FakeNccl()
-    other.all_reduce(torch.zeros(1))
-    group.use_nccl(nccl, None, torch.zeros(1), 10.0)  # type: ignore[arg-type]  # it needs no store
-    with pytest.raises(Interrupted):
-        group.all_reduce(torch.ones(1)).wait(lambda: True)
-    assert nccl.is_aborted.wait(10)
-    assert nccl.aborted_by.startswith("abort ")
-    other.all_reduce(torch.ones(1)).wait(lambda: False)  # a group that is stuck cannot be destroyed
-    group.close()
 
 
 def test_whoever_waits_looks_again_where_nobody_tells():
@@ -206,3 +189,93 @@ def test_a_sum_of_gloos_announces_that_it_is_there():
         return tensor
 
     assert [found.tolist() for found in _both(work)] == [[2.0, 2.0]] * 2
+
+
+def _until(ready: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < end_s
+        time.sleep(1e-3)
+
+
+def _num_copies() -> int:
+    return sum(type(each) in (HostCopy, Posting) for each in gc.get_objects())
+
+
+def test_what_is_sent_off_is_kept_no_longer_than_until_the_receiver_has_it():
+    """A step sends as much as it has microbatches; a GPU has room for those in flight."""
+    sender, receiver = _groups(stages=(True, False))
+    before, sent = _num_copies(), []
+    for tag in range(8):
+        tensor = torch.full((100,), float(tag))
+        sent.append(weakref.ref(tensor))
+        assert sender.send_off(tensor, 1, tag) is None, "nothing for the step to keep"
+        del tensor
+    _until(lambda: all(ref() is None for ref in sent))
+    received = torch.empty(100)
+    for tag in range(8):
+        receiver.receive(received, 0, tag)
+        assert received[0] == tag
+    _until(lambda: _num_copies() == before)
+
+
+def test_a_send_that_is_not_taken_yet_holds_up_no_other():
+    sender, receiver = _groups(stages=(True, False))
+    for tag in (1, 2):
+        sender.send_off(torch.full((1 << 20,), float(tag)), 1, tag)
+    received = torch.empty(1 << 20)
+    for tag in (2, 1):
+        receiver.receive(received, 0, tag)
+        assert received[0] == tag
+
+
+def test_copies_run_on_streams_of_their_own_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda(monkeypatch)
+    streams = CopyStreams(torch.device("cuda", 1))
+    HostCopy(torch.ones(3), streams).wait()
+    assert cuda.log == [
+        "stream 1 waits for computing",
+        "copy on stream 1",
+        "memory in use on stream 1",
+        "MainThread waits for an event of stream 1",
+    ], "what computes waits for nothing"
+    assert cuda.priorities == {"stream 1": -1, "stream 2": -1}, "sums have others: none can share a stream with these"
+
+
+class _Arrived:
+    def __init__(self, room: torch.Tensor) -> None:
+        room.fill_(5.0)
+
+    def wait(self) -> bool:
+        return True
+
+
+def test_what_arrives_is_copied_beside_what_is_computed_and_waited_for_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    cuda = FakeCuda(monkeypatch)
+    streams = CopyStreams(torch.device("cuda", 1))
+    inbox = Inbox(PLACES[1], Waiter(torch.device("cuda", 1)))
+    target = streams.room((3,), torch.float32)
+    inbox.expect(1, lambda _: (StagedReceive(target, _Arrived, streams), target))  # type: ignore[arg-type]
+    _until(inbox.has_arrived)
+    assert cuda.log == ["copy on stream 2"], "what computes does not wait before it uses it"
+    assert inbox.take(lambda: False).tolist() == [5.0] * 3
+    assert cuda.log[1:] == ["computing waits for an event of stream 2", "memory in use on computing"]
+    inbox.close()
+
+
+def test_threads_that_copy_do_so_on_their_workers_device(monkeypatch: pytest.MonkeyPatch):
+    """A thread that is not told computes on the first GPU, and makes a context there, in another worker's memory."""
+    cuda, mine = FakeCuda(monkeypatch), torch.device("cuda", 3)
+    waiter = Waiter(mine)
+    courier, inbox = Courier("a courier", mine), Inbox(PLACES[1], waiter)
+    assert waiter.call(lambda: threading.current_thread().name, lambda: False) == "abandonable"
+    _until(lambda: len(cuda.computes_on) == 3)
+    assert cuda.computes_on == {"a courier": mine, f"receive from {PLACES[1]}": mine, "abandonable": mine}
+    courier.close()
+    inbox.close()
+
+
+def test_a_plan_has_room_for_what_is_received_ahead_and_one_message_more():
+    assert MESSAGES_AT_A_CUT == RECEIVES_AHEAD + 1

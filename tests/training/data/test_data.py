@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.training.data.data import Dataset, prepare_dataset
+from oobleck.training.data.samples import ModelInputs
 from oobleck.training.data.script_data import ScriptSamples
 from oobleck.training.data.text import read_documents
 from oobleck.training.data.tokenizer import END_OF_TEXT_ID
@@ -274,51 +275,11 @@ def test_what_a_script_makes_is_checked():
     def source(value: Any) -> ScriptSamples:
         return ScriptSamples(lambda: value, sequence_length=2, vocab_size=10)
 
-    rows = source([{"input_ids": [1, 2]}, {"input_ids": torch.tensor([3, 4])}]).rows([1, 0])
-    assert rows.tolist() == [[3, 4], [1, 2]]
-    for value, message in [
-        ([], "it has no samples"),
-        ([[1, 2, 3]], r"sample 0 is int64 of the shape \(3,\); it must be data.sequence_length = 2"),
-        ([[1, 10]], "sample 0 has the token 10"),
-        (5, "TypeError"),
-    ]:
+    batch = Dataset(source([{"input_ids": [1, 2]}, {"input_ids": torch.tensor([3, 4])}])).batch([1, 0])
+    assert batch.input_ids.tolist() == [[3, 4], [1, 2]]
+    for value, message in [([], "it has no samples"), (5, "it has no length; say streaming=True")]:
         with pytest.raises(ConfigError, match=message):
             source(value)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("labels", [-100, -100, 3, 4]),
-        ("labels", [1, 2, 3]),
-        ("label", 1),
-        ("attention_mask", [1, 1, 1, 0]),
-        ("token_type_ids", [0, 0, 1, 1]),
-        ("position_ids", [0, 1, 0, 1]),
-        ("loss_mask", [1, 1, 1, 1]),
-    ],
-)
-def test_what_a_scripts_samples_say_beside_their_tokens_is_refused_by_name(column: str, value: object):
-    whole = {"input_ids": [1, 2, 3, 4]}
-    for samples in ([whole | {column: value}], [whole] * 63 + [whole | {column: value}]):
-        with pytest.raises(ConfigError, match=rf"'{column}'"):
-            ScriptSamples(lambda samples=samples: samples, sequence_length=4, vocab_size=10)
-
-
-def test_columns_that_change_nothing_are_no_concern():
-    """As `tokenizer(...)` and the usual scripts of transformers make them."""
-    tokens = [1, 2, 3, 4]
-    sample = {
-        "input_ids": tokens,
-        "labels": torch.tensor(tokens),
-        "attention_mask": np.ones(4),
-        "token_type_ids": [0] * 4,
-        "position_ids": range(4),
-        "id": "a7",
-        "label_ids": None,
-    }
-    source = ScriptSamples(lambda: [sample], sequence_length=4, vocab_size=10)
-    assert source.rows([0]).tolist() == [tokens]
 
 
 def test_a_sample_that_cannot_be_had_is_told_by_its_number():
@@ -336,13 +297,15 @@ def test_a_sample_that_cannot_be_had_is_told_by_its_number():
         ([{"tokens": [1, 2]}], "sample 0: KeyError: 'input_ids'"),
     ):
         with pytest.raises(ConfigError, match=words):
-            ScriptSamples(lambda samples=samples: samples, sequence_length=2, vocab_size=10)
+            Dataset(ScriptSamples(lambda samples=samples: samples, sequence_length=2, vocab_size=10)).with_inputs(
+                ModelInputs()
+            )
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"labels": [1, 2]}, r"a\.jsonl:2: its column 'labels' is not supported yet"),
+        ({"labels": [1, 2]}, r"a\.jsonl:2: its column 'labels' would be dropped"),
         ({"attention_mask": [1, 0]}, r"a\.jsonl:2: its column 'attention_mask'"),
         ({"label": [0, 1]}, r"a\.jsonl:2: its column 'label'"),
         ({"label": 1, "labels": "spam"}, None),

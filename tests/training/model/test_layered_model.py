@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,33 @@ def test_dropout_and_initial_values_are_the_same_for_any_cut():
     for stage in stages:
         stage.initialize(stage.layers, seed=0)
     assert torch.equal(run_pipeline(stages, batch), loss)
+
+
+class _Masked(nn.Module):
+    """A block that leaves hidden tokens as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(SIZE, SIZE)
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = hidden + self.mix(hidden.mean(dim=1, keepdim=True))
+        return mixed if attention_mask is None else torch.where(attention_mask[..., None] == 1, mixed, hidden)
+
+
+def test_layers_get_what_samples_bring_by_the_names_of_their_arguments():
+    structure = _structure(lambda: [nn.Embedding(VOCAB_SIZE, SIZE), _Masked(), _Masked(), nn.Linear(SIZE, VOCAB_SIZE)])
+    assert structure.takes == {"attention_mask"}
+    assert _structure(layers).takes == set()
+    whole = whole_stage(structure)
+    mask = torch.ones(2, SEQUENCE_LENGTH, dtype=torch.int64)
+    mask[:, 3] = 0
+    batch = replace(random_batch(1), others={"attention_mask": mask})
+    loss = run_pipeline([whole], batch)
+    assert loss != run_pipeline([whole], random_batch(1))
+    for cuts in ([1], [2], [1, 2, 3]):
+        stages = stages_of(structure, cuts, state_of(whole), dtype=torch.float32)
+        assert torch.equal(run_pipeline(stages, batch), loss)
 
 
 def test_a_loss_of_ones_own():

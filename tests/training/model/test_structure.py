@@ -1,10 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from oobleck.errors import ConfigError
@@ -88,10 +96,29 @@ def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"block 0 .*argument 1"):
         _from_spec("gemma4_text", gemma4)
     roformer = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    with pytest.raises(ConfigError, match=r"roformer\.encoder\.embed_positions\.weight"):
+    with pytest.raises(ConfigError, match=r"roformer\.encoder\.embed_positions computes without gradients"):
         _from_spec("roformer", roformer)
     with pytest.raises(ConfigError, match=r"12 transformer blocks .*0"):
         _from_spec("openai-gpt", {})
+
+
+def test_encoder_decoders_are_refused_with_the_reason(tmp_path: Path):
+    """BART has a class that is its decoder alone: a directory of the whole must not be trained as that."""
+    reason = "is an encoder-decoder: every block of its decoder reads what its encoder has made"
+    with pytest.raises(ConfigError, match=f"t5 {reason}"):
+        _from_spec("t5", {})
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    bart = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=96)
+    BartForConditionalGeneration(bart).save_pretrained(tmp_path)
+    spec = ModelSpec(path=str(tmp_path))
+    with pytest.raises(ConfigError, match=reason):
+        ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)
+    with pytest.raises(ConfigError, match=reason):
+        ModelStructure.from_factory(lambda: BartForConditionalGeneration(bart), vocab_size=96, sequence_length=24)
+    decoder = ModelStructure.from_spec(
+        ModelSpec(path=str(tmp_path), task="causal_lm"), vocab_size=96, sequence_length=24
+    )
+    assert decoder.task == "causal_lm", "who asks for it has it"
 
 
 def test_a_model_that_looks_into_its_blocks_is_refused_with_its_error():

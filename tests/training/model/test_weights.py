@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
@@ -66,6 +73,37 @@ def test_a_trunk_without_its_head_says_what_is_missing(tmp_path: Path):
     assert torch.equal(stage.parameters["model.embed_tokens.weight"], trunk.embed_tokens.weight)
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         whole_stage(structure)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_a_head_that_classifies_starts_from_the_seed_where_the_directory_has_none(name: str, tmp_path: Path):
+    saved = _save(name, tmp_path)
+    spec = ModelSpec(path=str(tmp_path), task="token_classification", config={"num_labels": 5})
+    structure = ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    one, same, other = (state_of(whole_stage(structure, seed=seed)) for seed in (1, 1, 2))
+    fresh = {name for name in one if name not in saved}
+    assert {name.rpartition(".")[0] for name in fresh} == {"classifier" if name != "llama" else "score"}
+    assert all(torch.equal(one[each], saved[each]) for each in one if each not in fresh)
+    assert all(torch.equal(one[each], same[each]) for each in fresh)
+    assert not all(torch.equal(one[each], other[each]) for each in fresh)
+
+
+@pytest.mark.parametrize(
+    ("auto", "task"),
+    [
+        (AutoModelForSequenceClassification, "sequence_classification"),
+        (AutoModelForTokenClassification, "token_classification"),
+    ],
+)
+def test_a_directory_of_a_model_that_classifies_goes_on_classifying(auto: Any, task: str, tmp_path: Path):
+    config = build_config(SPECS["llama"], vocab_size=VOCAB_SIZE, sequence_length=SEQUENCE_LENGTH)
+    config.pad_token_id, config.num_labels = 0, 3
+    model = auto.from_config(config)
+    model.save_pretrained(tmp_path)
+    structure = _structure(tmp_path)
+    assert structure.task == task
+    loaded = state_of(whole_stage(structure))
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_other_weights_have_another_digest(tmp_path: Path):

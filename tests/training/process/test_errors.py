@@ -27,6 +27,7 @@ def caught(call) -> BaseException:
         (ConfigError("model.type: 'bert2' is no language model"), ErrorKind.JOB),
         (MemoryError(), ErrorKind.MEMORY),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ErrorKind.MEMORY),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), ErrorKind.DEVICE),
         (PeerLost("node1:0 is gone"), ErrorKind.PEER),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"), ErrorKind.PEER),
         (ConnectionResetError(104, "Connection reset by peer"), ErrorKind.PEER),

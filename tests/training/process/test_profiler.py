@@ -8,7 +8,7 @@ import torch
 from oobleck.job import ModelSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
 from oobleck.training.model.models import ModelStructure
-from oobleck.training.process.profiler import measure_profile
+from oobleck.training.process.profiler import bytes_of_nccl, measure_profile
 from tests.training.zoo import KEY, random_batch, structure_of, whole_stage
 
 
@@ -63,6 +63,46 @@ def test_activation_bytes_grow_with_the_microbatch_and_the_precision():
     for index in range(1, structure.num_layers - 1):
         assert four.layers[index].activation_bytes == pytest.approx(4 * one.layers[index].activation_bytes, rel=0.05)
         assert double.layers[index].activation_bytes == pytest.approx(2 * one.layers[index].activation_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_weights_that_autocast_casts_once_count_once_and_for_no_microbatch(checkpoints: bool):
+    structure = structure_of("llama")
+    in_bfloat16, in_float32 = (
+        measure_profile(
+            structure,
+            microbatch_size=2,
+            dtype=torch.float32,
+            device="cpu",
+            device_memory_bytes=1 << 30,
+            autocast=autocast,
+            activation_checkpointing=checkpoints,
+        )
+        for autocast in (torch.bfloat16, None)
+    )
+    hidden_bytes = 4 * 2 * structure.sequence_length * structure.hidden_size
+    for index, (cast, plain) in enumerate(zip(in_bfloat16.layers, in_float32.layers, strict=True)):
+        shapes = [structure.shapes[name] for name in structure.layer_parameters(index)]
+        matrices = sum(shape.numel() for shape in shapes if len(shape) == 2)
+        assert cast.copy_bytes == (0 if index == 0 else 2 * matrices), "an embedding only looks up"
+        assert plain.copy_bytes == 0
+        if structure.is_block(index) and checkpoints:
+            assert cast.activation_bytes == hidden_bytes
+        elif structure.is_block(index):
+            # Some of it is short, and norms and the residual stream stay long.
+            assert plain.activation_bytes / 2 < cast.activation_bytes < plain.activation_bytes + hidden_bytes
+
+
+def test_what_only_a_gpu_holds_is_not_counted_on_a_host():
+    profile = _profile(structure_of("gpt2"))
+    assert {(layer.copy_bytes, layer.transient_bytes, layer.message_bytes) for layer in profile.layers} == {(0, 0, 0)}
+    assert profile.device.communication_bytes == 0
+
+
+def test_nccl_keeps_memory_where_each_worker_has_a_gpu_of_its_own():
+    gpu = torch.device("cuda", 0)
+    assert bytes_of_nccl(gpu, owns_device=True) == 2 * 2 * (16 + 2) * (4_194_304 + 524_288 + 4_915_200)
+    assert bytes_of_nccl(gpu, owns_device=False) == bytes_of_nccl(torch.device("cpu"), owns_device=True) == 0
 
 
 def test_blocks_that_are_alike_are_measured_once_and_others_are_not():

@@ -80,3 +80,22 @@ def test_the_last_layers_come_first() -> None:
     first_layers = [STRUCTURE.layers_with(bucket.parameters[0])[0] for bucket in buckets]
     assert first_layers == sorted(first_layers, reverse=True)
     assert buckets[-1].parameters[0].startswith("transformer.wte") or first_layers[-1] == 0
+
+
+def test_nothing_is_summed_among_all_workers_but_what_all_of_them_own() -> None:
+    """The commit goes over links: a group of all, of which NCCL would make a communicator, is formed by nobody."""
+    structure = structure_of("llama")
+    share = share_of(structure, rank=0, degree=1)
+    half = structure.num_layers // 2
+    edges = ((0, half), (half, structure.num_layers))
+    stages = tuple(StageTemplate(first_layer=a, stop_layer=b, node_index=i) for i, (a, b) in enumerate(edges))
+    plan = ExecutionPlan(
+        pipelines=tuple(
+            Pipeline(template=PipelineTemplate(stages=stages), nodes=nodes, num_microbatches=1)
+            for nodes in (("a", "b"), ("c", "d"))
+        )
+    )
+    committee = Committee(plan, 1)
+    for worker_id in plan.worker_ids:
+        make_buckets(plan, worker_id, share, key_of=committee.key_of)
+    assert {tuple(each.node for each in members) for members in committee.keys} == {("a", "c"), ("b", "d")}

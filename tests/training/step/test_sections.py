@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -52,6 +52,11 @@ def gradient_of(name: str, microbatch: int, *, whole: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(microbatch * 100 + len(name))
     values = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
     return torch.round(values * 100) if whole else values
+
+
+def num_items_of(microbatches: Iterable[int]) -> int:
+    """How many tokens count in microbatches; in each another number."""
+    return sum(1 + microbatch % 5 for microbatch in microbatches)
 
 
 class Worker:
@@ -126,6 +131,7 @@ class Worker:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.work.losses.append(torch.tensor(float(microbatch), dtype=torch.float64))
         self.work.counted.append(microbatch)
+        self.work.num_items += num_items_of([microbatch])
 
     def run_step(self, randomness: random.Random) -> dict[str, torch.Tensor]:
         """A program with sections, at a pace of its own; returns the sums of the whole step."""
@@ -230,6 +236,8 @@ def test_sections_and_the_rest_sum_to_what_one_reduction_sums(
         partial = [microbatch for each in workers for microbatch in each.share[: each.stops[-2]]]
         assert worker.partial_commit.microbatches == tuple(sorted(partial))
         assert worker.partial_commit.loss == sum(partial)
+        assert worker.partial_commit.num_items == num_items_of(partial)
+        assert worker.work.num_items == num_items_of(worker.share[worker.stops[-2] :])
         assert sorted(worker.work.counted) == sorted(worker.share[worker.stops[-2] :])
 
 
@@ -251,7 +259,7 @@ def test_the_next_step_begins_with_nothing_committed() -> None:
     for worker in workers:
         worker.end_step()
         assert (worker.sections.sums, worker.partial_commit.microbatches, worker.partial_commit.loss) == ({}, (), 0.0)
-        worker.work.losses, worker.work.counted = [], []
+        worker.work.losses, worker.work.counted, worker.work.num_items = [], [], 0
         for parameter in worker.parameters.values():
             parameter.grad = None
     for worker, sums in zip(workers, run_all(workers, 1), strict=True):
@@ -274,7 +282,8 @@ def test_a_section_that_is_given_up_leaves_all_gradients_losses_and_counts() -> 
     assert first.partial_commit.section is None
     assert first.partial_commit.microbatches == ()
     assert sorted(first.work.counted) == sorted(first.share)
-    assert first.work.loss == sum(first.share)
+    assert first.work.loss_and(None)[0] == sum(first.share)
+    assert first.work.num_items == num_items_of(first.share)
     for name, parameter in first.parameters.items():
         expected = torch.stack([gradient_of(name, each, whole=True) for each in first.share]).sum(0)
         assert parameter.grad is not None
@@ -351,6 +360,7 @@ def test_whoever_holds_the_sums_commits_them_by_order() -> None:
     assert first.partial_commit.section is None
     assert first.partial_commit.microbatches == other.partial_commit.microbatches
     assert first.partial_commit.loss == other.partial_commit.loss == sum(first.partial_commit.microbatches)
+    assert first.partial_commit.num_items == num_items_of(first.partial_commit.microbatches)
     for name in ("all", "both", "last"):
         assert torch.equal(first.sections.sums[name], other.sections.sums[name])
     first.catch_up(partial)

@@ -30,6 +30,20 @@ def test_what_is_computed_in_vain_is_not_told():
     assert timer.spent() == (0.0, 0.0)
 
 
+def test_the_time_of_a_step_begins_where_that_of_the_one_before_ends(monkeypatch: pytest.MonkeyPatch):
+    """Committing and applying a step takes time, too, and none is lost."""
+    clock = iter([0.0, 0.0, 2.0, 7.0, 20.0, 23.0, 30.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    timer = StepTimer(0)
+    assert timer.post_step() == 2.0
+    timer.end_step()
+    assert timer.post_step() == 5.0
+    timer.begin_step()  # evaluated meanwhile
+    timer.post_step()
+    timer.end_step()
+    assert timer.post_step() == 7.0
+
+
 def test_the_longest_wait_since_it_was_last_asked_for():
     waiter = Waiter()
     assert waiter.take_longest_s() == (0.0, 0.0)

@@ -280,8 +280,8 @@ class RecoveryBegun:
 class MoreLost:
     """Other nodes are lost while all are asked where they stand.
 
-    Nobody is asked again. What the others have answered, or will, stays true until their next orders, whoever else is
-    lost; and their orders tell those who still wait for the lost ones.
+    Nobody is asked again. What the others have answered, or will, stays true until their next orders, whatever other
+    node is lost; and their orders tell those who still wait for the lost ones.
     """
 
     nodes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What an edit of the hostfile does to a run that goes on."""
+"""What a new version of a list of nodes means to a run that goes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.cli.inputs.hostfile import parse_hostfile
-from oobleck.cli.run.hostfile_watch import HostfileChanges, hostfile_changes, watch_hostfile
 from oobleck.job import NodeSpec
+from oobleck.runtime.launchers import Arrived, Hostfile, Leaving, ListedNodes, NodeChange, Reported
+from oobleck.runtime.launchers.listed import ListedChanges, listed_changes
+from oobleck.runtime.ssh import SSHOptions
 
 INTERVAL_S = 0.02
 
@@ -24,8 +26,8 @@ def names(specs: tuple[NodeSpec, ...]) -> list[str]:
     return [spec.name for spec in specs]
 
 
-def edit(before: list[str], after: list[str]) -> HostfileChanges:
-    return hostfile_changes(nodes_of(*before), nodes_of(*after))
+def edit(before: list[str], after: list[str]) -> ListedChanges:
+    return listed_changes(nodes_of(*before), nodes_of(*after))
 
 
 def test_new_lines_join_and_deleted_ones_leave() -> None:
@@ -38,7 +40,7 @@ def test_the_second_line_of_a_host_keeps_its_name_when_the_first_is_deleted() ->
     before = ["a devices=0", "a devices=1", "b"]
     changes = edit(before, ["a devices=1", "b"])
     assert (changes.joining, changes.leaving, names(changes.nodes)) == ((), ("a",), ["a#2", "b"])
-    again = hostfile_changes(changes.nodes, nodes_of("a devices=1", "a devices=2", "b"))
+    again = listed_changes(changes.nodes, nodes_of("a devices=1", "a devices=2", "b"))
     assert names(again.joining) == ["a#3"]
     assert again.leaving == ()
 
@@ -53,7 +55,7 @@ def test_a_new_line_never_takes_the_name_of_a_node_that_leaves() -> None:
 def test_a_line_that_says_something_else_of_a_node_neither_drains_nor_adds_it(line: str) -> None:
     changes = edit(["a", "b"], [line, "b"])
     assert (changes.joining, changes.leaving, changes.altered) == ((), (), ("a",))
-    assert hostfile_changes(changes.nodes, nodes_of(line, "b")).altered == (), "told once"
+    assert listed_changes(changes.nodes, nodes_of(line, "b")).altered == (), "told once"
 
 
 lines = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), min_size=1, max_size=8, unique=True)
@@ -64,7 +66,7 @@ def test_whatever_is_edited_the_run_follows_the_file(versions: list[list[tuple[s
     files = [nodes_of(*(f"{host} devices={device}" for host, device in version)) for version in versions]
     nodes, running = files[0], {spec.name: spec for spec in files[0]}
     for file in files[1:]:
-        changes = hostfile_changes(nodes, file)
+        changes = listed_changes(nodes, file)
         for name in changes.leaving:
             del running[name]
         for spec in changes.joining:
@@ -79,35 +81,42 @@ def test_whatever_is_edited_the_run_follows_the_file(versions: list[list[tuple[s
 class Follower:
     """Takes what a session takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.done: list[str] = []
         self.told: list[str] = []
+        hostfile = Hostfile(path=path, interval_s=INTERVAL_S)
+        self._launcher = ListedNodes(hostfile, path.read_text(), parse=parse_hostfile, options=SSHOptions())
 
-    def take_in(self, spec: NodeSpec) -> None:
-        self.done.append(f"+{spec.name}")
+    async def run(self) -> None:
+        """Follow the file until cancelled."""
+        reported, changes = trio.open_memory_channel[NodeChange](0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._launcher.follow, reported)
+            async for change in changes:
+                self.take(change)
 
-    def let_go(self, node: str) -> None:
-        self.done.append(f"-{node}")
-
-    def remark(self, level: str, text: str) -> None:
-        self.told.append(f"{level}: {text}")
+    def take(self, change: NodeChange) -> None:
+        match change:
+            case Arrived(node=spec):
+                self.done.append(f"+{spec.name}")
+            case Leaving(node=node):
+                self.done.append(f"-{node}")
+            case Reported(level=level, text=text):
+                self.told.append(f"{level}: {text}")
 
 
 async def until(condition) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while not condition():  # noqa: ASYNC110  what is waited for is a list
             await trio.sleep(INTERVAL_S)
 
 
 @pytest.fixture
 async def watched(tmp_path: Path, nursery: trio.Nursery) -> tuple[Path, Follower]:
-    path, follower = tmp_path / "hosts", Follower()
+    path = tmp_path / "hosts"
     path.write_text("a\nb\n")
-
-    async def watch() -> None:
-        await watch_hostfile(path, nodes_of("a", "b"), follower, interval_s=INTERVAL_S)
-
-    nursery.start_soon(watch)
+    follower = Follower(path)
+    nursery.start_soon(follower.run)
     await trio.sleep(5 * INTERVAL_S)
     return path, follower
 
@@ -145,3 +154,13 @@ async def test_a_file_that_is_gone_is_told_and_drains_nobody(watched: tuple[Path
     await until(lambda: follower.told)
     assert str(path) in follower.told[0]
     assert follower.done == []
+
+
+async def test_lines_in_another_order_are_no_new_version(watched: tuple[Path, Follower]) -> None:
+    path, follower = watched
+    path.write_text("b\na\n")
+    await trio.sleep(5 * INTERVAL_S)
+    assert (follower.told, follower.done) == ([], [])
+    path.write_text("b\n")
+    await until(lambda: follower.done)
+    assert follower.done == ["-a"]

@@ -1,0 +1,108 @@
+"""`--nodes A100:16,A40:16x4`, `--prices` and `--profiles`: nodes of several kinds on a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import UsageError, shown
+from oobleck.job import MAX_DEVICES, MAX_NODES
+
+from .nearest import did_you_mean
+
+__all__ = ["KindCount", "parse_kind_values", "parse_nodes", "parse_prices", "parse_profiles"]
+
+_KIND = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
+_COUNT = re.compile(r"([0-9]{1,9})(?:x([0-9]{1,9}))?")
+_MOST_KINDS = 4
+_MOST_PRICE = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindCount:
+    """So many nodes of a kind."""
+
+    kind: str
+    num_nodes: int
+    devices_per_node: int | None
+    """None where `--gpus-per-node` says it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A100-0, A100-1, …"""
+        return tuple(f"{self.kind}-{number}" for number in range(self.num_nodes))
+
+
+def parse_nodes(text: str) -> int | tuple[KindCount, ...]:
+    """Read a number of nodes, or kinds with theirs. Raises UsageError that names the part and what to change."""
+    if re.fullmatch(r"\s*[-+]?[0-9]{1,40}\s*", text):
+        if not 1 <= int(text) <= MAX_NODES:
+            raise UsageError(
+                f"Invalid value for '--nodes': {text.strip()} is not possible; it must be a whole number from 1 to "
+                f"{MAX_NODES:,}"
+            )
+        return int(text)
+    counts = []
+    for kind, value in parse_kind_values("--nodes", text).items():
+        match = _COUNT.fullmatch(value)
+        if match is None:
+            raise UsageError(
+                f"--nodes {shown(f'{kind}:{value}')}: write KIND:NODES or KIND:NODESxDEVICES, as in A40:16x4"
+            )
+        devices = int(match[2]) if match[2] else None
+        if not 1 <= int(match[1]) <= MAX_NODES or (devices is not None and not 1 <= devices <= MAX_DEVICES):
+            raise UsageError(
+                f"--nodes {kind}:{value} is not possible; a kind has 1 to {MAX_NODES:,} nodes of 1 to {MAX_DEVICES} "
+                "devices"
+            )
+        counts.append(KindCount(kind=kind, num_nodes=int(match[1]), devices_per_node=devices))
+    if len(counts) > _MOST_KINDS:
+        raise UsageError(f"--nodes names {len(counts)} kinds; there may be {_MOST_KINDS}")
+    return tuple(counts)
+
+
+def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
+    """Read the price of a node of each kind for an hour."""
+    prices = {}
+    for kind, value in _of_kinds("--prices", text, kinds).items():
+        try:
+            prices[kind] = float(value)
+        except ValueError:
+            prices[kind] = -1.0
+        if not 0 < prices[kind] <= _MOST_PRICE:
+            raise UsageError(
+                f"--prices {kind}:{value} is not possible; it must be a number above 0, {_MOST_PRICE:,g} at most"
+            )
+    return prices
+
+
+def parse_profiles(text: str, kinds: Collection[str]) -> dict[str, Path]:
+    """Read the profile file of each kind."""
+    return {kind: Path(value) for kind, value in _of_kinds("--profiles", text, kinds).items()}
+
+
+def parse_kind_values(option: str, text: str) -> dict[str, str]:
+    """Read KIND:VALUE,KIND:VALUE,… in its order."""
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        kind, colon, value = part.strip().partition(":")
+        if not colon or not value or not _KIND.fullmatch(kind):
+            raise UsageError(
+                f"{option} {shown(part)} is not KIND:VALUE; write them with commas between, as in A100:16,A40:16"
+            )
+        if kind in values:
+            raise UsageError(f"{option} names {kind} twice; name each kind once")
+        values[kind] = value
+    return values
+
+
+def _of_kinds(option: str, text: str, kinds: Collection[str]) -> dict[str, str]:
+    values = parse_kind_values(option, text)
+    for kind in values:
+        if kind not in kinds:
+            raise UsageError(f"{option} names {kind}, which --nodes does not; {did_you_mean(kind, kinds)}")
+    if missing := [kind for kind in kinds if kind not in values]:
+        raise UsageError(f"{option} leaves {missing[0]} out; name each kind of --nodes")
+    return values

@@ -1,0 +1,227 @@
+"""What a command line says of nodes: where they come from, and those that are known before anything is started."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import MAX_NODES, NodeSpec
+from oobleck.runtime.files import read_input
+from oobleck.user_path import expand_user
+
+from .hostfile import parse_hostfile
+
+__all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "NodeSource", "VirtualOnes", "read_source"]
+
+_MOST_PER_CORE = 32
+_LEAST_INTERVAL_S = 0.1
+_POD_PORT = 7077
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*==?[A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    text: str
+    specs: tuple[NodeSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromHostfile(_Listed):
+    """The nodes of a hostfile."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromCommand(_Listed):
+    """The nodes that a command prints."""
+
+    command: str
+    interval_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualOnes:
+    """Virtual nodes of this machine, which have no addresses before they are served."""
+
+    count: int
+    specs: tuple[NodeSpec, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"node{index}" for index in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialIn:
+    """Nodes that dial in, to a port of this machine; who they are is known once they have."""
+
+    host: str | None
+    """None for all addresses of this machine."""
+    port: int
+    """0 for any that is free."""
+    count: int
+    """How many have to be there before the run begins."""
+    keys: Path | None = None
+    """A directory of keys that were made beforehand; None has some made."""
+    pods: str | None = None
+    """The labels of the pods on which they are, if they are on Kubernetes."""
+    specs: tuple[NodeSpec, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As many names as there will be nodes; what they are called is theirs to say."""
+        return tuple(f"node{index}" for index in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromSlurm:
+    """Nodes of Slurm's, on which it starts what dials in."""
+
+    job_id: str | None
+    job_name: str | None
+    """One of the two."""
+    host: str | None
+    port: int
+    """Where to listen, as of `DialIn`."""
+    names: tuple[str, ...]
+    specs: tuple[NodeSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromRay:
+    """Nodes of a Ray cluster, on which it starts what dials in."""
+
+    host: str | None
+    port: int
+    """Where to listen, as of `DialIn`."""
+    names: tuple[str, ...]
+    specs: tuple[NodeSpec, ...] = ()
+
+
+NodeSource = FromHostfile | FromCommand | VirtualOnes | DialIn | FromSlurm | FromRay
+
+
+def read_source(
+    hostfile: Path | None,
+    *,
+    local: int | None = None,
+    hosts_from: str | None = None,
+    hosts_every_s: float = 10.0,
+    dial_in: str | None = None,
+    num_nodes: int | None = None,
+    slurm: bool = False,
+    slurm_job: str | None = None,
+    ray: bool = False,
+    kubernetes: str | None = None,
+    keys: Path | None = None,
+) -> NodeSource:
+    """Read where nodes are to come from. Raises UserError."""
+    if slurm or slurm_job is not None:
+        if any(given is not None for given in (hostfile, local, hosts_from, num_nodes)) or (slurm and slurm_job):
+            raise UsageError("--slurm, or --slurm-job NAME, names all nodes; leave the others out")
+        return _from_slurm(slurm_job, dial_in or "0")
+    if ray:
+        if any(given is not None for given in (hostfile, local, hosts_from, num_nodes, kubernetes, keys)):
+            raise UsageError("--ray names all nodes; leave the others out")
+        return _from_ray(dial_in or "0")
+    if kubernetes is not None:
+        if num_nodes is None:
+            raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
+        _check_selector(kubernetes)
+        dial_in = dial_in or str(_POD_PORT)
+    if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
+        raise UsageError(
+            "name the nodes by a hostfile, or by a command that prints one with --hosts-from COMMAND, have them dial "
+            "in with --dial-in PORT, or ask for virtual ones with --local N; one of the four"
+        )
+    if (dial_in is None) != (num_nodes is None):
+        raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")
+    if keys is not None and dial_in is None:
+        raise UsageError("--keys: these are for nodes that dial in; add --dial-in, or leave it out")
+    if dial_in is not None and num_nodes is not None:
+        host, port = _listening_place(dial_in)
+        if not 1 <= num_nodes <= MAX_NODES:
+            raise UsageError(f"--nodes: {num_nodes} nodes are not possible; it must be 1 to {MAX_NODES}")
+        if keys is not None:
+            _check_keys(keys)
+        return DialIn(host=host, port=port, count=num_nodes, keys=keys, pods=kubernetes)
+    if hostfile is not None:
+        text = read_input(hostfile, "hostfile")
+        return FromHostfile(path=expand_user(hostfile).absolute(), text=text, specs=_specs(text, str(hostfile)))
+    if hosts_from is not None:
+        if hosts_every_s < _LEAST_INTERVAL_S:
+            raise UsageError(f"--hosts-every: {hosts_every_s:g} s is not possible; it must be at least 100ms")
+        text, named = _printed_by(hosts_from)
+        return FromCommand(command=hosts_from, interval_s=hosts_every_s, text=text, specs=_specs(text, named))
+    assert local is not None
+    most = _MOST_PER_CORE * (os.cpu_count() or 1)
+    if not 1 <= local <= most:
+        raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
+    return VirtualOnes(count=local)
+
+
+def _check_keys(directory: Path) -> None:
+    from oobleck.runtime.launchers import read_keys
+
+    read_keys(directory)
+
+
+def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
+    import trio
+
+    from oobleck.runtime.launchers import SlurmJobs
+
+    jobs = SlurmJobs.of_allocation() if job_name is None else SlurmJobs(name=job_name)
+    names = [node for nodes in trio.run(jobs.nodes).values() for node in nodes]
+    host, port = _listening_place(place)
+    return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
+
+
+def _from_ray(place: str) -> FromRay:
+    import trio
+
+    from oobleck.runtime.launchers import ray_nodes
+
+    host, port = _listening_place(place)
+    return FromRay(host=host, port=port, names=trio.run(ray_nodes))
+
+
+def _listening_place(text: str) -> tuple[str | None, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) >= 1 << 16:
+        raise UsageError(f"--dial-in: {text!r} is not PORT or HOST:PORT, as in 7077 or 10.0.0.1:7077")
+    return host.removeprefix("[").removesuffix("]") or None, int(port)
+
+
+def _check_selector(text: str) -> None:
+    """Refuse what is no selector of labels by equality; what has the labels, the API server knows."""
+    if not all(_LABEL.fullmatch(each) for each in text.split(",")):
+        raise UsageError(f"--kubernetes: {text!r} is no selector of labels, as in app=oobleck,role=node")
+    from oobleck.runtime.launchers import KubernetesAPI
+
+    KubernetesAPI.of_pod()
+
+
+def _specs(text: str, source: str) -> tuple[NodeSpec, ...]:
+    specs = parse_hostfile(text, source=source)
+    if not specs:
+        raise ConfigError(f"{source}: names no node; write one host a line")
+    return specs
+
+
+def _printed_by(command: str) -> tuple[str, str]:
+    """What a command prints, and what it is called in errors. Raises ConfigError."""
+    import trio
+
+    from oobleck.runtime.launchers import HostsCommand
+
+    asked = HostsCommand(command=command)
+    return trio.run(asked.read), asked.source

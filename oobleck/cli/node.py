@@ -1,0 +1,62 @@
+"""`oobleck node`: give this machine to a run whose master nobody can log in from."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.errors import UsageError
+
+from .inputs import parse_hostfile
+
+__all__ = ["node"]
+
+
+def node(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The run's keys for its nodes: node.json.")],
+    line: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[LINE]",
+            help="What this node is, as in a hostfile: 'worker3 slots=8'. By default, this machine's name, with one "
+            "device.",
+        ),
+    ] = None,
+    *,
+    master: Annotated[
+        str | None, typer.Option("--master", metavar="HOST:PORT", help="Where to dial in, instead of where FILE says.")
+    ] = None,
+) -> None:
+    """Dial in to the master of a run, and serve it until the run or the scheduler wants the node back.
+
+    Stays in the foreground. It outlives the master, and finds the next one. SIGTERM is a notice: the run drains the
+    node, and this process ends once it has left.
+    """
+    line = line or _this_machine()
+    if len(parse_hostfile(line, source="LINE")) != 1:
+        raise UsageError(f"{line!r} must name one host")
+
+    from oobleck.runtime.node_process import NodeCall, parse_place, run_node
+
+    if master is not None:
+        parse_place(master)
+    origin, grant = _given_by()
+    call = NodeCall(file=file, line=line, origin=origin, grant=grant, master=master)
+    raise SystemExit(run_node(call, tell=lambda text: typer.echo(f"oobleck node: {text}", err=True)))
+
+
+def _given_by() -> tuple[str, str]:
+    """What has given this machine, for people, and under which of its own ids; empty where that cannot be known."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return os.environ.get("OOBLECK_ORIGIN", f"Slurm's job {job}" if job else ""), os.environ.get("OOBLECK_GRANT", job)
+
+
+def _this_machine() -> str:
+    """What this node is, as in a hostfile: by its name, and with the devices that Slurm has given, if it has."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    num_devices = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return f"{name} slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else name

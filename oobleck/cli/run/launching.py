@@ -1,0 +1,135 @@
+"""From what the command line says of nodes to their launcher: the one place that knows all of them."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import assert_never
+
+import trio
+
+from oobleck.cli.inputs import (
+    NUM_SPARE_NODES,
+    DialIn,
+    FromCommand,
+    FromHostfile,
+    FromRay,
+    FromSlurm,
+    NodeSource,
+    VirtualOnes,
+    parse_hostfile,
+)
+from oobleck.runtime.launchers import (
+    DialedInNodes,
+    Hostfile,
+    HostsCommand,
+    KubernetesAPI,
+    Launcher,
+    ListedNodes,
+    PodFollower,
+    RayActors,
+    SlurmJobs,
+    SlurmTasks,
+    VirtualNodes,
+    listen,
+    read_keys,
+    settle_keys,
+)
+from oobleck.runtime.ssh import SSHOptions, serve_local_nodes
+
+__all__ = ["open_launcher"]
+
+_STARTS_S = 60.0
+"""After so long a run begins without those of its nodes that a scheduler should have started."""
+
+
+@asynccontextmanager
+async def open_launcher(
+    source: NodeSource,
+    options: SSHOptions,
+    *,
+    keys_directory: Path | None = None,
+    run_id: str = "",
+    renew_keys: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+    environment: Mapping[str, str] | None = None,
+    num_devices: int = 1,
+    num_spare: int = NUM_SPARE_NODES,
+) -> AsyncIterator[Launcher]:
+    """Open the launcher of a source, within `open_ssh_loop`; virtual nodes live as long as the context.
+
+    `keys_directory` is where nodes that dial in find the keys of the run; what they need is told by `tell`. `run_id`
+    tells them from those of other runs, where a scheduler knows them by names.
+
+    Commands on virtual nodes find `environment`, and each of these nodes has `num_devices`; `num_spare` more can be
+    added.
+    """
+    match source:
+        case FromHostfile(path=path, text=text):
+            yield ListedNodes(Hostfile(path=path), text, parse=parse_hostfile, options=options)
+        case FromCommand(command=command, interval_s=interval_s, text=text):
+            asked = HostsCommand(command=command, interval_s=interval_s)
+            yield ListedNodes(asked, text, parse=parse_hostfile, options=options)
+        case DialIn() | FromSlurm() | FromRay():
+            assert keys_directory is not None
+            patience_s = options.connect_timeout_s
+            async with _callers(source, keys_directory, patience_s, tell, run_id, renew_keys=renew_keys) as callers:
+                yield callers
+        case VirtualOnes(count=count):
+            devices = tuple(range(num_devices))
+            async with serve_local_nodes(count + num_spare, environment=environment) as (nodes, reached_by):
+                specs = [replace(node, devices=devices) for node in nodes]
+                yield VirtualNodes(specs, reached_by, num_first=count)
+        case _:
+            assert_never(source)
+
+
+@asynccontextmanager
+async def _callers(
+    source: DialIn | FromSlurm | FromRay,
+    directory: Path,
+    patience_s: float,
+    tell: Callable[[str], None],
+    run_id: str,
+    *,
+    renew_keys: bool,
+) -> AsyncIterator[DialedInNodes]:
+    """Listen for nodes that dial in; on Slurm's, have it start what does."""
+    listeners, place = await listen(source.host, source.port)
+    if isinstance(source, DialIn) and source.keys is not None:
+        keys, file = read_keys(source.keys)
+    else:
+        keys, file = settle_keys(directory, master=place, renew=renew_keys)
+    is_scheduled = isinstance(source, FromSlurm | FromRay) or source.pods is not None
+    callers = DialedInNodes(
+        num_first=len(source.names),
+        parse=parse_hostfile,
+        patience_s=patience_s,
+        begins_after_s=_STARTS_S if is_scheduled else math.inf,
+    )
+    async with trio.open_nursery() as serving:
+        serving.start_soon(callers.serve, listeners, keys)
+        actors: RayActors | None = None
+        if isinstance(source, FromRay):
+            tell(f"starting `oobleck node` on {len(source.names)} nodes of Ray's")
+            is_named, log = source.host is not None, directory / "ray.log"
+            actors = RayActors(run_id, file, is_place_named=is_named, log=log, callers=callers)
+            serving.start_soon(actors.run)
+        elif isinstance(source, FromSlurm):
+            jobs = SlurmJobs(job_id=source.job_id, name=source.job_name)
+            tell(f"starting `oobleck node` on {len(source.names)} nodes of {jobs}")
+            tasks = SlurmTasks(jobs, file, log=directory / "srun.log", callers=callers)
+            serving.start_soon(tasks.run)
+        elif source.pods is not None:
+            tell(f"waiting for {source.count} pods with the labels {source.pods}")
+            serving.start_soon(PodFollower(KubernetesAPI.of_pod(), source.pods, callers).run)
+        else:
+            tell(f"waiting for {source.count} nodes: oobleck node {shlex.quote(str(file))}")
+        yield callers
+        if actors is not None:  # not where the master has failed: the next one finds them
+            await actors.end()
+        serving.cancel_scope.cancel()

@@ -1,0 +1,177 @@
+"""Wires a run of a script together: its coordinator, master, cluster, journal, control socket, and what a person sees.
+
+As `run_job` is for training. There is no dashboard: the script's own output is what a terminal is for.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+import trio
+from rich.console import Console
+
+from oobleck.cli.inputs import NodeSource, VirtualOnes
+from oobleck.control.events import End, NodeLeftOut, Remark
+from oobleck.control.generations import RanksCoordinator
+from oobleck.control.journal import JournalGap, sentence
+from oobleck.control.protocol import RankOutput
+from oobleck.control.replay import RunBooks
+from oobleck.exit_codes import ExitCode
+from oobleck.job import NodeSpec
+from oobleck.ranks import RanksSpec
+from oobleck.roles.master import Master
+from oobleck.roles.run_clock import RunClock
+from oobleck.runtime.cluster import SSHCluster
+from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.control_socket import serve_control
+from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
+from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, set_aside
+from oobleck.runtime.processes import PatientClock
+from oobleck.runtime.ssh import open_ssh_loop
+from oobleck.streams import Output, lasting
+from oobleck.ui.live import say
+
+from .log_output import background_logging
+from .places import check_first, open_nodes, remote_paths
+from .session import Session
+
+__all__ = ["RanksRun", "run_ranks"]
+
+_MOST_WAITING = 4096
+_LOOK_S = 0.02
+_LAST_WORDS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRun:
+    """What `oobleck run` was asked for."""
+
+    spec: RanksSpec
+    source: NodeSource
+    python: str | None
+    ssh_config: Path | None
+    base_dir: Path
+    check: bool
+    """Check nodes, unless they are virtual, before anything is started there."""
+
+
+def run_ranks(run: RanksRun) -> int:
+    """Run the script to its end; returns the exit code."""
+    limit = raise_descriptor_limit()
+    num_nodes = len(run.source.names)
+    require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
+    directory = RunDirectory(base_dir=run.base_dir, tag=run.spec.tag)
+    directory.create()
+    output = lasting(sys.stderr)  # what the script writes to standard output is all that goes there
+    count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+    say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
+    with directory.lock(), background_logging():
+        clock = PatientClock()
+        end = trio.run(_run, run, directory, output, clock, clock=clock)
+    if end.exit_code != ExitCode.DONE:
+        told = Console(stderr=True)
+        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return end.exit_code
+
+
+async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
+    spec = run.spec
+    nodes = open_nodes(
+        run.source, directory, spec.control, ssh_config=run.ssh_config, tell=lambda text: say(output, text)
+    )
+    async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
+        paths = remote_paths(directory, launcher, run.python)
+        connections = NodeConnections(launcher)
+        cluster = SSHCluster(
+            spec.tag,
+            launcher.nodes,
+            run_id=directory.run_id,
+            connections=connections,
+            paths=paths,
+            checks_returning=run.check and not launcher.are_virtual,
+            runs_ranks=True,
+        )
+        known = await launcher.begin(waits=True)
+        chosen: tuple[NodeSpec, ...] = known
+        remarks: tuple[NodeLeftOut | Remark, ...] = ()
+        if run.check and not launcher.are_virtual:
+            say(output, f"oobleck run: checking {len(known)} nodes")
+            chosen, remarks = await check_first(known, connections, paths)
+        set_aside(directory.journal)
+
+        def tell_of_gap(gap: JournalGap) -> None:
+            session.remark("error" if gap.is_open or gap.num_lost else "info", sentence(gap))
+
+        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
+            coordinator = RanksCoordinator(
+                spec,
+                chosen,
+                started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                python_version=platform.python_version(),
+            )
+            master = Master(
+                coordinator,
+                spec,
+                cluster=cluster,
+                journal=journal,
+                profiles=ProfileFiles(directory.profile),
+                clock=RunClock(held_up_s=lambda: clock.held_up_s),
+            )
+            session = Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
+            screen = _Screen()
+            master.show_output(screen.take)
+            await nursery.start(serve_control, directory.control_socket, session.answer)
+            nursery.start_soon(session.watch_signals)
+            nursery.start_soon(session.follow_launcher)
+            for remark in remarks:
+                master.submit(remark)
+            try:
+                async with trio.open_nursery() as watching:
+                    session.show(output, watching, plain=True)
+                    watching.start_soon(screen.run)
+                    end = await master.run()
+                    watching.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
+                    await cluster.aclose()
+        nursery.cancel_scope.cancel()
+    return end
+
+
+class _Screen:
+    """Writes what ranks have written where this command writes; a reader who is too slow misses some of it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[RankOutput] = deque(maxlen=_MOST_WAITING)
+
+    def take(self, output: RankOutput) -> None:
+        """Have it written."""
+        self._waiting.append(output)
+
+    async def run(self) -> None:
+        """Write, until cancelled; what waits then is still written."""
+        try:
+            while True:
+                await self._write()
+                await trio.sleep(_LOOK_S)
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + _LAST_WORDS_S, shield=True):
+                await self._write()
+
+    async def _write(self) -> None:
+        said, self._waiting = self._waiting, deque(maxlen=_MOST_WAITING)
+        for is_error, stream in ((False, sys.stdout), (True, sys.stderr)):
+            text = "".join(each.text for each in said if each.is_error == is_error)
+            if text:
+                await trio.to_thread.run_sync(_print, stream, text, abandon_on_cancel=True)
+
+
+def _print(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()

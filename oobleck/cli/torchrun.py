@@ -1,0 +1,162 @@
+"""`oobleck run`: a script that was written for torchrun, unmodified, on the nodes of any launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oobleck.errors import UsageError
+from oobleck.job import ControlSpec
+from oobleck.ranks import DEFAULT_RESTARTS, RanksSpec
+from oobleck.runtime.files import BASE_DIR_VARIABLE
+from oobleck.user_path import expand_user
+
+from .inputs import DialIn, NodeSource, VirtualOnes, base_dir_of, read_source
+from .torchrun_options import CommandLine, HelpAsked, options_text, parse_command_line
+
+__all__ = ["run"]
+
+_TAG_CHARS = 40
+
+
+def run(
+    ctx: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OPTIONS] [HOSTFILE] SCRIPT [ARGUMENTS]", show_default=False),
+    ] = None,
+) -> None:
+    """Run a script that was written for torchrun, on this machine or on the nodes of a hostfile.
+
+    It takes torchrun's options. When a process or a node fails, all processes start again on the nodes that are left,
+    within a fraction of a second: they are forked from one that has imported what the first ones have. A node that
+    comes takes part in the next start.
+    """
+    try:
+        line = parse_command_line(words or [], os.environ)
+    except HelpAsked:
+        head, examples, tail = ctx.get_help().partition("Examples:")
+        typer.echo(f"{head.rstrip()}\n\n{options_text()}\n\n{examples}{tail}")
+        return
+    given = line.given
+    for text in line.unused:
+        print(f"oobleck: {text}", file=sys.stderr)  # noqa: T201  before anything else runs
+    source = _read_source(line)
+    spec = _spec_of(line, source)
+
+    from .run import RanksRun, run_ranks
+
+    config = given.get("--ssh-config")
+    if config is not None and isinstance(source, VirtualOnes):
+        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
+    raise SystemExit(
+        run_ranks(
+            RanksRun(
+                spec=spec,
+                source=source,
+                python=given.get("--python"),
+                ssh_config=expand_user(Path(config)).absolute() if config is not None else None,
+                base_dir=base_dir_of(_base_dir(given.get("--base-dir"))),
+                check="--network-check" in line.flags,
+            )
+        )
+    )
+
+
+def _base_dir(given: str | None) -> Path | None:
+    named = given or os.environ.get(BASE_DIR_VARIABLE)
+    return Path(named) if named else None
+
+
+def _read_source(line: CommandLine) -> NodeSource:
+    given = line.given
+    hostfile = line.hostfile or given.get("--hostfile")
+    slurm_job, is_slurm, is_ray = given.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
+    named = (hostfile, given.get("--local"), given.get("--hosts-from"), given.get("--dial-in"), slurm_job)
+    local = _count("--local", given.get("--local"))
+    if "--standalone" in line.flags and any(named):
+        raise UsageError("--standalone runs on this machine alone; leave it out, or the nodes")
+    if not any((*named, is_slurm, is_ray, given.get("--kubernetes"))):
+        if line.nodes is not None and line.nodes[0] > 1:
+            raise UsageError(
+                f"--nnodes: at least {line.nodes[0]} nodes are asked for, and none is named; name a hostfile before "
+                "the script, or virtual nodes with --local N: nobody has to start this command on each node"
+            )
+        local = 1
+    keys = given.get("--keys")
+    return read_source(
+        Path(hostfile) if hostfile is not None else None,
+        local=local,
+        hosts_from=given.get("--hosts-from"),
+        dial_in=given.get("--dial-in"),
+        num_nodes=_count("--nodes", given.get("--nodes")),
+        slurm=is_slurm,
+        slurm_job=slurm_job,
+        ray=is_ray,
+        kubernetes=given.get("--kubernetes"),
+        keys=Path(keys) if keys is not None else None,
+    )
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 9:
+        raise UsageError(f"{name}: {text!r} is not a whole number")
+    return int(text)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name}: {text!r} is not a number of seconds") from None
+
+
+def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
+    given, num_nodes = line.given, len(source.names)
+    low, high = line.nodes if line.nodes is not None else (1, num_nodes)
+    if low > num_nodes and not isinstance(source, DialIn):
+        raise UsageError(f"--nnodes: at least {low} nodes are asked for, and there are {num_nodes}")
+    lease_s = _seconds("--lease", given.get("--lease", "3"))
+    spec = RanksSpec(
+        tag=given.get("--tag") or _tag_of(line.command[0]),
+        entry=line.entry,
+        command=line.command,
+        directory=str(expand_user(Path(given.get("--directory", "."))).absolute()),
+        ranks_per_node=line.ranks_per_node,
+        min_nodes=low,
+        max_nodes=high,
+        max_restarts=DEFAULT_RESTARTS if line.max_restarts is None else line.max_restarts,
+        run_id=line.run_id,
+        role=line.role,
+        environment=line.environment,
+        log_dir=line.log_dir,
+        redirects=line.redirects,
+        tee=line.tee,
+        shown_ranks=line.shown_ranks,
+        master_port=line.master_port,
+        shutdown_timeout_s=30.0 if line.shutdown_timeout_s is None else line.shutdown_timeout_s,
+        join_timeout_s=_seconds("--join-timeout", given.get("--join-timeout", "600")),
+        hides_devices="--virtual-local-rank" in line.flags,
+        is_warmed="--no-warm" not in line.flags and line.entry != "program",
+        control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
+    )
+    if (
+        isinstance(source, VirtualOnes)
+        and spec.entry == "script"
+        and not Path(spec.directory, spec.command[0]).exists()
+    ):
+        raise UsageError(f"{spec.command[0]}: there is no such script in {spec.directory}")
+    return spec
+
+
+def _tag_of(command: str) -> str:
+    """A run is called as its script."""
+    name = Path(command).name.removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"

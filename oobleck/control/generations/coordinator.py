@@ -1,0 +1,445 @@
+"""The coordinator of `oobleck run`: events in, commands out, as the one of training has it. Pure.
+
+Which nodes take part is decided as for training, by the same parts (`NodeLifecycle`, `Silence`); when ranks start and
+end, by the machine beside this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from oobleck import __version__
+from oobleck.control.coordinator import (
+    GiveUp,
+    LifecycleEffect,
+    NodeLifecycle,
+    NodeTakenIn,
+    Silence,
+    misfit_of,
+)
+from oobleck.control.events import (
+    AddRequested,
+    Command,
+    Connect,
+    Disconnect,
+    DrainRequested,
+    End,
+    EndRun,
+    Event,
+    KillRequested,
+    MessageReceived,
+    NodeFailed,
+    NodeLeftOut,
+    NodesHeard,
+    NodeUp,
+    Record,
+    Remark,
+    Send,
+    StopRequested,
+    notice,
+)
+from oobleck.control.journal import (
+    ForkServerDown,
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    JobEnded,
+    JournalEntry,
+    NodeUnfit,
+    ProtocolBroken,
+    RankDown,
+    ScriptStarted,
+    Silent,
+    TerminationNoticed,
+    loss_text,
+    sentence,
+)
+from oobleck.control.membership import Leases, Membership, MemberState, NodeRetry
+from oobleck.control.protocol import (
+    AgentMessage,
+    AgentStopped,
+    ConfigureRanks,
+    EndRanks,
+    ForkServerEnded,
+    Heartbeat,
+    Leaving,
+    RankFailed,
+    RankOutput,
+    RanksFinished,
+    RanksReady,
+    RanksStarted,
+    StartRanks,
+    StopAgent,
+)
+from oobleck.errors import PeerError
+from oobleck.job import NodeSpec
+from oobleck.ranks import RanksSpec
+
+from .machine import deadline, start, step
+from .states import (
+    Begin,
+    Candidate,
+    Clear,
+    Ending,
+    Failed,
+    Finished,
+    GiveUpSilent,
+    Gone,
+    Input,
+    Leave,
+    LetGo,
+    Over,
+    Ready,
+    Roster,
+    Rules,
+    Running,
+    StopAsked,
+    TimePassed,
+)
+
+__all__ = ["RanksCoordinator"]
+
+_PATIENCE_S = 30.0
+"""For an agent that kills its ranks: a process in the kernel's hands may take its time."""
+
+
+@dataclass(slots=True)
+class _Formed:
+    """The newest generation, as far as it is on its way."""
+
+    begin: Begin
+    since_s: float
+    """When the one before ended."""
+    port: int = 0
+    address: str = ""
+    warm: dict[str, bool] = field(default_factory=dict)
+    """By node whose ranks exist."""
+    down: set[int] = field(default_factory=set)
+    """Ranks that have failed, by process id: an agent that is reached again may repeat itself."""
+
+
+class RanksCoordinator:
+    """Makes all decisions of a run of a script. Only `start`, `handle` and `handle_deadline` change it."""
+
+    def __init__(self, run: RanksSpec, nodes: tuple[NodeSpec, ...], *, started_at: str, python_version: str) -> None:
+        self._run = run
+        self._nodes = nodes
+        self._started_at = started_at
+        self._python_version = python_version
+        self._members = Membership(nodes)
+        self._lifecycle = NodeLifecycle(
+            self._members, NodeRetry(first_wait_s=run.control.rejoin_after_s), num_devices=None
+        )
+        self._silence = Silence(run.control, Leases(run.control, self._members))
+        self._rules = Rules(
+            min_nodes=run.min_nodes,
+            max_nodes=run.max_nodes,
+            max_restarts=run.max_restarts,
+            waits_for_all_s=run.control.start_timeout_s,
+            waits_for_min_s=run.join_timeout_s,
+            grace_s=run.shutdown_timeout_s,
+            patience_s=_PATIENCE_S,
+        )
+        self._state = start(0.0)
+        self._ready: dict[str, RanksReady] = {}
+        """By node on which no rank runs."""
+        self._losses: dict[str, str] = {}
+        """By node: what it was lost for, before anything ran."""
+        self._formed: _Formed | None = None
+        self._ended_s = 0.0
+        self._commands: list[Command] = []
+
+    # --- the machine's interface -------------------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> list[Command]:
+        """Begin: reach all nodes."""
+        self._state = start(now_s)
+        entry = ScriptStarted(
+            t_s=now_s, version=__version__, run=self._run, nodes=self._nodes, started_at=self._started_at
+        )
+        self._record(entry)
+        self._commands += [Connect(node=spec) for spec in self._nodes]
+        return self._take()
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        """Take in an event. Raises nothing: a peer that does wrong is the one that is lost for it."""
+        if isinstance(self._state, Over):
+            return []
+        self._silence.note_call(now_s)
+        self._take_in(event, now_s)
+        return self._take()
+
+    def next_deadline(self) -> float:
+        """The latest time at which `handle_deadline` must be called; infinity for never."""
+        if isinstance(self._state, Over):
+            return math.inf
+        return min(deadline(self._state, self._rules), self._lifecycle.retries_s, self._silence.due_s)
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        """Act on what has not happened in time. Early calls do nothing."""
+        late_s = now_s - self.next_deadline()
+        if late_s < 0 or isinstance(self._state, Over):
+            return []
+        self._silence.note_call(now_s)
+        if self._silence.forgive(now_s, late_s):
+            self._members.forgive(now_s)
+        self._do(self._silence.give_up_silent(now_s), now_s)
+        self._do(self._lifecycle.retry_lost(now_s), now_s)
+        self._give(TimePassed(), now_s)
+        return self._take()
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    def _take_in(self, event: Event, now_s: float) -> None:
+        match event:
+            case NodeUp(hello=hello):
+                misfit = misfit_of(hello, python_version=self._python_version)
+                self._do(self._lifecycle.node_up(event, now_s, misfit=misfit, generation=self._generation), now_s)
+            case NodeFailed(node=node, loss=loss):
+                self._do(self._lifecycle.unreachable(node, loss, now_s), now_s)
+            case NodeLeftOut(node=node, fault=fault):
+                self._record(NodeUnfit(t_s=now_s, node=node, fault=fault, is_tried_again=False))
+            case MessageReceived(node=node, message=message):
+                self._hear(node, message, now_s)
+            case NodesHeard(heard=heard):
+                self._members.hear_nodes(heard)
+                self._do(self._silence.heard(now_s), now_s)
+            case StopRequested():
+                end = EndRun(exit_code=event.exit_code, reason=event.reason)
+                self._give(StopAsked(end=end, now=event.now), now_s)
+            case AddRequested(spec=spec, by_itself=by_itself):
+                self._do(self._lifecycle.add(spec, now_s, by_itself=by_itself), now_s)
+            case DrainRequested(node=node):
+                self._do(self._lifecycle.drain_idle(node, now_s), now_s)
+                if node in self._members and self._members[node].is_draining:
+                    self._give(Leave(node=node), now_s)
+            case KillRequested(node=node):
+                self._lifecycle.ban(node)
+            case Remark(level=level, text=text):
+                self._do((notice(now_s, level, text),), now_s)
+            case _:
+                raise AssertionError(f"{type(event).__name__} is of training")
+
+    def _hear(self, node: str, message: AgentMessage, now_s: float) -> None:
+        if node not in self._members or self._members[node].state is not MemberState.CONNECTED:
+            return  # it was given up, and did not know
+        self._members.hear_node(node, now_s)
+        self._do(self._silence.heard(now_s), now_s)
+        try:
+            self._understand(node, message, now_s)
+        except PeerError as error:
+            self._do((GiveUp(nodes=(node,), loss=ProtocolBroken(problem=str(error))),), now_s)
+
+    def _understand(self, node: str, message: AgentMessage, now_s: float) -> None:
+        match message:
+            case Heartbeat(sequence=sequence):
+                if sequence is not None:
+                    self._commands.append(Send(node=node, message=message))
+            case RanksReady(generation=generation):
+                self._ready[node] = message
+                self._give(Ready(node=node, generation=generation), now_s)
+                self._let_go_if_due(node)
+            case RanksStarted():
+                self._note_started(node, message, now_s)
+            case RankFailed():
+                self._note_failed(node, message, now_s)
+            case RankOutput():
+                pass  # for people
+            case RanksFinished(generation=generation):
+                self._give(Finished(node=node, generation=generation), now_s)
+            case Leaving(reason=reason):
+                self._record(TerminationNoticed(t_s=now_s, node=node, reason=reason))
+                self._take_in(DrainRequested(node=node), now_s)
+            case ForkServerEnded(end=end, is_restarted=is_restarted):
+                self._record(ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
+            case AgentStopped():
+                effects = self._lifecycle.agent_stopped(self._members[node], message, now_s, is_in_plan=False)
+                self._do(effects, now_s)
+                if self._members[node].state is MemberState.LEFT:
+                    self._drop(node, now_s)
+            case _:
+                raise PeerError(f"said {type(message).__name__}, which has no meaning in a run of a script")
+
+    def _note_started(self, node: str, message: RanksStarted, now_s: float) -> None:
+        formed = self._formed
+        if formed is None or message.generation != formed.begin.generation:
+            return
+        formed.warm[node] = message.is_warm
+        if len(formed.warm) == len(formed.begin.nodes):
+            away_s, is_warm = now_s - formed.since_s, all(formed.warm.values())
+            self._record(GenerationRuns(t_s=now_s, generation=message.generation, away_s=away_s, is_warm=is_warm))
+
+    def _note_failed(self, node: str, message: RankFailed, now_s: float) -> None:
+        formed = self._formed
+        if formed is None or message.generation != formed.begin.generation or message.pid in formed.down:
+            return
+        entry = RankDown(
+            t_s=now_s,
+            generation=message.generation,
+            node=node,
+            rank=message.rank,
+            local_rank=message.local_rank,
+            pid=message.pid,
+            end=message.end,
+            error=message.error,
+            is_first=not formed.down and isinstance(self._state, Running),
+        )
+        formed.down.add(message.pid)
+        self._record(entry)
+        detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
+        given = Failed(node=node, generation=message.generation, reason=f"{sentence(entry)}{detail}")
+        self._give(given, now_s)
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _do(self, effects: Iterable[LifecycleEffect], now_s: float) -> None:
+        """Carry out what the parts ask for that know the nodes."""
+        for effect in effects:
+            match effect:
+                case Connect() | Send() | Disconnect() | Record():
+                    self._commands.append(effect)
+                case GiveUp(nodes=nodes, loss=loss):
+                    for node in nodes:
+                        self._losses[node] = loss_text(loss)
+                        self._do(self._lifecycle.give_up(node, loss, now_s, is_begun=True), now_s)
+                        self._drop(node, now_s)
+                case NodeTakenIn(event=event):
+                    self._configure(event, now_s)
+                case EndRun():
+                    self._give(StopAsked(end=effect, now=True), now_s)
+                case _:
+                    pass  # of plans, workers and their states: nothing of a script
+
+    def _configure(self, event: NodeUp, now_s: float) -> None:
+        """Tell an agent what it is to run; one that is reached again may not have heard it, or what came after it."""
+        node = event.node
+        self._members.meet(node, event.hello, address=event.address, now_s=now_s)
+        self._losses.pop(node, None)
+        spec = self._members[node].spec
+        configure = ConfigureRanks(run=self._run, devices=spec.devices, generation=self._generation)
+        self._commands.append(Send(node=node, message=configure))
+        formed, state = self._formed, self._state
+        if formed is not None and isinstance(state, Running) and node in state.names:
+            self._commands.append(Send(node=node, message=self._orders(formed)[node]))
+        elif isinstance(state, Ending) and node in state.waits_for:
+            again = EndRanks(generation=state.past.generation, grace_s=0.0)
+            self._commands.append(Send(node=node, message=again))
+
+    def _drop(self, node: str, now_s: float) -> None:
+        self._ready.pop(node, None)
+        self._give(Gone(node=node), now_s)
+
+    @property
+    def _generation(self) -> int:
+        return self._state.past.generation
+
+    @property
+    def _roster(self) -> Roster:
+        candidates, num_expected = [], 0
+        for member in self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED):
+            ready = self._ready.get(member.spec.name)
+            if member.is_draining:
+                continue
+            if ready is not None and ready.generation >= self._generation:
+                candidates.append(Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
+            else:
+                num_expected += 1
+        return Roster(candidates=tuple(candidates), num_expected=num_expected)
+
+    # --- generations -------------------------------------------------------------------------------------------------
+
+    def _give(self, given: Input, now_s: float) -> None:
+        """Give the machine an input, and do what it asks for."""
+        self._state, effects = step(self._state, given, now_s, roster=self._roster, rules=self._rules)
+        for effect in effects:
+            match effect:
+                case Begin():
+                    self._begin(effect, now_s)
+                case Clear():
+                    self._clear(effect, now_s)
+                case LetGo(node=node):
+                    self._let_go(node)
+                case GiveUpSilent(nodes=nodes, waited_s=waited_s):
+                    loss = Silent(silent_s=waited_s, is_worker=True)
+                    self._do((GiveUp(nodes=nodes, loss=loss),), now_s)
+                case EndRun():
+                    self._end(effect, now_s)
+                case _:
+                    assert_never(effect)
+
+    def _begin(self, begin: Begin, now_s: float) -> None:
+        first = begin.nodes[0].node
+        formed = _Formed(
+            begin,
+            self._ended_s,
+            port=self._run.master_port or self._ready[first].port,
+            address=self._members[first].address,
+        )
+        self._formed = formed
+        for each in begin.nodes:
+            del self._ready[each.node]  # ranks run there now
+        self._record(
+            GenerationFormed(
+                t_s=now_s,
+                generation=begin.generation,
+                cause=begin.cause,
+                nodes=begin.nodes,
+                num_failures=begin.num_failures,
+            )
+        )
+        self._commands += [Send(node=node, message=order) for node, order in self._orders(formed).items()]
+
+    def _orders(self, formed: _Formed) -> Mapping[str, StartRanks]:
+        nodes = formed.begin.nodes
+        return {
+            each.node: StartRanks(
+                generation=formed.begin.generation,
+                group_rank=number,
+                num_groups=len(nodes),
+                first_rank=each.first_rank,
+                num_ranks=each.num_ranks,
+                world_size=sum(node.num_ranks for node in nodes),
+                master_address=formed.address,
+                master_port=formed.port,
+            )
+            for number, each in enumerate(nodes)
+        }
+
+    def _clear(self, clear: Clear, now_s: float) -> None:
+        self._ended_s = now_s
+        self._record(GenerationEnded(t_s=now_s, generation=clear.generation, cause=clear.cause, nodes=clear.about))
+        order = EndRanks(generation=clear.generation, grace_s=clear.grace_s)
+        self._commands += [Send(node=node, message=order) for node in clear.nodes]
+
+    def _let_go_if_due(self, node: str) -> None:
+        if self._members[node].is_draining and node in self._ready:
+            self._let_go(node)
+
+    def _let_go(self, node: str) -> None:
+        if self._members[node].state is MemberState.CONNECTED:
+            stop = StopAgent(reason="drained", is_dismissal=True)
+            self._commands.append(Send(node=node, message=stop))
+
+    def _end(self, end: EndRun, now_s: float) -> None:
+        reason = end.reason
+        if not self._generation and self._losses:
+            reason = "\n".join((reason, *(f"{node}: {why}" for node, why in sorted(self._losses.items()))))
+        if self._formed is not None and end.exit_code == 0:
+            entry = GenerationEnded(t_s=now_s, generation=self._generation, cause=GenerationCause.FINISHED)
+            self._record(entry)
+        stop = StopAgent(reason="the run is over")
+        self._commands += [Send(node=member.spec.name, message=stop) for member in self._members.living]
+        exit_code = int(end.exit_code)
+        self._record(JobEnded(t_s=now_s, exit_code=exit_code, reason=reason))
+        self._commands.append(End(exit_code=exit_code, reason=reason))
+
+    def _record(self, entry: JournalEntry) -> None:
+        self._commands.append(Record(entry=entry))
+
+    def _take(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands

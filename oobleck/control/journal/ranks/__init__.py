@@ -1,0 +1,25 @@
+"""The journal of a run of a script: its entries, and what is shown of them."""
+
+from __future__ import annotations
+
+from .entries import (
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    NodeRanks,
+    RankDown,
+    ScriptStarted,
+)
+from .view import RanksView
+
+__all__ = [
+    "GenerationCause",
+    "GenerationEnded",
+    "GenerationFormed",
+    "GenerationRuns",
+    "NodeRanks",
+    "RankDown",
+    "RanksView",
+    "ScriptStarted",
+]

@@ -1,0 +1,36 @@
+"""The part of a run's view that is about a script's ranks."""
+
+from __future__ import annotations
+
+from oobleck.control.journal.snapshot import RunState
+
+from .entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
+
+__all__ = ["RanksView"]
+
+
+class RanksView:
+    """Follows a script's generations. O(1) an entry."""
+
+    def __init__(self) -> None:
+        self.tag = ""
+        self.command = ""
+        self.state: RunState | None = None
+        """None for a run that is of no script."""
+        self.generation = 0
+        self.num_restarts = 0
+
+    def apply(self, entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | GenerationEnded) -> None:
+        """Take the next entry."""
+        match entry:
+            case ScriptStarted(run=run):
+                self.tag, self.command, self.state = run.tag, run.kinds, RunState.STARTING
+            case GenerationFormed(generation=generation):
+                self.num_restarts += self.generation > 0
+                self.generation = generation
+            case GenerationRuns():
+                self.state = RunState.TRAINING
+            case GenerationEnded():
+                self.state = RunState.RECONFIGURING
+            case RankDown():
+                pass

@@ -1,0 +1,159 @@
+"""What a relay has to pass on to the master: equal messages as one, and who was heard.
+
+Of a committed step the master needs to know once, though many say so: the first one is passed on. A heartbeat that
+wants no answer says only that its agent lives, so it becomes a part of one message for all. How long
+ago it was heard goes along, and leases are as exact as without relays. Other messages wait for a few milliseconds for
+their like. Of one agent all leave in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from oobleck.control.plans import numbers_in, runs_of
+from oobleck.control.protocol import AgentMessage, FromWorker, Heartbeat, RelayHeard, RelaySaid, news_in
+
+__all__ = ["Gathering"]
+
+_GATHER_S = 0.005
+_NEWS_KEPT = 8
+_AGE_MS = 10
+"""Ages are rounded up to multiples of it: what was heard at about the same time is said together."""
+
+
+class _Said(NamedTuple):
+    """What some agents, or workers of theirs, have said alike."""
+
+    positions: tuple[int, ...]
+    devices: tuple[int, ...]
+    frame: bytes
+    news: str
+
+
+class Gathering:
+    """Who was heard and what was said since `take` was last called."""
+
+    def __init__(self, encode: Callable[[AgentMessage], bytes], *, passes_s: float) -> None:
+        """Who was heard is passed on every `passes_s` seconds."""
+        self._encode = encode
+        self._passes_s = passes_s
+        self._heard_s: dict[int, float] = {}
+        self._said: list[_Said] = []
+        self._passed: dict[str, int] = {}
+        """Names of news that were passed on, and who said them."""
+        self.due_s = math.inf
+        """When `take` wants to be called; infinity for never."""
+
+    def hear(self, position: int, message: AgentMessage, now_s: float) -> bool:
+        """Take in what an agent says to its relay; return whether it is to be passed on."""
+        if isinstance(message, Heartbeat) and message.sequence is None:
+            self._note_heard((position,), now_s, now_s)
+        elif isinstance(message, FromWorker):
+            news = news_in(message)
+            if not self._is_new(position, news):
+                return False
+            frame = self._encode(replace(message, device=0))
+            self._add(_Said((position,), (message.device,), frame, news), now_s)
+        else:
+            self._add(_Said((position,), (), self._encode(message), ""), now_s)
+        return True
+
+    def pass_on(self, child: int, message: RelaySaid | RelayHeard, now_s: float) -> bool:
+        """Take in what another relay says to this one; return whether it is to be passed on."""
+        match message:
+            case RelaySaid(by=by, devices=devices, message=said, news=news):
+                if not self._is_new(child, news):
+                    return False
+                self._add(_Said(tuple(numbers_in(by)), devices, said, news), now_s)
+            case RelayHeard(heard=heard):
+                for age_ms, by in heard:
+                    self._note_heard(numbers_in(by), now_s - age_ms / 1000, now_s)
+        return True
+
+    def source_of(self, news: str) -> int | None:
+        """Return which child has said these news first; None where that is not known any more."""
+        return self._passed.get(news)
+
+    def take(self, now_s: float) -> list[RelaySaid | RelayHeard]:
+        """Return what is to be passed on now; nothing before it is due."""
+        if now_s < self.due_s:
+            return []
+        said = list(_merged(self._said))
+        heard, self._heard_s, self._said, self.due_s = self._heard_s, {}, [], math.inf
+        return [*said, *([RelayHeard(heard=tuple(_by_age(heard, now_s)))] if heard else [])]
+
+    def forget(self) -> None:
+        """What was passed on may be lost: it is new again."""
+        self._passed.clear()
+
+    def _is_new(self, child: int, news: str) -> bool:
+        if news in self._passed:
+            return False
+        if news:
+            self._passed[news] = child
+            if len(self._passed) > _NEWS_KEPT:
+                del self._passed[next(iter(self._passed))]
+        return True
+
+    def _add(self, said: _Said, now_s: float) -> None:
+        self._said.append(said)
+        self.due_s = min(self.due_s, now_s + _GATHER_S)
+
+    def _note_heard(self, positions: Iterable[int], heard_s: float, now_s: float) -> None:
+        for position in positions:
+            self._heard_s[position] = max(heard_s, self._heard_s.get(position, -math.inf))
+        self.due_s = min(self.due_s, now_s + self._passes_s)
+
+
+def _merged(said: Iterable[_Said]) -> Iterator[RelaySaid]:
+    """Put equal messages together; O(messages)."""
+    for together in _rounds(said):
+        devices_of: defaultdict[tuple[bytes, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for each in together:
+            for position in each.positions:
+                devices_of[each.frame, each.news][position] += each.devices
+        for (frame, news), found in devices_of.items():
+            alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+            for position, speakers in found.items():
+                alike[tuple(sorted(speakers))].append(position)
+            for devices, by in alike.items():
+                yield RelaySaid(by=runs_of(sorted(by)), devices=devices, message=frame, news=news)
+
+
+def _rounds(said: Iterable[_Said]) -> list[list[_Said]]:
+    """Cut what was said into rounds, in each of which an agent says one thing, perhaps by several of its workers.
+
+    So merging within a round changes the order of no agent's words.
+    """
+    rounds: list[list[_Said]] = []
+    latest: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
+    """By position: the round of its newest message, that message, and its devices that have said it."""
+    for each in said:
+        known = [latest[position] for position in each.positions if position in latest]
+        at = max([_first_round(each, *newest) for newest in known], default=0)
+        for position in each.positions:
+            number, _, speakers = latest.get(position, (-1, b"", ()))
+            latest[position] = (at, each.frame, each.devices + (speakers if number == at else ()))
+        if at == len(rounds):
+            rounds.append([])
+        rounds[at].append(each)
+    return rounds
+
+
+def _first_round(said: _Said, number: int, frame: bytes, speakers: tuple[int, ...]) -> int:
+    """Return in which round a message may be, of one whose newest is in round `number`."""
+    is_more_of_it = frame == said.frame and said.devices and not set(speakers).intersection(said.devices)
+    return number if is_more_of_it else number + 1
+
+
+def _by_age(heard_s: dict[int, float], now_s: float) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for position in sorted(heard_s):
+        age_ms = max(0.0, now_s - heard_s[position]) * 1000
+        found[_AGE_MS * math.ceil(age_ms / _AGE_MS)].append(position)
+    for age_ms, positions in sorted(found.items()):
+        yield age_ms, runs_of(positions)

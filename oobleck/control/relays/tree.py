@@ -1,0 +1,302 @@
+"""Which agent speaks to the master through which other one, and when that changes.
+
+    direct ── JoinRelay ──> joining ── RelayJoined ──> through ── RelayLeft ──> direct
+                                                          └──── LeaveRelay ──> leaving ── RelayLeft ──> direct
+
+The master keeps its own connection to every agent, by which it started it. It is idle while the agent has a relay, and
+is what all fall back on. So a relay is never more than a shorter way: a loss, a start and a takeover are met as without
+relays, and an agent whose relay fails is spoken to directly at once.
+
+An agent keeps its position for as long as it is there. One that is lost leaves a hole, and its children are direct
+until the hole is filled: by a node that comes, else by the agent of the last position. So a loss changes as many edges
+as a relay has children at most, however many agents there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from oobleck.control.events import Send
+from oobleck.control.protocol import BecomeRelay, JoinRelay, LeaveRelay, RelayLeft, RelayOpen, UseRelay
+from oobleck.job import ControlSpec
+
+from .positions import children_of, parent_of
+
+__all__ = ["PATIENCE", "RelayTree"]
+
+PATIENCE = 0.4
+"""A relay that is silent for this share of a lease is left: its children are heard directly before a lease lapses."""
+_LOOKS = 8
+"""So many times in a lease, relays are looked at."""
+_RESTS = 10
+"""A relay that was silent, or could not be reached by an agent, is not joined again for so many leases."""
+_REUSED_AFTER = 1.0
+"""In leases: what was said in the name of a position that is free again has arrived by then, or comes from a relay that
+was left."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Agent:
+    """An agent that speaks to the master."""
+
+    node: str
+    position: int
+    relay: str | None = None
+    """Through which node's agent it speaks."""
+    is_called_back: bool = False
+    """It is asked to leave that one, which may be lost by now."""
+    joining: int | None = None
+    """The attempt that is under way."""
+    joins: str = ""
+    """The relay that it tries to reach."""
+    is_asked: bool = False
+    """To be a relay."""
+    door: RelayOpen | None = None
+    """Where it listens for others."""
+    children: set[str] = field(default_factory=set)
+    """Those that speak through it, and are not leaving."""
+    heard_s: float
+    avoids: str = ""
+    """The relay that it had to leave, or could not reach."""
+    avoids_until_s: float = -math.inf
+    rests_until_s: float = -math.inf
+    """It was silent: before this, no other agent joins it."""
+
+
+class RelayTree:
+    """Knows the way to each agent. A change costs O(fan-out · depth), a look O(relays), an arrangement O(agents)."""
+
+    def __init__(self, control: ControlSpec) -> None:
+        self.fanout = control.relay_fanout
+        self._least_agents = control.relay_nodes or math.inf
+        self._lease_s = control.lease_s
+        self._agents: dict[str, _Agent] = {}
+        self._seats: list[str | None] = []
+        """Nodes by position."""
+        self._freed_s: dict[int, float] = {}
+        """The positions without a node, and since when they are."""
+        self._num_attempts = 0
+        self._looks_s = self._arranges_s = math.inf
+
+    # --- the way to an agent -----------------------------------------------------------------------------------
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether agents may speak through each other: there are enough of them, or were."""
+        return math.isfinite(self._looks_s)
+
+    def is_direct(self, node: str) -> bool:
+        """Return whether the master speaks to a node by the connection that it has to its agent."""
+        agent = self._agents.get(node)
+        return agent is None or agent.relay is None
+
+    def position_of(self, node: str) -> int:
+        return self._agents[node].position
+
+    def root_of(self, node: str) -> str | None:
+        """Return the node to whose agent goes what is for this one; None while it, or a relay of its, leaves."""
+        agent = self._agents[node]
+        while agent.relay is not None:
+            if agent.is_called_back:
+                return None
+            agent = self._agents[agent.relay]
+        return agent.node
+
+    def speaker(self, position: int, *, through: str) -> str | None:
+        """Return whose words have come from the agent of `through`; None where that node speaks otherwise by now."""
+        node = self._seats[position] if 0 <= position < len(self._seats) else None
+        return node if node is not None and node != through and self.root_of(node) == through else None
+
+    def below(self, node: str) -> Iterator[str]:
+        """Return the node, and all that speak through it."""
+        yield node
+        for child in sorted(self._agents[node].children):
+            yield from self.below(child)
+
+    # --- what happens ------------------------------------------------------------------------------------------
+
+    def come(self, node: str, now_s: float) -> list[Send]:
+        """An agent speaks to the master, for the first time or by another connection: directly, and it is no relay."""
+        before = self._agents.get(node)
+        sends = [] if before is None else self._part(before)
+        position = self._take_seat(node, now_s) if before is None else before.position
+        self._agents[node] = _Agent(node=node, position=position, heard_s=now_s)
+        if len(self._agents) >= self._least_agents:
+            self._looks_s = min(self._looks_s, now_s + self._lease_s / _LOOKS)
+        self._arrange_by(now_s + self._lease_s)
+        return sends
+
+    def go(self, node: str, now_s: float) -> list[Send]:
+        """A node is lost, or was let go; those that speak through it are called back."""
+        agent = self._agents.get(node)
+        if agent is None:
+            return []
+        sends = self._part(agent)
+        del self._agents[node]
+        self._seats[agent.position] = None
+        self._freed_s[agent.position] = now_s
+        self._arrange_by(now_s + self._lease_s)
+        return sends
+
+    def hear(self, node: str, heard_s: float) -> None:
+        """An agent was heard, directly or through others."""
+        agent = self._agents.get(node)
+        if agent is not None and heard_s > agent.heard_s:
+            agent.heard_s = heard_s
+
+    def open(self, node: str, door: RelayOpen, now_s: float) -> None:
+        """An agent listens for others."""
+        if node in self._agents:
+            self._agents[node].door = door
+            self._arrange_by(now_s)
+
+    def join(self, node: str, attempt: int, number: int) -> list[Send]:
+        """An agent has its link to a relay, and waits: with what is said after `number`, it is spoken to through it."""
+        agent = self._agents.get(node)
+        if agent is None or agent.joining != attempt:
+            return []  # it was called back meanwhile
+        agent.joining = None
+        relay = self._agents.get(agent.joins)
+        if relay is None or relay.door is None or self.root_of(relay.node) in (None, node):
+            return [Send(node=node, message=LeaveRelay())]
+        agent.relay = relay.node
+        relay.children.add(node)
+        return [Send(node=node, message=UseRelay(attempt=attempt, number=number))]
+
+    def leave(self, node: str, left: RelayLeft, now_s: float) -> None:
+        """An agent speaks directly again."""
+        agent = self._agents.get(node)
+        if agent is None:
+            return
+        if left.problem:
+            agent.avoids, agent.avoids_until_s = agent.relay or agent.joins, now_s + _RESTS * self._lease_s
+        self._detach(agent)
+        agent.joining = None
+        self._arrange_by(now_s + self._lease_s)
+
+    # --- time passes -----------------------------------------------------------------------------------------
+
+    @property
+    def due_s(self) -> float:
+        """When `handle_deadline` wants to be called; infinity for never."""
+        return min(self._looks_s, self._arranges_s) if self.is_needed else math.inf
+
+    def handle_deadline(self, now_s: float) -> list[Send]:
+        """Call back those whose relays are silent, and give relays to those that have none."""
+        sends: list[Send] = []
+        if self.is_needed and now_s >= self._looks_s:
+            sends += self._look(now_s)
+        if self.is_needed and now_s >= self._arranges_s:
+            sends += self._arrange(now_s)
+        return sends
+
+    def _look(self, now_s: float) -> list[Send]:
+        is_late = now_s - self._looks_s > self._lease_s / _LOOKS
+        self._looks_s = now_s + self._lease_s / _LOOKS
+        sends: list[Send] = []
+        for agent in [agent for agent in self._agents.values() if agent.children]:
+            if is_late:  # we were held up: what relays said meanwhile waits to be read
+                agent.heard_s = max(agent.heard_s, now_s - self._lease_s / _LOOKS)
+            elif now_s - agent.heard_s >= PATIENCE * self._lease_s:
+                agent.rests_until_s = now_s + _RESTS * self._lease_s
+                sends += self._call_back(agent)
+        return sends
+
+    def _arrange(self, now_s: float) -> list[Send]:
+        self._arranges_s = math.inf
+        if len(self._agents) < self._least_agents:
+            return []
+        sends = self._fill_holes(now_s)
+        for agent in list(self._agents.values()):
+            if agent.relay is not None or agent.joining is not None:
+                continue
+            above = parent_of(agent.position, self.fanout)
+            relay = None if above is None else self._at(above)
+            if relay is None:
+                continue
+            if not relay.is_asked:
+                relay.is_asked = True
+                sends.append(Send(node=relay.node, message=BecomeRelay(position=relay.position, fanout=self.fanout)))
+            elif relay.door is not None and self._may_join(agent, relay, now_s):
+                sends.append(self._ask_to_join(agent, relay, relay.door))
+            else:
+                self._arrange_by(now_s + self._lease_s)
+        return sends
+
+    def _may_join(self, agent: _Agent, relay: _Agent, now_s: float) -> bool:
+        return now_s >= relay.rests_until_s and (agent.avoids != relay.node or now_s >= agent.avoids_until_s)
+
+    def _ask_to_join(self, agent: _Agent, relay: _Agent, door: RelayOpen) -> Send:
+        self._num_attempts += 1
+        agent.joining, agent.joins = self._num_attempts, relay.node
+        order = JoinRelay(
+            attempt=agent.joining, position=agent.position, host=door.host, port=door.port, ticket=door.ticket
+        )
+        return Send(node=agent.node, message=order)
+
+    # --- positions -------------------------------------------------------------------------------------------
+
+    def _at(self, position: int) -> _Agent | None:
+        node = self._seats[position] if position < len(self._seats) else None
+        return None if node is None else self._agents[node]
+
+    def _take_seat(self, node: str, now_s: float) -> int:
+        """Take the first position that is free for long enough, or one at the end."""
+        position = min(self._free(now_s), default=len(self._seats))
+        if position == len(self._seats):
+            self._seats.append(node)
+        else:
+            self._seats[position] = node
+            del self._freed_s[position]
+        return position
+
+    def _free(self, now_s: float) -> list[int]:
+        return [
+            position for position, freed_s in self._freed_s.items() if now_s - freed_s >= _REUSED_AFTER * self._lease_s
+        ]
+
+    def _fill_holes(self, now_s: float) -> list[Send]:
+        """Have agents of the last positions take the place of relays that are gone, where those had children."""
+        sends: list[Send] = []
+        for position in sorted(self._free(now_s)):
+            if not any(self._at(child) for child in children_of(position, self.fanout)):
+                continue
+            last = next(agent for index in reversed(range(len(self._seats))) if (agent := self._at(index)) is not None)
+            if last.relay is None and last.joining is None:
+                self._seats[last.position], self._seats[position] = None, last.node
+                self._freed_s[last.position] = now_s
+                del self._freed_s[position]
+                last.position, last.is_asked, last.door = position, False, None
+            else:
+                if last.relay is not None and not last.is_called_back:
+                    sends += self._call(last)
+                self._arrange_by(now_s + self._lease_s)
+                break  # one after the other: it has to be direct first
+        return sends
+
+    # --- edges -----------------------------------------------------------------------------------------------
+
+    def _part(self, agent: _Agent) -> list[Send]:
+        """An agent is spoken to in no way that is known: neither through others, nor are others through it."""
+        self._detach(agent)
+        return self._call_back(agent)
+
+    def _call_back(self, relay: _Agent) -> list[Send]:
+        return [send for child in sorted(relay.children) for send in self._call(self._agents[child])]
+
+    def _call(self, agent: _Agent) -> list[Send]:
+        """Have an agent leave its relay; until it says that it has, what is for it is kept."""
+        if agent.relay in self._agents:
+            self._agents[agent.relay].children.discard(agent.node)
+        agent.is_called_back = True
+        return [Send(node=agent.node, message=LeaveRelay())]
+
+    def _detach(self, agent: _Agent) -> None:
+        if agent.relay in self._agents:
+            self._agents[agent.relay].children.discard(agent.node)
+        agent.relay, agent.is_called_back = None, False
+
+    def _arrange_by(self, by_s: float) -> None:
+        self._arranges_s = min(self._arranges_s, by_s)

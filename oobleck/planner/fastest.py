@@ -1,0 +1,120 @@
+"""The plan that is truly fastest: pipelines compared by their event-exact time, where bounds choose too coarsely.
+
+A bound may be far from the time of the step where messages take long, or stages are uneven. So the pipelines that the
+bounds choose are cut again for their microbatches; and sizes are chosen once more, with each size's time as the
+event-exact time says, at its share of the batch and at twice that. Of these the fastest is taken, if the step is truly
+shorter. Measured by tools/bench/fastest_plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .costs import StageCosts, Timing
+from .instantiation import SizeOption, Sizing, choose_sizes, reduction_s
+from .makespan import PassTimes
+from .plan import PipelineTemplate
+from .templates import MOST_STAGES, Recut
+
+__all__ = ["ExactTimes", "FastPipelines"]
+
+_LEAST_GAIN = 0.005
+"""Other pipelines have to save this share of a step: a plan should not hang on the last digits of a profile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastPipelines:
+    """Pipelines as templates with their microbatches, and the event-exact time of their step, reduction included."""
+
+    templates: tuple[PipelineTemplate, ...]
+    num_microbatches: tuple[int, ...]
+    step_s: float
+
+
+class ExactTimes:
+    """Event-exact times of the templates of one cost table, each found once."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._costs = costs
+        self._times = PassTimes(costs.profile, costs.device_counts)
+        self._recut = Recut(costs, self._times)
+        self._best: dict[tuple[tuple[object, ...], int], PipelineTemplate] = {}
+        self._steps_s: dict[tuple[tuple[object, ...], int], float] = {}
+
+    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """Return the event-exact seconds of a step of one pipeline, without the reduction."""
+        key = template.stages, num_microbatches
+        if key not in self._steps_s:
+            self._steps_s[key] = self._times.step_s(template, num_microbatches)
+        return self._steps_s[key]
+
+    def cut_again(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+        """Return the template's devices with the fastest cut found for so many microbatches."""
+        key = template.stages, num_microbatches
+        if key not in self._best:
+            self._best[key] = self._recut.best(template, num_microbatches)
+        return self._best[key]
+
+    def faster(
+        self,
+        templates: Mapping[int, PipelineTemplate],
+        options: Mapping[int, SizeOption],
+        chosen: Sizing,
+        *,
+        num_nodes: int,
+        fewest: int,
+        most: int,
+    ) -> FastPipelines | None:
+        """Return pipelines whose step is shorter than that of the chosen sizes, or None.
+
+        `templates` and `options` are those of all sizes. O(sizes of up to 12 stages), once for like shares.
+        """
+        total = sum(chosen.num_microbatches)
+        as_chosen = self._pipelines(templates, chosen, again=False)
+        measured = {
+            size: self._option(templates[size], option, max(1, round(total * size / num_nodes)))
+            for size, option in options.items()
+        }
+        others = choose_sizes(
+            measured,
+            num_nodes=num_nodes,
+            num_microbatches=total,
+            network=self._costs.profile.network,
+            fewest=fewest,
+            most=most,
+        )
+        candidates = [self._pipelines(templates, sizing, again=True) for sizing in (chosen, others)]
+        best = min(candidates, key=lambda each: each.step_s)
+        return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
+
+    def _option(self, template: PipelineTemplate, option: SizeOption, num_microbatches: int) -> SizeOption:
+        """Return what pipelines of one size can do, as the event-exact times say."""
+        if template.num_stages > MOST_STAGES:
+            return option
+        best = self.cut_again(template, num_microbatches)
+        step_s, twice_s = self.step_s(best, num_microbatches), self.step_s(best, 2 * num_microbatches)
+        next_s = (twice_s - step_s) / num_microbatches
+        first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
+        return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
+
+    def _pipelines(
+        self,
+        templates: Mapping[int, PipelineTemplate],
+        sizing: Sizing,
+        *,
+        again: bool,
+    ) -> FastPipelines:
+        """Return pipelines of some sizes, of the templates as they are or cut again for their microbatches."""
+        pairs = list(zip(sizing.sizes, sizing.num_microbatches, strict=True))
+        found = {
+            (size, count): self.cut_again(templates[size], count) if again else templates[size]
+            for size, count in sorted(set(pairs))
+        }
+        slowest_s = max(self.step_s(template, count) for (_, count), template in found.items())
+        reduced_bytes = max(self._costs.reduced_bytes(template) for template in found.values())
+        return FastPipelines(
+            templates=tuple(found[pair] for pair in pairs),
+            num_microbatches=sizing.num_microbatches,
+            step_s=slowest_s + reduction_s(self._costs.profile.network, reduced_bytes, len(pairs)),
+        )

@@ -1,0 +1,114 @@
+"""The event-exact time of 1F1B steps, for many ways to cut the layers at once.
+
+The planner's searches bound a step by `sum(w) + (m - 1) * max(w)`, with messages counted as work of the stages that
+send them. Here every pass waits for the pass before it on its stage and for its message, and a message only occupies
+its link: the same rules, and the same seconds, as in the timeline of a schedule. Stages do their passes in lockstep.
+With s counted from 0 of S stages, the forward pass of microbatch i belongs to slot 2i + s and its backward pass to slot
+2i + 2S - 1 - s, so all that a pass waits for is in earlier slots, and one slot is a few numpy expressions over all
+stages of all candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .costs import Floats, cut_seconds
+from .plan import PipelineTemplate
+from .profiles import Profile
+
+__all__ = ["PassTimes", "Stops", "stops_of"]
+
+Stops = NDArray[np.int64]
+"""[candidate, S + 1]: 0, and where each stage stops."""
+
+_MOST_ROUNDS = 8
+"""Beyond this many microbatches for each stage, the time of each further one is taken as constant."""
+
+
+def stops_of(template: PipelineTemplate) -> Stops:
+    """Return a template's cut as one candidate."""
+    return np.array([[0, *(stage.stop_layer for stage in template.stages)]], dtype=np.int64)
+
+
+class PassTimes:
+    """The seconds of passes and messages of one profile."""
+
+    def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
+        layers = profile.layers
+        self._forward = {n: _prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
+        self._backward = {n: _prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
+        self._messages = {
+            same_node: np.array(
+                [0.0, *(cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers)]
+            )
+            for same_node in (False, True)
+        }
+
+    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """Return the seconds of one step of a pipeline, without the reduction."""
+        return float(self.steps_s(template, stops_of(template), num_microbatches)[0])
+
+    def steps_s(self, template: PipelineTemplate, stops: Stops, num_microbatches: int) -> Floats:
+        """Return the seconds of a step for each candidate: the template's devices, cut as `stops` says.
+
+        O(S · m) for m microbatches, with m up to 8 S; beyond that a step grows by the same time with each.
+        """
+        passes = self._passes(template, stops)
+        most = _MOST_ROUNDS * template.num_stages
+        if num_microbatches <= most:
+            return _makespans(*passes, num_microbatches)
+        most_s = _makespans(*passes, most)
+        each_s = (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
+        steps_s: Floats = most_s + (num_microbatches - most) * each_s
+        return steps_s
+
+    def _passes(self, template: PipelineTemplate, stops: Stops) -> tuple[Floats, Floats, Floats]:
+        """Return forward and backward seconds, [stage, candidate], and those of the messages between stages."""
+        stages = template.stages
+        forward, backward = np.empty((2, len(stages), len(stops)))
+        for index, stage in enumerate(stages):
+            first, stop = stops[:, index], stops[:, index + 1]
+            forward[index] = self._forward[stage.num_devices][stop] - self._forward[stage.num_devices][first]
+            backward[index] = self._backward[stage.num_devices][stop] - self._backward[stage.num_devices][first]
+        messages = np.zeros((len(stages) - 1, len(stops)))
+        for index in range(len(stages) - 1):
+            same_node = stages[index].node_index == stages[index + 1].node_index
+            messages[index] = self._messages[same_node][stops[:, index + 1]]
+        return forward, backward, messages
+
+
+def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbatches: int) -> Floats:
+    """Return when the last stage has ended. See the module for the slots."""
+    size, width = forward.shape
+    last = num_microbatches - 1
+    # What stage s sends on goes by link s + 1, what it sends back by link s; the outer links carry nothing.
+    links = np.concatenate([np.zeros((1, width)), messages, np.zeros((1, width))])
+    # Arrivals at stage s from the stage before, and at stage s - 1 from the stage after; nothing comes from outside.
+    now, ahead, back = np.zeros((size, width)), np.zeros((size + 1, width)), np.zeros((size + 1, width))
+    for slot in range(2 * (last + size)):
+        first, stop = _stages(slot - 2 * last, slot, slot, size)
+        if first < stop:
+            own, after = slice(first, stop, 2), slice(first + 1, stop + 1, 2)
+            now[own] = np.maximum(now[own], ahead[own]) + forward[own]
+            ahead[after] = np.maximum(now[own], ahead[after]) + links[after]
+        turn = 2 * size - 1 - slot
+        first, stop = _stages(turn, turn + 2 * last, turn, size)
+        if first < stop:
+            own, after = slice(first, stop, 2), slice(first + 1, stop + 1, 2)
+            now[own] = np.maximum(now[own], back[after]) + backward[own]
+            back[own] = np.maximum(now[own], back[own]) + links[own]
+    makespans: Floats = now.max(axis=0)
+    return makespans
+
+
+def _stages(low: int, high: int, like: int, size: int) -> tuple[int, int]:
+    """Return the first and the end of the stages from `low` to `high` that are even or odd as `like` is."""
+    first = max(low, 0)
+    return first + (first - like) % 2, min(high, size - 1) + 1
+
+
+def _prefix_sums(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

@@ -1,0 +1,242 @@
+"""How many pipelines of which kinds of nodes make the shortest step, and which nodes are the cheapest for it.
+
+Within a target T a pipeline takes `floor((T - first) / next) + 1` microbatches, so T is possible if a knapsack with one
+weight for each kind of node reaches the batch. Bisection brings T close. Then the pipelines found take the batch within
+some exact time, which is the next T to beat, until none beat it. Nodes may be left as spares. Exact for the slowest
+pipeline; the reduction of gradients comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.costs import Floats, Timing
+from oobleck.planner.instantiation import distribute_microbatches
+
+from .indexing import at
+
+__all__ = ["Choice", "Chooser", "Counts"]
+
+Counts = tuple[int, ...]
+"""Nodes of each kind."""
+
+Ints = NDArray[np.int64]
+
+_MOST_STATES = 1 << 16
+_CLOSE = 1e-3
+_MOST_ROUNDS = 64
+_PRICED_STEPS = 48
+"""Targets at which the cheapest nodes are sought, between the shortest step and 16 times that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Pipelines by their nodes of each kind, with their microbatches and the seconds of the slowest."""
+
+    pipelines: tuple[Counts, ...]
+    num_microbatches: tuple[int, ...]
+    slowest_s: float
+
+
+class Chooser:
+    """Chooses among pipelines whose step times are known."""
+
+    def __init__(
+        self, timings: Mapping[Counts, Timing], num_microbatches: int, *, most_states: int = _MOST_STATES
+    ) -> None:
+        """With more numbers of nodes than `most_states`, only pipelines with nodes of one kind each are chosen."""
+        self._timings = timings
+        self._most_states = most_states
+        self._total = num_microbatches
+        self._items = np.array(list(timings), dtype=np.int64)
+        self._first_s = np.array([timing.first_s for timing in timings.values()])
+        self._next_s = np.array([timing.next_s for timing in timings.values()])
+
+    def most_pipelines(self, nodes: Counts) -> int:
+        """Return how many pipelines the nodes can form, at most one for each microbatch."""
+        most = self._filling(np.ones(len(self._items)), nodes, 1, exactly=False).total
+        return min(self._total, max(0, int(most))) if math.isfinite(most) else 0
+
+    def choose(self, nodes: Counts, *, fewest: int, exactly: bool = False) -> Choice | None:
+        """Return the fastest pipelines of at most so many nodes of each kind; None where there are too few.
+
+        At least `fewest` pipelines, or exactly as many.
+        """
+        high_s = float(self._first_s.max() + self._total * self._next_s.max())
+        best = self._within(high_s, nodes, fewest, exactly)
+        if best is None:
+            return None
+        low_s = 0.0
+        while best.slowest_s - low_s > _CLOSE * best.slowest_s:
+            middle_s = (low_s + best.slowest_s) / 2
+            found = self._within(middle_s, nodes, fewest, exactly)
+            if found is None:
+                low_s = middle_s
+            else:
+                best = found
+        for _ in range(_MOST_ROUNDS):
+            found = self._within(math.nextafter(best.slowest_s, 0.0) * (1 - 1e-12), nodes, fewest, exactly)
+            if found is None:
+                break
+            best = found
+        return best
+
+    def cheapest(self, nodes: Counts, prices: Sequence[float], *, fewest: int) -> Counts | None:
+        """Return the nodes, of those that there are, whose step costs least; prices are for a node of each kind.
+
+        None where they cannot hold the model, or are too many to look at all numbers of them.
+        """
+        if not self._together(nodes):
+            return None
+        fastest = self.choose(nodes, fewest=fewest)
+        if fastest is None:
+            return None
+        grid = np.indices(tuple(number + 1 for number in nodes))
+        rate = np.tensordot(np.array(prices, dtype=np.float64), grid, axes=1)
+        best: tuple[float, Counts] | None = None
+        for target_s in fastest.slowest_s * np.geomspace(1.0, 16.0, _PRICED_STEPS):
+            taken = self._taken(float(target_s))
+            values = _Knapsack(self._items, taken, nodes, fewest, exactly=False).values[fewest]
+            cost = np.where(values >= self._total, target_s * rate, np.inf)
+            counts = tuple(int(number) for number in np.unravel_index(int(cost.argmin()), cost.shape))
+            if best is None or cost[counts] < best[0]:
+                best = float(cost[counts]), counts
+        return None if best is None else best[1]
+
+    def _within(self, limit_s: float, nodes: Counts, fewest: int, exactly: bool) -> Choice | None:
+        """Return pipelines that take the batch within the limit, with the time that they need for it."""
+        filling = self._filling(self._taken(limit_s), nodes, fewest, exactly=exactly)
+        if not filling.total >= self._total:
+            return None
+        pipelines = self._as_many_as_microbatches(filling.items(), fewest)
+        timings = [self._timings[counts] for counts in pipelines]
+        counts = distribute_microbatches(timings, self._total)
+        slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
+        return Choice(pipelines=pipelines, num_microbatches=counts, slowest_s=min(slowest_s, limit_s))
+
+    def _as_many_as_microbatches(self, pipelines: list[Counts], fewest: int) -> tuple[Counts, ...]:
+        """Return the pipelines, largest first; the quickest of them where there are more than microbatches."""
+        if len(pipelines) > max(self._total, fewest):
+            pipelines = sorted(pipelines, key=lambda counts: self._timings[counts].first_s)[: self._total]
+        return tuple(sorted(pipelines, key=lambda counts: (-sum(counts), *(-number for number in counts))))
+
+    def _together(self, nodes: Counts) -> bool:
+        """Say whether there are few enough nodes to look at all numbers of each kind together."""
+        return math.prod(number + 1 for number in nodes) <= self._most_states
+
+    def _filling(self, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> _Knapsack | _Apart:
+        kind = _Knapsack if self._together(nodes) else _Apart
+        return kind(self._items, values, nodes, most, exactly=exactly)
+
+    def _taken(self, limit_s: float) -> Floats:
+        """Return the microbatches that each pipeline takes within the limit; beyond the batch nothing is worth more."""
+        taken: Floats = np.floor((limit_s - self._first_s) / self._next_s) + 1
+        # Corrected to agree with Timing.step_s to the last bit.
+        taken += self._first_s + taken * self._next_s <= limit_s
+        taken -= self._first_s + (taken - 1) * self._next_s > limit_s
+        np.minimum(taken, self._total, out=taken)
+        return taken
+
+
+class _Apart:
+    """The most that pipelines of one kind each take: one knapsack for each kind."""
+
+    def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
+        self._parts = []
+        for kind, number in enumerate(nodes):
+            own = items[:, kind] == items.sum(axis=1)
+            self._parts.append(_Knapsack(items[own][:, kind : kind + 1], values[own], (number,), most, exactly=exactly))
+        self.total, self._numbers = max(
+            (sum(part.value(number) for part, number in zip(self._parts, numbers, strict=True)), numbers)
+            for numbers in product(range(most + 1), repeat=len(nodes))
+            if sum(numbers) == most or (sum(numbers) > most and not exactly)
+        )
+
+    def items(self) -> list[Counts]:
+        """Return the pipelines behind the total."""
+        size = len(self._parts)
+        return [
+            tuple(item[0] if kind == k else 0 for k in range(size))
+            for kind, (part, number) in enumerate(zip(self._parts, self._numbers, strict=True))
+            for item in part.items(number)
+        ]
+
+
+class _Knapsack:
+    """The most that pipelines take, at [pipelines, nodes of each kind]: the last stands for as many or more."""
+
+    def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
+        usable = (values >= 1) & (items <= np.array(nodes)).all(axis=1)
+        self._items, self._worth = _undominated(items[usable], values[usable])
+        self._nodes, self._most, self._exactly = nodes, most, exactly
+        shape = tuple(number + 1 for number in nodes)
+        self.values = np.full((most + 1, *shape), -np.inf)
+        self.values[0] = 0.0
+        for item, worth in zip(self._items.tolist(), self._worth.tolist(), strict=True):
+            self._add(item, worth)
+
+    def _add(self, item: list[int], worth: float) -> None:
+        """Allow any number of an item: one more, two more, four more, … on top of what is there."""
+        times = 1
+        while all(times * weight <= number for weight, number in zip(item, self._nodes, strict=True)):
+            if self._exactly and times > self._most:
+                break
+            before = self.values.copy()
+            read = tuple(slice(None, -times * weight or None) for weight in item)
+            written = tuple(slice(times * weight, None) for weight in item)
+            for number in range(self._most + 1):
+                target = number + times
+                if target > self._most:
+                    if self._exactly:
+                        break
+                    target = self._most
+                best = self.values[at(target, *written)]
+                np.maximum(best, before[at(number, *read)] + times * worth, out=best)
+            times *= 2
+
+    @property
+    def total(self) -> float:
+        """What as many pipelines as were asked for take on all nodes."""
+        return self.value(self._most)
+
+    def value(self, number: int) -> float:
+        """Return what so many pipelines take on all nodes."""
+        return float(self.values[(number, *self._nodes)])
+
+    def items(self, number: int | None = None) -> list[Counts]:
+        """Return the pipelines behind the value for all nodes."""
+        found: list[Counts] = []
+        number, left = self._most if number is None else number, self._nodes
+        while (value := self.values[(number, *left)]) > 0:
+            number, left, item = self._step_back(number, left, float(value))
+            found.append(item)
+        return found
+
+    def _step_back(self, number: int, left: Counts, value: float) -> tuple[int, Counts, Counts]:
+        befores = {number - 1, number} if number == self._most and not self._exactly else {number - 1}
+        for item, worth in zip(self._items.tolist(), self._worth.tolist(), strict=True):
+            rest = tuple(have - weight for have, weight in zip(left, item, strict=True))
+            if min(rest) < 0:
+                continue
+            for before in sorted(befores):
+                if before >= 0 and self.values[(before, *rest)] + worth == value:
+                    return before, rest, tuple(item)
+        raise AssertionError("a value is that of some pipelines")
+
+
+def _undominated(items: Ints, values: Floats) -> tuple[Ints, Floats]:
+    """Leave out items for which another with at most their weights is worth as much."""
+    order = np.lexsort((-values, items.sum(axis=1)))
+    items, values = items[order], values[order]
+    kept: list[int] = []
+    for index in range(len(items)):
+        others = items[kept]
+        if not ((others <= items[index]).all(axis=1) & (values[kept] >= values[index])).any():
+            kept.append(index)
+    return items[kept], values[kept]

@@ -1,0 +1,130 @@
+"""Kinds of nodes: what a stage costs on each, in a pipeline whose nodes may be of several kinds.
+
+The kinds share a cluster's network: between nodes every message takes what the slowest kind's profile says, within a
+node what its own says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from oobleck.errors import PlanningError
+from oobleck.planner.costs import StageCosts, Timing
+from oobleck.planner.plan import PipelineTemplate
+from oobleck.planner.profiles import NetworkProfile, Profile
+from oobleck.planner.settings import PlannerSettings
+
+__all__ = ["KindCosts", "MixedTemplate", "NodeKind"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeKind:
+    """Nodes with equal devices."""
+
+    name: str
+    profile: Profile
+    """The model on one device of theirs."""
+    devices_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1:
+            raise PlanningError(f"kind {self.name} has {self.devices_per_node} devices a node; it needs at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTemplate:
+    """A pipeline template whose nodes are of given kinds."""
+
+    template: PipelineTemplate
+    kinds: tuple[int, ...]
+    """The kind of each node of the pipeline, as an index."""
+
+
+class KindCosts:
+    """The costs of stages on each kind of node. Stages have one device."""
+
+    def __init__(self, kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:
+        """Raise PlanningError where the kinds' profiles are not of one model."""
+        _check(kinds, settings)
+        self.kinds = tuple(kinds)
+        self.settings = settings
+        profiles = [kind.profile for kind in kinds]
+        self.network = replace(
+            profiles[0].network,
+            inter_node_bytes_per_s=min(each.network.inter_node_bytes_per_s for each in profiles),
+            inter_node_latency_s=max(each.network.inter_node_latency_s for each in profiles),
+        )
+        self.of = tuple(
+            StageCosts(
+                replace(kind.profile, network=_with_links_between(kind.profile.network, self.network)),
+                devices_per_node=kind.devices_per_node,
+                max_in_flight=settings.num_microbatches,
+                reserved_bytes=settings.reserved_memory_bytes,
+            )
+            for kind in kinds
+        )
+        self.num_layers = profiles[0].num_layers
+        self.layer_bytes = tuple(layer.state_bytes for layer in profiles[0].layers)
+        self.devices = tuple(kind.devices_per_node for kind in kinds)
+        self.most_in_flight = tuple(costs.most_in_flight(1) for costs in self.of)
+
+    def num_stages(self, counts: Sequence[int]) -> int:
+        """Return the stages of a pipeline with so many nodes of each kind."""
+        return sum(number * devices for number, devices in zip(counts, self.devices, strict=True))
+
+    def timing(self, mixed: MixedTemplate, speeds: Sequence[float] = ()) -> Timing:
+        """Return the step times of a pipeline; `speeds` divides the compute of its nodes (1.0 is nominal)."""
+        by_kind = {kind: self.of[kind].stage_seconds(mixed.template, speeds) for kind in set(mixed.kinds)}
+        seconds = [by_kind[mixed.kinds[stage.node_index]][index] for index, stage in enumerate(mixed.template.stages)]
+        return Timing(first_s=math.fsum(seconds), next_s=max(seconds))
+
+    def fits(self, mixed: MixedTemplate, *, more_copies: int = 0) -> bool:
+        """Say whether every stage fits a device of its node's kind, with more copies of its gradients."""
+        return all(
+            self.of[mixed.kinds[stage.node_index]].stage_fits(mixed.template, index, more_copies=more_copies)
+            for index, stage in enumerate(mixed.template.stages)
+        )
+
+
+def _with_links_between(own: NetworkProfile, shared: NetworkProfile) -> NetworkProfile:
+    return replace(
+        own,
+        inter_node_bytes_per_s=shared.inter_node_bytes_per_s,
+        inter_node_latency_s=shared.inter_node_latency_s,
+    )
+
+
+def _check(kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:
+    if not kinds:
+        raise PlanningError("no kinds of nodes were given; a plan needs at least 1")
+    names = [kind.name for kind in kinds]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PlanningError(f"kind {twice[0]} is named twice; every kind has one profile")
+    if settings.max_devices_per_stage != 1:
+        raise PlanningError(
+            f"max_devices_per_stage is {settings.max_devices_per_stage}; with kinds of nodes, stages have 1 device"
+        )
+    first = kinds[0]
+    for kind in kinds[1:]:
+        for what, one, other in (
+            ("layers", first.profile.num_layers, kind.profile.num_layers),
+            ("samples a microbatch", first.profile.microbatch_size, kind.profile.microbatch_size),
+            ("tokens a sample", first.profile.sequence_length, kind.profile.sequence_length),
+        ):
+            if one != other:
+                raise PlanningError(
+                    f"the profile of {kind.name} has {other} {what}, and that of {first.name} {one}; "
+                    "profiles of all kinds have to be of one model"
+                )
+        for index, (here, there) in enumerate(zip(first.profile.layers, kind.profile.layers, strict=True)):
+            for what, one, other in (
+                ("bytes of state", here.state_bytes, there.state_bytes),
+                ("trained bytes", here.trained_bytes, there.trained_bytes),
+            ):
+                if one != other:
+                    raise PlanningError(
+                        f"layer {index} ({here.name}) has {other} {what} in the profile of {kind.name}, and {one} in "
+                        f"that of {first.name}; profiles of all kinds have to be of one model"
+                    )

@@ -1,0 +1,55 @@
+"""Why a plan is the next one, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oobleck.planner.formatting import counted, named
+from oobleck.planner.plan import ExecutionPlan
+from oobleck.planner.transfers import LayerTransfer
+
+from .changes import Changes
+from .living_nodes import LivingNodes
+
+__all__ = ["describe"]
+
+
+def describe(
+    living: LivingNodes,
+    changes: Changes,
+    detail: str,
+    plan: ExecutionPlan,
+    transfers: Sequence[LayerTransfer],
+) -> str:
+    """Say in a sentence what happened and what is done: `detail` is the move's, `plan` the new one."""
+    slow = sorted(living.slow)
+    lost, joined = set(changes.lost), set(changes.joined)
+    back = lost & joined
+    rested = {node for node in living.resting if node in living.plan.nodes}
+    events = (
+        (lost - back, "lost"),
+        (joined - back, "joined"),
+        (back, "started again"),
+        (set(changes.leaving), "leaving"),
+        (rested, "set aside"),
+        (set(slow), "slow"),
+    )
+    happened = [f"{named(nodes)} {verb}" for nodes, verb in events if nodes]
+    parts = [", ".join(happened), detail]
+    if number := _fewer_microbatches(living.plan, plan):
+        parts.append(f"{counted(number, 'pipeline')} {'takes' if number == 1 else 'take'} fewer microbatches")
+    if left_out := [node for node in slow if node in plan.spares]:
+        parts.append(f"{named(left_out)} left out")
+    if number := len({transfer.layer for transfer in transfers}):
+        parts.append(f"{counted(number, 'layer')} to copy")
+    return "; ".join(part for part in parts if part)
+
+
+def _fewer_microbatches(before: ExecutionPlan, after: ExecutionPlan) -> int:
+    """Return how many pipelines take fewer microbatches than before, where the pipelines are the same."""
+    if [pipeline.nodes for pipeline in before.pipelines] != [pipeline.nodes for pipeline in after.pipelines]:
+        return 0
+    return sum(
+        now.num_microbatches < then.num_microbatches
+        for then, now in zip(before.pipelines, after.pipelines, strict=True)
+    )

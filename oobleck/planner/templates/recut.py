@@ -1,0 +1,95 @@
+"""Templates cut again by their event-exact time: from the best cut under the bound to the best one around it.
+
+A descent: of all cuts that move one layer from any stage to any other, or two boundaries by one or two layers each, the
+fastest is the next to start from, until none is faster.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+
+from oobleck.planner.costs import Floats, StageCosts
+from oobleck.planner.makespan import PassTimes, Stops, stops_of
+from oobleck.planner.plan import PipelineTemplate, StageTemplate
+
+__all__ = ["MOST_STAGES", "Recut"]
+
+MOST_STAGES = 12
+"""Pipelines of more stages are left as they are: what it takes grows with the fourth power."""
+_MOST_MOVES = 16
+_LEAST_GAIN = 1e-6
+"""A cut has to be faster by more than this share."""
+
+
+class Recut:
+    """Cuts templates of one cost table again."""
+
+    def __init__(self, costs: StageCosts, times: PassTimes) -> None:
+        self._costs, self._times = costs, times
+        self._most_in_flight: dict[int, Floats] = {}
+
+    def best(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+        """Return the fastest template that the descent finds for steps of so many microbatches.
+
+        It has the same devices and fits their memory; a template that is the fastest itself, or has too many stages,
+        is returned as the object that it is. O(moves · S³ · m) for S stages and m microbatches.
+        """
+        if not 1 < template.num_stages <= MOST_STAGES:
+            return template
+        stops = stops_of(template)
+        best_s = float(self._times.steps_s(template, stops, num_microbatches)[0])
+        for _ in range(_MOST_MOVES):
+            around = self._that_fit(template, _around(stops))
+            if not len(around):
+                break
+            steps_s = self._times.steps_s(template, around, num_microbatches)
+            fastest = int(steps_s.argmin())
+            if steps_s[fastest] >= best_s * (1 - _LEAST_GAIN):
+                break
+            best_s, stops = float(steps_s[fastest]), around[fastest : fastest + 1]
+        return template if (stops == stops_of(template)).all() else _with_stops(template, stops[0].tolist())
+
+    def _that_fit(self, template: PipelineTemplate, stops: Stops) -> Stops:
+        stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
+        fits = np.ones(len(stops), dtype=bool)
+        for index, stage in enumerate(template.stages):
+            count = stage.num_devices
+            if count not in self._most_in_flight:
+                self._most_in_flight[count] = self._costs.most_in_flight(count)
+            most = self._most_in_flight[count][stops[:, index], stops[:, index + 1]]
+            fits &= most >= self._costs.in_flight(template.num_stages - index)
+        return stops[fits]
+
+
+def _around(stops: Stops) -> Stops:
+    """Return the cuts next to one, some of them impossible."""
+    size = stops.shape[1] - 1
+    moves = []
+    for first in range(1, size):
+        for last in range(first, size):
+            move = np.zeros(size + 1, dtype=np.int64)
+            move[first : last + 1] = 1
+            moves += [move, -move]
+    for (one, other), (here, there) in product(combinations(range(1, size), 2), product((-2, -1, 1, 2), repeat=2)):
+        move = np.zeros(size + 1, dtype=np.int64)
+        move[one], move[other] = here, there
+        moves.append(move)
+    around: Stops = stops + np.array(moves)
+    return around
+
+
+def _with_stops(template: PipelineTemplate, stops: list[int]) -> PipelineTemplate:
+    return PipelineTemplate(
+        stages=tuple(
+            StageTemplate(
+                first_layer=first,
+                stop_layer=stop,
+                node_index=stage.node_index,
+                first_device=stage.first_device,
+                num_devices=stage.num_devices,
+            )
+            for stage, first, stop in zip(template.stages, stops, stops[1:], strict=False)
+        )
+    )

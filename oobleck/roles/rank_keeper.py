@@ -1,0 +1,244 @@
+"""The agent's care for the ranks of a script: it starts them, kills the others when one fails, and shows their output.
+
+It answers for one generation at a time. What it has not been told to start does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import trio
+
+from oobleck.control.generations import RankSetup, is_shown, shown_text
+from oobleck.control.protocol import (
+    AgentMessage,
+    AgentStopped,
+    ConfigureRanks,
+    EndRanks,
+    Exited,
+    ProcessEnd,
+    RankFailed,
+    RankOutput,
+    RanksFinished,
+    RanksReady,
+    RanksStarted,
+    StartRanks,
+)
+from oobleck.errors import ConfigError, WorkersUnavailable
+
+from .ports import RankHandle, RankHost
+
+__all__ = ["RankKeeper"]
+
+_ORDERS_BUFFERED = 100
+_LOOK_S = 0.05
+"""How often ranks' output is looked for."""
+_LAST_WORDS_S = 2.0
+"""How long the end of a rank's output may wait for a master to show it."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    setup: RankSetup
+    handle: RankHandle
+    end: ProcessEnd | None = None
+
+
+@dataclass(slots=True)
+class _Generation:
+    number: int
+    ranks: list[_Rank] = field(default_factory=list)
+    is_ending: bool = False
+    """Its ranks are being ended: how they do is of no interest."""
+    gone: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def living(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.end is None]
+
+
+class RankKeeper:
+    """Runs the ranks of one node; `run` must be running."""
+
+    def __init__(
+        self, host: RankHost, *, say: Callable[[AgentMessage], None], show: Callable[[RankOutput], bool]
+    ) -> None:
+        """`show` returns False where output cannot be taken now; it is offered again then."""
+        self._host = host
+        self._say = say
+        self._show = show
+        self._post, self._orders = trio.open_memory_channel[ConfigureRanks | StartRanks | EndRanks](_ORDERS_BUFFERED)
+        self._configured: ConfigureRanks | None = None
+        self._num_ranks = 1
+        self._cleared = 0
+        """Of generations up to this one nothing runs, or will."""
+        self._current: _Generation | None = None
+        self._started: RanksStarted | None = None
+
+    def take(self, order: ConfigureRanks | StartRanks | EndRanks) -> None:
+        """Have an order carried out after those before it. Raises trio.WouldBlock for far too many."""
+        self._post.send_nowait(order)
+
+    async def run(self) -> None:
+        """Carry out orders, for ever."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._host.run)
+            nursery.start_soon(self._watch_server)
+            async for order in self._orders:
+                match order:
+                    case ConfigureRanks():
+                        await self._configure(order)
+                    case StartRanks():
+                        await self._start(order, nursery)
+                    case EndRanks(generation=generation, grace_s=grace_s):
+                        nursery.start_soon(self._end, generation, grace_s)
+                    case _:
+                        assert_never(order)
+
+    def kill_all(self) -> None:
+        """Kill all ranks; how they end is not reported any more."""
+        if self._current is not None:
+            self._current.is_ending = True
+            _kill(self._current.living)
+
+    async def all_gone(self) -> None:
+        """Wait until no rank is left."""
+        if self._current is not None:
+            await self._current.gone.wait()
+
+    async def _watch_server(self) -> None:
+        while True:
+            self._say(await self._host.server_ended())
+
+    async def _configure(self, order: ConfigureRanks) -> None:
+        """Prepare at first; later, a master that may have missed what was said is told it again."""
+        if self._configured is None:
+            try:
+                self._num_ranks = await self._host.prepare(order.run, order.devices)
+            except ConfigError as error:
+                self._say(AgentStopped(reason=str(error), is_failure=True))
+                return
+            self._configured, self._cleared = order, order.generation
+        if self._current is None:
+            self._say_ready()
+        elif self._started is not None:
+            self._say(self._started)
+
+    def _say_ready(self) -> None:
+        port = self._host.reserve_port()
+        self._say(RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port))
+
+    async def _start(self, order: StartRanks, nursery: trio.Nursery) -> None:
+        configured = self._configured
+        if configured is None or self._current is not None or order.generation <= self._cleared:
+            return  # it was ended before it began, or is said again
+        self._current = generation = _Generation(order.generation)
+        self._started = None
+        setups = [
+            RankSetup(run=configured.run, order=order, local_rank=local_rank, devices=configured.devices)
+            for local_rank in range(order.num_ranks)
+        ]
+        try:
+            for setup in setups:
+                generation.ranks.append(_Rank(setup, await self._host.start(setup)))
+        except (WorkersUnavailable, ConfigError) as error:
+            self._say(AgentStopped(reason=str(error), is_failure=True))
+            self.kill_all()
+        for rank in generation.ranks:
+            nursery.start_soon(self._watch, generation, rank)
+        nursery.start_soon(self._show_output, generation)
+        pids = tuple(rank.handle.pid for rank in generation.ranks)
+        is_warm = all(rank.handle.is_warm for rank in generation.ranks)
+        self._started = RanksStarted(generation=order.generation, pids=pids, is_warm=is_warm)
+        self._say(self._started)
+
+    async def _watch(self, generation: _Generation, rank: _Rank) -> None:
+        """Wait for a rank's end; where it failed, the others end too, at once: they could only wait for it."""
+        end = await rank.handle.wait()
+        has_failed = end != Exited(exit_code=0) and not generation.is_ending
+        if has_failed:
+            generation.is_ending = True
+            _kill([other for other in generation.living if other is not rank])
+            self._take_output(generation, is_last=False)  # the run may end over this
+            setup = rank.setup
+            self._say(
+                RankFailed(
+                    generation=generation.number,
+                    rank=setup.rank,
+                    local_rank=setup.local_rank,
+                    pid=rank.handle.pid,
+                    end=end,
+                    error=rank.handle.error(),
+                )
+            )
+        rank.end = end
+        if not generation.living:
+            await self._finish(generation)
+
+    async def _finish(self, generation: _Generation) -> None:
+        """All ranks are gone."""
+        if generation.is_ending:
+            self._cleared = max(self._cleared, generation.number)
+            self._current = None
+            self._say_ready()
+        else:
+            await self._show_rest(generation)
+            self._say(RanksFinished(generation=generation.number))
+        generation.gone.set()
+
+    async def _end(self, number: int, grace_s: float) -> None:
+        """End a generation: ask its ranks, and kill those that take too long."""
+        generation = self._current
+        if generation is None or generation.number > number:
+            self._cleared = max(self._cleared, number)
+            if generation is None:
+                self._say_ready()
+            return
+        generation.is_ending = True
+        if not generation.living:  # all had ended well, and start once more
+            self._cleared, self._current = number, None
+            self._say_ready()
+            return
+        if grace_s:
+            for rank in generation.living:
+                rank.handle.ask_to_end()
+            with trio.move_on_after(grace_s):
+                await generation.gone.wait()
+        _kill(generation.living)
+
+    # --- output ------------------------------------------------------------------------------------------------------
+
+    async def _show_output(self, generation: _Generation) -> None:
+        """Have what ranks write shown, until they are gone."""
+        while not generation.gone.is_set():
+            self._take_output(generation, is_last=False)
+            await trio.sleep(_LOOK_S)
+        await self._show_rest(generation)
+
+    async def _show_rest(self, generation: _Generation) -> None:
+        with trio.move_on_after(_LAST_WORDS_S):
+            while not self._take_output(generation, is_last=True):  # noqa: ASYNC110  nothing tells of room for it
+                await trio.sleep(_LOOK_S)
+
+    def _take_output(self, generation: _Generation, *, is_last: bool) -> bool:
+        """Offer what ranks have written; returns whether nothing is left of it."""
+        left = [rank for rank in generation.ranks if not self._show_new(rank, is_last=is_last)]
+        return not left
+
+    def _show_new(self, rank: _Rank, *, is_last: bool) -> bool:
+        for is_error in (False, True):
+            if not is_shown(rank.setup, is_error=is_error):
+                continue
+            while text := rank.handle.new_output(is_error=is_error, is_last=is_last):
+                shown = shown_text(rank.setup, text, is_error=is_error)
+                if not self._show(RankOutput(rank=rank.setup.rank, is_error=is_error, text=shown)):
+                    return False
+                rank.handle.note_shown(is_error=is_error)
+        return True
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.handle.kill()

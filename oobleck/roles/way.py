@@ -1,0 +1,257 @@
+"""The way between an agent and its master: the connection that the master has made, or a relay while there is one.
+
+    direct ── linked: RelayJoined is the last word ──> waiting ── UseRelay ──> through the relay
+       ^                                                  └──────────┬────────────┘
+       └── RelayLeft, then all that was not answered ── the link ends, or LeaveRelay
+
+Of what is on its way when a way ends, nothing is lost: the agent says again what the master has not answered, and the
+master what the agent has not heard, by the number in RelayLeft.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
+
+import trio
+import trio.lowlevel
+
+from oobleck.control.protocol import (
+    BecomeRelay,
+    Configure,
+    ForWorker,
+    JoinRelay,
+    LeaveRelay,
+    MasterMessage,
+    RelayBeat,
+    RelayCall,
+    Relayed,
+    RelayJoined,
+    RelayLeft,
+    RelayOrder,
+    RelayReport,
+    UseRelay,
+)
+from oobleck.control.relays import PATIENCE
+from oobleck.errors import PeerError
+from oobleck.wire import FrameDecoder
+
+from .channel import MessageChannel
+from .ports import MasterConnection, RelayNetwork
+from .relay import FromRelay, Relay, ToRelay
+from .resend_queue import ResendQueue
+
+__all__ = ["Way"]
+
+_log = logging.getLogger("oobleck.agent")
+
+_CALL_S = 5.0
+"""How long it may take to reach a relay."""
+
+
+class _Uplink:
+    """The link to a relay, or the attempt to make one."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.scope = trio.CancelScope()
+        self.channel: MessageChannel[ToRelay, FromRelay] | None = None
+        """Once the relay has answered."""
+        self.is_announced = False
+        self.settled = trio.Event()
+        """It may be used, or is lost."""
+        self.gone = trio.Event()
+        self.problem = ""
+
+
+class Way:
+    """The way of one conversation."""
+
+    def __init__(
+        self,
+        connection: MasterConnection,
+        queue: ResendQueue,
+        nursery: trio.Nursery,
+        *,
+        network: RelayNetwork | None,
+        deliver: Callable[[MasterMessage], None],
+    ) -> None:
+        """`nursery` ends with the conversation. `deliver` takes what comes through a relay; it may raise PeerError.
+
+        Without `network`, no relay is used.
+        """
+        self._connection = connection
+        self._queue = queue
+        self._nursery = nursery
+        self._network = network
+        self._deliver = deliver
+        self._reports: list[RelayReport] = []
+        """To be said directly."""
+        self._uplink: _Uplink | None = None
+        self._relay: Relay | None = None
+        self._relay_scope = trio.CancelScope()
+        self._position = -1
+        self._number = 0
+        """Of the newest message that was relayed to this agent, or to those who speak through it."""
+
+    def obey(self, order: RelayOrder, configure: Configure) -> None:
+        """Do what the master says about relays. Raises PeerError."""
+        match order:
+            case Relayed():
+                self._take(order)
+            case BecomeRelay():
+                self._position = order.position
+                self._relay_scope.cancel()
+                if self._network is not None:
+                    self._nursery.start_soon(self._serve, order, configure, self._network)
+            case JoinRelay():
+                self._position = order.position
+                if self._network is not None and self._uplink is None:
+                    self._uplink = _Uplink(order.attempt)
+                    self._nursery.start_soon(self._join, self._uplink, order, configure, self._network)
+            case UseRelay():
+                if self._uplink is not None and self._uplink.attempt == order.attempt:
+                    self._number = max(self._number, order.number)
+                    self._uplink.settled.set()
+            case LeaveRelay():
+                if self._uplink is not None:
+                    self._uplink.scope.cancel()
+            case _:
+                assert_never(order)
+
+    # --- what the agent says -----------------------------------------------------------------------------------
+
+    async def speak(self, beat: Callable[[], float]) -> None:
+        """Say at once what there is to say, and have `beat` called in time, which returns when it wants to be next."""
+        beats_s = trio.current_time()
+        while True:
+            with trio.move_on_at(beats_s):
+                await self._queue.wait()
+            if trio.current_time() >= beats_s:
+                beats_s = beat()
+            if self._uplink is not None and self._uplink.is_announced:
+                await self._say_through(self._uplink)
+            else:
+                await self._say_directly(self._uplink)
+            self._queue.note_sent()
+
+    async def _say_directly(self, uplink: _Uplink | None) -> None:
+        reports, self._reports = self._reports, []
+        said = [*reports, *self._queue.take()]
+        if uplink is None or uplink.channel is None:
+            if said:
+                await self._connection.send(said)
+            return
+        uplink.is_announced = True
+        await self._connection.send([*said, RelayJoined(attempt=uplink.attempt)])
+        await uplink.settled.wait()  # the master always answers, or the conversation ends
+
+    async def _say_through(self, uplink: _Uplink) -> None:
+        reports, self._reports = self._reports, []
+        if reports:
+            await self._connection.send(reports)
+        said = self._queue.take()
+        if said and uplink.channel is not None:
+            try:
+                await uplink.channel.send(said)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                uplink.problem = "it takes nothing any more"
+                uplink.scope.cancel()  # what was said in vain is not answered, so it is said again
+
+    async def leave(self) -> None:
+        """Speak directly from now on."""
+        if self._uplink is not None:
+            uplink = self._uplink
+            uplink.scope.cancel()
+            await uplink.gone.wait()
+
+    # --- what the master says, through others and for others -------------------------------------------------
+
+    def _take(self, message: Relayed) -> None:
+        if message.number <= self._number:
+            return  # it has come by another way
+        self._number = message.number
+        if self._relay is not None:
+            self._relay.hand_on(message)
+        if any(first <= self._position < first + count for first, count in message.to):
+            for said in FrameDecoder[MasterMessage](MasterMessage).feed(message.message):
+                if isinstance(said, ForWorker):
+                    for device in message.devices:
+                        self._deliver(replace(said, device=device))
+                else:
+                    self._deliver(said)
+
+    async def _serve(self, order: BecomeRelay, configure: Configure, network: RelayNetwork) -> None:
+        """Be a relay until another position is given, or the conversation ends."""
+        with trio.CancelScope() as self._relay_scope:
+            try:
+                listener = await network.listen(configure.address)
+            except OSError as error:
+                _log.warning("cannot be a relay: nothing can listen at %s: %s", configure.address, error)
+                return
+            try:
+                self._relay = relay = Relay(order, configure.job.control, self._queue.pass_on)
+                self._reports.append(listener.door)
+                self._queue.wake()
+                await relay.run(listener)
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await listener.aclose()
+
+    # --- the link to a relay -----------------------------------------------------------------------------------
+
+    async def _join(self, uplink: _Uplink, order: JoinRelay, configure: Configure, network: RelayNetwork) -> None:
+        """Reach a relay, and follow it until the link ends."""
+        try:
+            with uplink.scope:
+                with trio.fail_after(_CALL_S):
+                    stream = await network.dial(order.host, order.port, order.ticket)
+                channel = MessageChannel[ToRelay, FromRelay](stream, FrameDecoder(FromRelay))
+                try:
+                    await self._follow(uplink, channel, patience_s=PATIENCE * configure.job.control.lease_s)
+                finally:
+                    with trio.CancelScope(shield=True), trio.move_on_after(1):
+                        await channel.aclose()
+        except trio.TooSlowError:
+            uplink.problem = "it is silent"
+        except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, OSError) as error:
+            uplink.problem = str(error) or type(error).__name__
+        self._uplink = None
+        uplink.settled.set()
+        self._reports.append(RelayLeft(heard=self._number, problem=uplink.problem))
+        self._say_again()
+        uplink.gone.set()
+        _log.info("speaks to the master directly; its relay: %s", uplink.problem or "left as asked")
+
+    async def _follow(self, uplink: _Uplink, channel: MessageChannel[ToRelay, FromRelay], *, patience_s: float) -> None:
+        with trio.fail_after(_CALL_S):
+            await channel.send([RelayCall(position=self._position)])
+            if not isinstance(await channel.receive(), RelayBeat):
+                raise PeerError("began with something else than RelayBeat")
+        uplink.channel = channel
+        self._queue.wake()
+        await uplink.settled.wait()
+        while True:
+            with trio.fail_after(patience_s):
+                message = await channel.receive()
+            match message:
+                case Relayed():
+                    self._take(message)
+                case RelayBeat(known=known, says_again=says_again):
+                    if known:
+                        self._queue.forget_news(known)
+                        if self._relay is not None:
+                            self._relay.note_known(known)
+                    if says_again:
+                        self._say_again()
+                case _:
+                    assert_never(message)
+
+    def _say_again(self) -> None:
+        """What was said may be lost, by this agent and by those who speak through it."""
+        self._queue.repeat_unheard()
+        self._queue.wake()
+        if self._relay is not None:
+            self._relay.say_again()

@@ -1,0 +1,48 @@
+"""Where nodes live: each launcher lists nodes, connects to them, and reports which come and go."""
+
+from __future__ import annotations
+
+from .command import HostsCommand
+from .dial_in import (
+    INTRODUCTION,
+    DialedInNodes,
+    Introduction,
+    listen,
+    make_key_files,
+    read_keys,
+    read_pass,
+    settle_keys,
+)
+from .kubernetes import KubernetesAPI, PodFollower
+from .launcher import Arrived, Launcher, Leaving, NodeChange, Reported
+from .listed import Hostfile, ListedNodes, NodeList
+from .local import VirtualNodes
+from .ray import RayActors, ray_nodes
+from .slurm import SlurmJobs, SlurmTasks
+
+__all__ = [
+    "INTRODUCTION",
+    "Arrived",
+    "DialedInNodes",
+    "Hostfile",
+    "HostsCommand",
+    "Introduction",
+    "KubernetesAPI",
+    "Launcher",
+    "Leaving",
+    "ListedNodes",
+    "NodeChange",
+    "NodeList",
+    "PodFollower",
+    "RayActors",
+    "Reported",
+    "SlurmJobs",
+    "SlurmTasks",
+    "VirtualNodes",
+    "listen",
+    "make_key_files",
+    "ray_nodes",
+    "read_keys",
+    "read_pass",
+    "settle_keys",
+]

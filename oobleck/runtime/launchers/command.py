@@ -1,0 +1,105 @@
+"""A command that prints a hostfile: what clouds' tools, schedulers and discovery scripts say of the nodes of now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+from oobleck.errors import ConfigError
+
+__all__ = ["HostsCommand", "printed_by"]
+
+_READ_BYTES = 1 << 16
+_MOST_BYTES = 4 << 20
+"""As of a hostfile."""
+_ERRORS_BYTES = 4096
+_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsCommand:
+    """A shell command that prints a hostfile; a `NodeList`."""
+
+    command: str
+    interval_s: float = 10.0
+    timeout_s: float = 30.0
+    name: str = "--hosts-from"
+
+    @property
+    def source(self) -> str:
+        return f"--hosts-from {self.command!r}"
+
+    async def read(self) -> str:
+        """Run the command; returns what it prints. Raises ConfigError."""
+        return await printed_by(self.command, named=self.source, timeout_s=self.timeout_s)
+
+
+async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
+    """Run a shell command, which errors call `named`; returns what it prints.
+
+    Raises ConfigError where it fails, does not end in time, or prints what is no text. It is then ended, with all that
+    it has started.
+    """
+    process = await trio.lowlevel.open_process(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a group of its own, which can be ended as a whole
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    printed, errors = bytearray(), bytearray()
+    try:
+        with trio.move_on_after(timeout_s) as waiting:
+            async with trio.open_nursery() as reading:
+                reading.start_soon(_keep_end, process.stderr, errors)
+                await _keep_start(process.stdout, printed)
+                if len(printed) > _MOST_BYTES:
+                    waiting.cancel()
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            _kill_group(process.pid)
+            with trio.CancelScope(shield=True):
+                await process.wait()
+        for stream in (process.stdout, process.stderr):
+            await trio.aclose_forcefully(stream)
+    if len(printed) > _MOST_BYTES:
+        raise ConfigError(f"{named} printed more than {_MOST_BYTES >> 20} MiB")
+    if waiting.cancelled_caught:
+        raise ConfigError(f"{named} did not end within {timeout_s:g} s{_last_line(errors)}")
+    if process.returncode:
+        how = f"status {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+        raise ConfigError(f"{named} failed with exit {how}{_last_line(errors)}")
+    try:
+        return printed.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} printed what is no text in UTF-8 ({error.reason})") from error
+
+
+async def _keep_start(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
+    """Read to the end, or until there is too much."""
+    while len(kept) <= _MOST_BYTES and (data := await stream.receive_some(_READ_BYTES)):
+        kept += data
+
+
+async def _keep_end(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
+    while data := await stream.receive_some(_READ_BYTES):
+        kept += data
+        del kept[:-_ERRORS_BYTES]
+
+
+def _last_line(errors: bytearray) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return f": {lines[-1][:_SHOWN_CHARS]}" if lines else ""
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,224 @@
+"""Nodes that a text lists, and that are reached by SSH: new lines join, lines that are gone are drained.
+
+The text is a hostfile, or what a command prints. Only differences between two versions of it count: nodes that were
+added or drained by commands stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from oobleck.errors import ConfigError, UsageError, UserError
+from oobleck.job import NodeSpec
+from oobleck.runtime.files import read_input
+from oobleck.runtime.ssh import SSHConnection, SSHOptions, connect
+
+from .launcher import Arrived, Leaving, NodeChange, Reported
+
+__all__ = ["Hostfile", "ListedChanges", "ListedNodes", "NodeList", "listed_changes"]
+
+_PATIENCE_S = 1.0
+_AGAIN = "for it to count, delete the line, and write it again once the node has left"
+
+
+class Parser(Protocol):
+    """Reads the nodes of a text; `source` names it in errors. Raises ConfigError."""
+
+    def __call__(self, text: str, *, source: str) -> tuple[NodeSpec, ...]: ...
+
+
+class NodeList(Protocol):
+    """A text that lists nodes, and may change."""
+
+    @property
+    def source(self) -> str:
+        """What errors in the text begin with."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """As in "the hostfile"."""
+        ...
+
+    @property
+    def interval_s(self) -> float:
+        """How often it is read."""
+        ...
+
+    async def read(self) -> str:
+        """Read it. Raises UserError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hostfile:
+    """A hostfile, which may be edited."""
+
+    path: Path
+    name: str = "the hostfile"
+    interval_s: float = 1.0
+
+    @property
+    def source(self) -> str:
+        return str(self.path)
+
+    async def read(self) -> str:
+        """Read the file. Raises UserError where it cannot be read as text."""
+        try:
+            # A short patience: a pipe in its place must not hold up the run.
+            return await trio.to_thread.run_sync(partial(read_input, self.path, "hostfile", patience_s=_PATIENCE_S))
+        except UserError as error:
+            raise ConfigError(f"{self.path} cannot be read as text ({error})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedChanges:
+    """What a new version of a list means."""
+
+    joining: tuple[NodeSpec, ...] = ()
+    leaving: tuple[str, ...] = ()
+    altered: tuple[str, ...] = ()
+    """Nodes that are reached in another way now, or have other devices."""
+    nodes: tuple[NodeSpec, ...] = ()
+    """All nodes of the list, by the names that they have in the run."""
+
+    def __bool__(self) -> bool:
+        return bool(self.joining or self.leaving or self.altered)
+
+
+def listed_changes(before: Sequence[NodeSpec], after: Sequence[NodeSpec]) -> ListedChanges:
+    """Compare two versions of a list; O(nodes). `before` has the names that the nodes have in the run.
+
+    A host's second line is the node host#2, and the first once the line before it is deleted. So nodes are told apart
+    by machine and devices, and keep their names.
+    """
+    known = {_identity(spec): spec for spec in before}
+    kept = known.keys() & {_identity(spec) for spec in after}
+    gone = {spec.name for identity, spec in known.items() if identity not in kept}
+    names = {spec.name for spec in before}
+    nodes: list[NodeSpec] = []
+    joining: list[NodeSpec] = []
+    altered: list[str] = []
+    for spec in after:
+        identity = _identity(spec)
+        if identity in kept:
+            node = replace(spec, name=known[identity].name)
+            if node != known[identity]:
+                altered.append(node.name)
+        elif spec.name in gone:
+            node = spec
+            gone.discard(node.name)
+            altered.append(node.name)
+        else:
+            node = replace(spec, name=_free_name(spec, names))
+            names.add(node.name)
+            joining.append(node)
+        nodes.append(node)
+    leaving = tuple(spec.name for spec in before if spec.name in gone)
+    return ListedChanges(joining=tuple(joining), leaving=leaving, altered=tuple(altered), nodes=tuple(nodes))
+
+
+def _identity(spec: NodeSpec) -> tuple[str, int | None, tuple[int, ...]]:
+    return spec.host.lower(), spec.port, spec.devices
+
+
+def _free_name(spec: NodeSpec, names: Collection[str]) -> str:
+    more = (f"{spec.host}#{number}" for number in count(2))
+    return next(name for name in chain([spec.name], more) if name not in names)
+
+
+class ListedNodes:
+    """Launcher: the nodes of a list, reached by SSH."""
+
+    are_virtual = False
+    python = sys.executable
+
+    def __init__(self, listed: NodeList, text: str, *, parse: Parser, options: SSHOptions) -> None:
+        """`text` is what the list said when it was read first. Raises ConfigError where it is none."""
+        self._list = listed
+        self._text = text
+        self._parse = parse
+        self._options = options
+        self.nodes = parse(text, source=listed.source)
+
+    async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
+        """All that are listed."""
+        return self.nodes
+
+    async def connect(self, node: NodeSpec) -> SSHConnection:
+        """Connect over SSH. Raises NodeUnreachable."""
+        return await connect(node, self._options)
+
+    async def has_ended(self, node: NodeSpec) -> bool:
+        """Never known: SSH servers end connections, and agents outlive them."""
+        return False
+
+    async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
+        """Read the list again and again.
+
+        A new version counts once it has been the same for an interval: editors write in pieces, and a service that
+        lists machines may forget some for a moment. One that cannot be used is reported, and changes nothing.
+        """
+        said = seen = _version(self._text)
+        while True:
+            await trio.sleep(self._list.interval_s)
+            before, text = seen, None
+            try:
+                text = await self._list.read()
+                seen = _version(text)
+            except UserError as error:
+                seen = str(error)
+            if seen != before or seen == said:
+                continue
+            said = seen
+            for change in self._understand(text, str(seen)):
+                await changes.send(change)
+
+    async def release(self, node: NodeSpec) -> None:
+        """Nothing: the machine is its user's."""
+
+    def named(self, text: str) -> NodeSpec:
+        """A node of the list by its name, or a new one from a line as in a hostfile. Raises UserError."""
+        known = {spec.name: spec for spec in self.nodes}
+        if text in known:
+            return known[text]
+        specs = self._parse(text, source="the line to add")
+        if len(specs) != 1:
+            raise UsageError(f"{text!r} must name one host that is not in the run yet")
+        return specs[0]
+
+    def _understand(self, text: str | None, problem: str) -> list[NodeChange]:
+        """What a new version means: None is one that could not be read, for a problem."""
+        try:
+            if text is None:
+                raise ConfigError(problem)
+            listed = self._parse(text, source=self._list.source)
+            if not listed:
+                raise ConfigError(f"{self._list.source}: names no node; to end the run, use `oobleck stop`")
+            changes = listed_changes(self.nodes, listed)
+        except ConfigError as error:
+            return [Reported(level="warning", text=f"{self._list.name} is not followed: {error}")]
+        self.nodes = changes.nodes
+        if not changes:
+            return [Reported(level="info", text=f"{self._list.name} has changed; it names the same nodes")]
+        return [
+            *(Arrived(node=spec) for spec in changes.joining),
+            *(Leaving(node=name) for name in changes.leaving),
+            *(
+                Reported(level="warning", text=f"{self._list.name} has another line for {name}; {_AGAIN}")
+                for name in changes.altered
+            ),
+        ]
+
+
+def _version(text: str) -> tuple[str, ...] | str:
+    """What two versions are compared by: the order of lines says nothing."""
+    return tuple(sorted(text.splitlines()))

@@ -1,0 +1,110 @@
+"""Nodes of a Ray cluster: an actor on each runs `oobleck node`, and they dial in.
+
+What speaks to Ray is a process of its own (`processes/ray_process.py`). Ray is asked which nodes there are; it learns
+of deaths after seconds, and is never asked for those.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import trio
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.wire import encode_json
+
+from .command import printed_by
+from .dial_in import DialedInNodes, read_pass
+
+__all__ = ["RayActors", "ray_nodes"]
+
+_PROCESS = (sys.executable, "-m", "oobleck.runtime.processes.ray_process")
+_JOIN_S = 60.0
+_AGAIN_S = 10.0
+_END_S = 15.0
+_READ_BYTES = 1 << 16
+
+
+async def ray_nodes() -> tuple[str, ...]:
+    """The names of the cluster's nodes. Raises UserError."""
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--ray: Ray is not installed here; install oobleck[ray], in the cluster's version of Ray")
+    listed = await printed_by(shlex.join((*_PROCESS, "--list")), named="Ray", timeout_s=_JOIN_S)
+    if not listed.split():
+        raise ConfigError("the Ray cluster has no node with a CPU for work; see `ray status`")
+    return tuple(listed.split())
+
+
+class RayActors:
+    """Keeps an `oobleck node` on every node of the cluster."""
+
+    def __init__(self, run_id: str, file: Path, *, is_place_named: bool, log: Path, callers: DialedInNodes) -> None:
+        """`file` is what nodes need; where it does not name the master's place by a user's wish (`is_place_named`),
+        they dial in to the address by which Ray knows this machine. `log` receives what Ray says.
+        """
+        self._run_id = run_id
+        self._file = file
+        self._is_place_named = is_place_named
+        self._log = log
+        self._callers = callers
+        self._process: trio.Process | None = None
+
+    async def run(self) -> None:
+        """Keep them, until cancelled. They stay, and the next master finds them, unless `end` came before."""
+        while True:
+            try:
+                await self._keep()
+            except OSError as error:
+                self._callers.report(f"Ray cannot be asked: {error.strerror or error}")
+            self._callers.report("no more nodes of Ray's are looked for; it is tried again, and the run continues")
+            await trio.sleep(_AGAIN_S)
+
+    async def end(self) -> None:
+        """End all of them: Ray has its nodes back. Takes some seconds at most, and raises nothing."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with trio.move_on_after(_END_S):
+            try:
+                await process.stdin.send_all(b"end\n")
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            await process.wait()
+
+    async def _keep(self) -> None:
+        """Have one process keep them, until its end."""
+        known = read_pass(self._file)
+        if not self._is_place_named:
+            known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
+        with self._log.open("ab") as log:
+            process = await trio.lowlevel.open_process(
+                [*_PROCESS, "--run", self._run_id],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the master
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        try:
+            await process.stdin.send_all(encode_json(known))
+            said = b""
+            while data := await process.stdout.receive_some(_READ_BYTES):
+                *lines, said = (said + data).split(b"\n")
+                for line in lines:
+                    self._callers.report(line.decode(errors="replace"))
+        except trio.BrokenResourceError:
+            pass  # its end says so as well
+        finally:
+            self._process = None
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+            for stream in (process.stdin, process.stdout):
+                await trio.aclose_forcefully(stream)

@@ -1,0 +1,212 @@
+"""The process of a node that dials in: `oobleck node`, in the foreground, a child of whatever gave the node.
+
+It connects to the master, serves its commands over that connection, and looks for the next master when this one is
+gone. The agents that it starts become its children: a scheduler that ends it, or all that is below it, ends them too.
+Its SIGTERM is their notice: they hand over what they hold, and it ends once they have left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from oobleck.errors import ConfigError, NodeUnreachable, UsageError
+from oobleck.exit_codes import ExitCode
+
+from .descriptors import raise_descriptor_limit
+from .launchers import INTRODUCTION, Introduction, read_pass
+from .processes import PatientClock
+from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
+
+__all__ = ["NodeCall", "parse_place", "run_node"]
+
+_log = logging.getLogger("oobleck.node")
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+_LEAST_SHARE = 0.5
+"""Of a wait: nodes that have lost one master at the same time do not all come back at the same time."""
+_POLL_S = 0.1
+_REAP_S = 1.0
+_AGENT = b"oobleck.runtime.processes.agent_process"
+_SET_CHILD_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans among our descendants become our children."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCall:
+    """What `oobleck node` was asked for."""
+
+    file: Path
+    """The keys, and where the master was; read again for each call, for the next master may have another place."""
+    line: str
+    """What the node is, as in a hostfile."""
+    origin: str = ""
+    """What has given it, for people."""
+    grant: str = ""
+    """Under which that has given it this time."""
+    master: str | None = None
+    """In place of the file's."""
+
+
+def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
+    """Dial in until the run needs the node no more, or it is taken away; returns the exit code. Raises UserError."""
+    raise_descriptor_limit()  # agents and workers inherit it
+    read_pass(call.file)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        trio.run(_run, call, tell, clock=PatientClock())
+        return ExitCode.DONE
+    finally:
+        for pid in _agents():  # what is left would train on for a master that cannot reach it
+            _signal(pid, signal.SIGKILL)
+
+
+async def _run(call: NodeCall, tell: Callable[[str], None]) -> None:
+    async with open_ssh_loop(), trio.open_nursery() as nursery:
+        processes = CommandProcesses()
+        caller = _Caller(call, nursery, processes, tell)
+        nursery.start_soon(_reap_orphans, processes)
+        nursery.start_soon(_leave_on_notice, nursery.cancel_scope, tell)
+        await caller.run()
+        nursery.cancel_scope.cancel()
+
+
+class _Caller:
+    """Dials in, again and again."""
+
+    def __init__(
+        self, call: NodeCall, commands: trio.Nursery, processes: CommandProcesses, tell: Callable[[str], None]
+    ) -> None:
+        self._call = call
+        self._commands = commands
+        self._processes = processes
+        self._tell = tell
+        self._said = ""
+        # Agents are started by the interpreter of this process.
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+        said = Introduction(process=secrets.token_hex(8), line=call.line, origin=call.origin, grant=call.grant)
+        self._environment = {INTRODUCTION: str(said), "PATH": path}
+
+    async def run(self) -> None:
+        """Returns once the run needs this node no more. Raises UsageError where the master refuses it."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                farewell = await self._call_once()
+                if farewell is not None:
+                    return
+                wait_s = _FIRST_WAIT_S
+            except (NodeUnreachable, ConfigError) as error:
+                self._say(f"{error}; it is tried again until there is a master")
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await trio.sleep(wait_s * random.uniform(_LEAST_SHARE, 1))
+
+    async def _call_once(self) -> Farewell | None:
+        known = read_pass(self._call.file)
+        place = self._call.master or known.master
+        host, port = parse_place(place)
+        try:
+            wait_for_end = await dial_in(
+                host,
+                port,
+                known,
+                environment=self._environment,
+                nursery=self._commands,
+                processes=self._processes,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{self._call.file}: not the keys of a run ({error})") from error
+        self._say(f"serves the master at {place}")
+        ended = await wait_for_end()
+        if ended is None:
+            self._say(f"the master at {place} is gone; the next one is looked for")
+            return None
+        farewell, reason = ended
+        if farewell is not Farewell.RELEASED:
+            raise UsageError(f"the master at {place} has turned this node away: {reason}")
+        self._tell(reason)
+        return farewell
+
+    def _say(self, text: str) -> None:
+        """Say it, once until there is something else to be said."""
+        if text != self._said:
+            self._said = text
+            self._tell(text)
+
+
+def parse_place(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; brackets around an IPv6 address. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{text!r} is not HOST:PORT, as in master.cluster:7077")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def _reap_orphans(processes: CommandProcesses) -> None:
+    """Agents, and workers whose fork server has ended, are nobody's children but ours."""
+    while True:
+        await trio.sleep(_REAP_S)
+        processes.reap_orphans()
+
+
+async def _leave_on_notice(scope: trio.CancelScope, tell: Callable[[str], None]) -> None:
+    """SIGTERM or Ctrl-C asks the agents to leave, and ends this process after them; a second one ends all at once."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        number = await anext(signals)
+        agents = _agents()
+        for pid in agents:
+            _signal(pid, signal.SIGTERM)
+        if agents:
+            tell(f"{signal.Signals(number).name}: the run is asked to let this node go")
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(_wait_for_agents, waiting.cancel_scope)
+                await anext(signals)
+                waiting.cancel_scope.cancel()
+    scope.cancel()
+
+
+async def _wait_for_agents(scope: trio.CancelScope) -> None:
+    while _agents():  # noqa: ASYNC110  they are no children that trio knows
+        await trio.sleep(_POLL_S)
+    scope.cancel()
+
+
+def _agents() -> list[int]:
+    """The living agents among our children."""
+    return [pid for pid in _children() if _AGENT in _command_line(pid)]
+
+
+def _children() -> list[int]:
+    children = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):
+                stat = Path("/proc", entry, "stat").read_text(errors="replace")
+                if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                    children.append(int(entry))
+    return children
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty for one that has ended, and is not waited for."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,238 @@
+"""The ranks of a script: forked from a server of their own, with files for their output and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from oobleck.control.generations import RankSetup, rank_environment
+from oobleck.control.protocol import BecomeRank, ForkServerEnded, ProcessEnd, RankError
+from oobleck.errors import ConfigError
+from oobleck.ranks import RanksSpec
+from oobleck.runtime.files import AgentDir
+from oobleck.wire import encode_frame
+
+from .fork_client import ForkedProcess, ForkServer
+
+__all__ = ["Rank", "RankProcesses"]
+
+_MODULE = "oobleck.training.process.rank_server"
+_CHUNK_BYTES = 1 << 15
+_TAIL_BYTES = 4096
+_TAIL_LINES = 20
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+class _Output:
+    """What a rank writes to one stream."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._pending = b""
+
+    def new(self, *, is_last: bool) -> str:
+        """Whole lines after what was shown, a chunk of them; a line that never ends is cut."""
+        if not self._pending:
+            with suppress(OSError), self._path.open("rb") as file:
+                file.seek(self._offset)
+                self._pending = file.read(_CHUNK_BYTES)
+        if not is_last and len(self._pending) < _CHUNK_BYTES:
+            self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
+        return self._pending.decode(errors="replace")
+
+    def note_shown(self) -> None:
+        self._offset += len(self._pending)
+        self._pending = b""
+
+    def tail(self) -> str:
+        """The last lines of all."""
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        return ""
+
+
+class Rank:
+    """A rank's process, from its agent's side."""
+
+    def __init__(self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool) -> None:
+        """`guard` ends the process when it is closed, be it by our own end."""
+        self.pid = process.pid
+        self.is_warm = is_warm
+        self._process = process
+        self._guard = guard
+        self._error_file = logs / "error.json"
+        self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
+
+    async def wait(self) -> ProcessEnd:
+        await self._process.ended.wait()
+        self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
+        self._guard.socket.close()
+        return self._process.end
+
+    def ask_to_end(self) -> None:
+        self._process.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        """Its process group has its number, as long as anything is left in it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def error(self) -> RankError | None:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            said = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
+            if isinstance(said, str):
+                return RankError(message=said, is_exception=True)
+            detail = str(said.get("extraInfo", {}).get("py_callstack", ""))
+            return RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
+        tail = self._output[True].tail().rstrip()
+        return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
+
+    def new_output(self, *, is_error: bool, is_last: bool) -> str:
+        return self._output[is_error].new(is_last=is_last)
+
+    def note_shown(self, *, is_error: bool) -> None:
+        self._output[is_error].note_shown()
+
+
+class RankProcesses:
+    """Where an agent starts ranks. `run` must be running."""
+
+    def __init__(self, directory: AgentDir, *, logs: Path) -> None:
+        """`logs` is where ranks' output lies, unless the user names another directory."""
+        self._directory = directory
+        self._logs = logs
+        self._server: ForkServer | None = None
+        self._has_server = trio.Event()
+        self._port: socket.socket | None = None
+        self._num_ranks = 1
+
+    async def run(self) -> None:
+        """Keep the fork server, for ever, once it is known what runs."""
+        await self._has_server.wait()
+        assert self._server is not None
+        await self._server.run()
+
+    async def server_ended(self) -> ForkServerEnded:
+        """Wait until the fork server ends; returns how it ended, and whether there is another."""
+        await self._has_server.wait()
+        assert self._server is not None
+        return await self._server.server_ended()
+
+    async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
+        """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
+        _check_command(run)
+        self._num_ranks = _num_ranks(run.ranks_per_node, devices)
+        if run.log_dir is not None:
+            self._logs = _in_directory(run, run.log_dir) / run.tag
+        self._logs /= self._directory.node
+        await trio.to_thread.run_sync(shutil.rmtree, self._logs, True)  # of a run before
+        environment = {**run.environment}
+        if self._num_ranks > 1:  # libraries may read it when they are loaded
+            environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        files = (str(self._directory.fork_imports), str(self._directory.fork_warmth))
+        command = (sys.executable, "-P", "-m", _MODULE, *files)
+        self._server = ForkServer(self._directory, command, environment=environment)
+        self._has_server.set()
+        return self._num_ranks
+
+    def reserve_port(self) -> int:
+        """Return a port that is free, and keep it: bound, not listening, so that a rank can listen there."""
+        if self._port is not None:
+            self._port.close()
+        self._port = sock = _bound()
+        port: int = sock.getsockname()[1]
+        return port
+
+    async def start(self, setup: RankSetup) -> Rank:
+        """Fork a rank. Raises WorkersUnavailable, or ConfigError where its files cannot be made."""
+        assert self._server is not None
+        logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
+        try:
+            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for name in ("stdout.log", "stderr.log"):
+                (logs / name).touch(mode=0o600)
+        except OSError as error:
+            raise ConfigError(f"--log-dir: {logs}: {error.strerror}") from error
+        is_warm = self._directory.fork_warmth.exists()
+        process, guard = await self._server.fork()
+        self._directory.note_process(f"rank{setup.local_rank}", process.pid)
+        with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
+            await guard.send_all(encode_frame(self._told(setup, logs)))
+        return Rank(process, guard, logs, is_warm=is_warm)
+
+    def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
+        run = setup.run
+        environment = {**os.environ, **rank_environment(setup, os.environ)}
+        environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
+        return BecomeRank(
+            entry=run.entry,
+            command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),
+            directory=run.directory,
+            environment=environment,
+            stdout=str(logs / "stdout.log"),
+            stderr=str(logs / "stderr.log"),
+            logs_imports=run.is_warmed and setup.local_rank == 0,
+        )
+
+
+def _in_directory(run: RanksSpec, path: str) -> Path:
+    return Path(run.directory, os.path.expanduser(path))
+
+
+def _check_command(run: RanksSpec) -> None:
+    """Raise ConfigError for a script that is not here."""
+    if not os.path.isdir(run.directory):
+        raise ConfigError(f"there is no directory {run.directory} here, where the script is to run (--directory)")
+    if run.entry == "script" and not (path := _in_directory(run, run.command[0])).exists():
+        raise ConfigError(f"there is no {path} here")
+
+
+def _bound() -> socket.socket:
+    """A socket that is bound to a free port of all addresses. torch's store binds with SO_REUSEADDR too."""
+    try:
+        sock = socket.socket(socket.AF_INET6)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("::", 0))
+    except OSError:  # no IPv6 here
+        sock = socket.socket(socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", 0))
+    return sock
+
+
+def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
+    """How many ranks a node has. Raises ConfigError where it has none of what is to be counted."""
+    match asked:
+        case "slots":
+            return len(devices)
+        case "cpu":
+            return os.cpu_count() or 1
+        case "gpu" | "auto":
+            count = _num_gpus()
+            if not count and asked == "gpu":
+                raise ConfigError("--nproc-per-node gpu: there is no GPU here")
+            return count or os.cpu_count() or 1
+        case _:
+            return int(asked)
+
+
+def _num_gpus() -> int:
+    """GPUs that ranks will see, counted without loading what could make a context."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0

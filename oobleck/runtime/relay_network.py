@@ -1,0 +1,197 @@
+"""Links between agents: TCP, with both sides proved and all that passes sealed.
+
+    caller ── a nonce ──> listener
+           <── a nonce ──
+           <── sealed ──>
+
+Both have the listener's ticket, which the master sent them over SSH. The keys of either direction are made of it and of
+both nonces. Each piece that is sent is sealed with AES-GCM under its number: one that was forged, changed, repeated or
+left out does not open, and ends the link. The first that opens proves its sender. So these links keep what SSH keeps,
+and nobody else can say anything to an agent; that there is an agent anybody can see who may connect to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import secrets
+import socket
+import struct
+from operator import index
+
+import trio
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from oobleck.control.protocol import RelayOpen
+
+from .listening import accept as accept_client
+
+__all__ = ["RelaySockets", "SealedStream"]
+
+_NONCE_BYTES = 16
+_TICKET_BYTES = 32
+_KEY_BYTES = 16
+_LENGTH = struct.Struct(">I")
+_COUNT = struct.Struct(">4xQ")
+_MOST_BYTES = 1 << 20
+"""Sealed as one piece."""
+_SEAL_BYTES = 16
+_READ_BYTES = 1 << 16
+_PROOF_S = 5.0
+_BACKLOG = 128
+_GET_INTERFACE_ADDRESS = 0x8915
+"""SIOCGIFADDR of Linux."""
+
+
+class SealedStream(trio.abc.Stream):
+    """A stream over another one, whose two ends have the keys."""
+
+    def __init__(self, stream: trio.abc.Stream, *, send_key: bytes, receive_key: bytes) -> None:
+        self._stream = stream
+        self._seal, self._open = AESGCM(send_key), AESGCM(receive_key)
+        self._num_sent = self._num_received = 0
+        self._sealed = bytearray()
+        self._opened = b""
+        self._is_receiving = False
+        self._is_closed = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send bytes. One that is cancelled has broken the stream."""
+        pieces: list[bytes] = []
+        for start in range(0, len(data), _MOST_BYTES):
+            piece = self._seal.encrypt(_COUNT.pack(self._num_sent), bytes(data[start : start + _MOST_BYTES]), None)
+            self._num_sent += 1
+            pieces += [_LENGTH.pack(len(piece)), piece]
+        await self._stream.send_all(b"".join(pieces))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Wait for bytes; cancelling loses none. Raises trio.BrokenResourceError for what does not open."""
+        if max_bytes is not None and index(max_bytes) < 1:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
+        if self._is_receiving:
+            raise trio.BusyResourceError("another task is receiving")
+        self._is_receiving = True
+        try:
+            await trio.lowlevel.checkpoint()
+            return await self._receive(max_bytes)
+        finally:
+            self._is_receiving = False
+
+    async def _receive(self, max_bytes: int | None) -> bytes:
+        if self._is_closed:
+            raise trio.ClosedResourceError("this end is closed")
+        while not self._opened:
+            opened = self._take()
+            if opened is not None:
+                self._opened = opened
+                continue
+            data = await self._stream.receive_some(_READ_BYTES)
+            if not data:
+                if self._sealed:
+                    raise trio.BrokenResourceError("the link ended within a piece")
+                return b""
+            self._sealed += data
+        taken = self._opened[:max_bytes]
+        self._opened = self._opened[len(taken) :]
+        return taken
+
+    def _take(self) -> bytes | None:
+        """Open the next piece, if it is all there."""
+        if len(self._sealed) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._sealed)
+        if length > _MOST_BYTES + _SEAL_BYTES:
+            raise trio.BrokenResourceError(f"a piece of {length} bytes; at most {_MOST_BYTES + _SEAL_BYTES} are sent")
+        stop = _LENGTH.size + length
+        if len(self._sealed) < stop:
+            return None
+        piece = bytes(self._sealed[_LENGTH.size : stop])
+        del self._sealed[:stop]
+        try:
+            opened = self._open.decrypt(_COUNT.pack(self._num_received), piece, None)
+        except InvalidTag as error:
+            raise trio.BrokenResourceError("what came was not sealed by one who knows the ticket") from error
+        self._num_received += 1
+        return opened
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        await self._stream.aclose()
+
+
+class _Listener:
+    """Implements `roles.ports.RelayListener`."""
+
+    def __init__(self, listener: trio.SocketListener, host: str, port: int) -> None:
+        self.door = RelayOpen(host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES))
+        self._listener = listener
+
+    async def accept(self) -> trio.SocketStream:
+        """Wait for a caller."""
+        return await accept_client(self._listener)
+
+    async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
+        """Seal what passes. Whether the caller knows the ticket shows in the first that it says."""
+        return await _greet(caller, self.door.ticket, calls=False)
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()
+
+
+class RelaySockets:
+    """Implements `roles.ports.RelayNetwork`."""
+
+    async def listen(self, address: str) -> _Listener:
+        """Listen at an address, a host name or a network interface of this machine. Raises OSError."""
+        host = _address_of(address)
+        family = (await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))[0][0]
+        sock = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            await sock.bind((host, 0))
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        name = sock.getsockname()
+        return _Listener(trio.SocketListener(sock), name[0], name[1])
+
+    async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
+        """Reach a listener. Raises OSError, trio.BrokenResourceError, or trio.TooSlowError."""
+        stream = await trio.open_tcp_stream(host, port)
+        try:
+            return await _greet(stream, ticket, calls=True)
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+
+
+def _address_of(name: str) -> str:
+    """The address of a network interface of this machine; any other name is one already."""
+    if name not in {interface for _, interface in socket.if_nameindex()}:
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, asked)[20:24])
+
+
+async def _greet(stream: trio.abc.Stream, ticket: bytes, *, calls: bool) -> SealedStream:
+    """Exchange nonces, of which and of the ticket the keys are made."""
+    own, other = secrets.token_bytes(_NONCE_BYTES), b""
+    with trio.fail_after(_PROOF_S):
+        await stream.send_all(own)
+        while len(other) < _NONCE_BYTES:
+            data = await stream.receive_some(_NONCE_BYTES - len(other))
+            if not data:
+                raise trio.BrokenResourceError("the other side hung up")
+            other += data
+    nonces = own + other if calls else other + own
+    ours, theirs = (b"caller", b"listener") if calls else (b"listener", b"caller")
+    return SealedStream(stream, send_key=_key(ticket, nonces, ours), receive_key=_key(ticket, nonces, theirs))
+
+
+def _key(ticket: bytes, nonces: bytes, whose: bytes) -> bytes:
+    return hashlib.blake2b(nonces, key=ticket, person=whose, digest_size=_KEY_BYTES).digest()

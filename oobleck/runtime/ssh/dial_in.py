@@ -1,0 +1,159 @@
+"""SSH the other way round: a node connects to the master, and is the SSH server on that connection.
+
+Both sides show a key of the run's own, made for it alone: the node its host key, the master its client key. Neither can
+stand in for the other. What is signed belongs to one connection (RFC 4252, section 7), so nothing that was recorded can
+be used again.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import asyncssh
+import trio
+
+from oobleck.errors import NodeUnreachable
+from oobleck.job import NodeSpec
+
+from .asyncssh_adapter import run_on
+from .client import SSHConnection, SSHOptions
+from .node_server import CommandProcesses, node_server_options
+
+__all__ = ["DialInKeys", "Farewell", "NodePass", "RefusedCaller", "call_back", "dial_in", "make_keys"]
+
+_USER = "oobleck"
+_KEEPALIVE_S = 5.0
+_LOGIN_TIMEOUT_S = 30.0
+"""Of a node: where thousands call at once, it is not its turn before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialInKeys:
+    """What the master of a run has."""
+
+    own_key: str
+    node_key: str
+    """The public one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePass:
+    """What the nodes of a run have, all the same: with it a node gets in, and knows the master."""
+
+    master: str
+    """HOST:PORT, where the newest master listens."""
+    own_key: str
+    master_key: str
+    """The public one."""
+
+
+class Farewell(IntEnum):
+    """Why a master ends a node's connection for good, as a code of SSH's for private use (RFC 4250, section 4.2.2)."""
+
+    RELEASED = 0xFE00_0001
+    """The run needs it no more."""
+    REPLACED = 0xFE00_0002
+    """Another process has dialled in by the same name."""
+    REFUSED = 0xFE00_0003
+    """What it says of itself cannot be used; the reason says why."""
+
+
+def make_keys(*, master: str) -> tuple[DialInKeys, NodePass]:
+    """Make the keys of a run whose master listens at `master`."""
+    ours, theirs = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+    keys = DialInKeys(own_key=_private(ours), node_key=_public(theirs))
+    return keys, NodePass(master=master, own_key=_private(theirs), master_key=_public(ours))
+
+
+def _private(key: asyncssh.SSHKey) -> str:
+    return key.export_private_key().decode()
+
+
+def _public(key: asyncssh.SSHKey) -> str:
+    return key.export_public_key().decode().strip()
+
+
+class RefusedCaller(Exception):
+    """Somebody has dialled in who has not the run's key, or does not take ours."""
+
+
+async def call_back(caller: socket.socket, keys: DialInKeys) -> SSHConnection:
+    """Log in to a node that has dialled in, and take the socket over.
+
+    Raises RefusedCaller, or asyncssh.Error or OSError where it breaks off.
+    """
+    options = SSHOptions(
+        client_keys=(asyncssh.import_private_key(keys.own_key),),
+        host_keys=(asyncssh.import_public_key(keys.node_key),),
+        use_defaults=False,
+    )
+    host = str(caller.getpeername()[0])
+    asked = options.for_node(NodeSpec(name=host, host=host, user=_USER))
+    try:
+        connection = await run_on(asyncssh.run_client, caller, **asked)
+    except asyncssh.HostKeyNotVerifiable as error:
+        raise RefusedCaller(f"a node at {host} has dialled in with another key than this run's") from error
+    except asyncssh.PermissionDenied as error:
+        raise RefusedCaller(f"a node at {host} has dialled in that expects another run's master") from error
+    interval_s = options.keepalive_interval_s
+    return SSHConnection(host, host, connection, keepalive_interval_s=interval_s, takes_calls=False)
+
+
+async def dial_in(
+    host: str,
+    port: int,
+    known: NodePass,
+    *,
+    environment: Mapping[str, str],
+    nursery: trio.Nursery,
+    processes: CommandProcesses | None = None,
+    login_timeout_s: float = _LOGIN_TIMEOUT_S,
+    keepalive_s: float = _KEEPALIVE_S,
+) -> Callable[[], Awaitable[tuple[Farewell, str] | None]]:
+    """Connect to the master, and serve it, once it has shown its key.
+
+    Its commands run in `nursery`, and find `environment` beside our own; `processes` has those that do. A master that
+    does not answer for three times `keepalive_s` is gone. What is returned waits for the connection's end, and returns
+    the master's farewell, if there was one.
+
+    Raises NodeUnreachable, or ValueError for a pass that holds no keys.
+    """
+    ended, errors = trio.Event(), list[Exception | None]()
+
+    def on_end(error: Exception | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    async def wait_for_end() -> tuple[Farewell, str] | None:
+        await ended.wait()
+        error = errors[0]
+        if isinstance(error, asyncssh.DisconnectError) and error.code in {*Farewell}:
+            return Farewell(error.code), error.reason.removesuffix(f" (error {error.code})")
+        return None
+
+    options = await node_server_options(
+        host_key=asyncssh.import_private_key(known.own_key),
+        client_key=asyncssh.import_public_key(known.master_key),
+        environment=environment,
+        nursery=nursery,
+        on_end=on_end,
+        processes=processes,
+        keepalive_s=keepalive_s,
+        login_timeout_s=login_timeout_s,
+    )
+    place = f"{host}:{port}"
+    try:
+        stream = await trio.open_tcp_stream(host, port)
+    except OSError as error:
+        raise NodeUnreachable(place, f"nobody listens there ({error.strerror or error})") from error
+    connection = socket.socket(fileno=stream.socket.detach())
+    try:
+        await run_on(asyncssh.run_server, connection, config=None, options=options)
+    except asyncssh.HostKeyNotVerifiable as error:
+        raise NodeUnreachable(place, "the master there knows another key; is it of another run?") from error
+    except (asyncssh.Error, OSError) as error:
+        raise NodeUnreachable(place, f"no master of this run answers there ({error})") from error
+    return wait_for_end

@@ -1,0 +1,113 @@
+"""Links between virtual agents: the twin of `runtime.relay_network`, and what faults do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from oobleck.control.protocol import RelayOpen
+
+from .links import VirtualLink, VirtualStream
+from .world import World
+
+__all__ = ["VirtualRelays"]
+
+_TICKET = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """A link, and the nodes at its near and its far end."""
+
+    caller: str
+    listener: str
+    link: VirtualLink
+
+
+class VirtualRelays:
+    """All links between agents. `settle` is called whenever a node was frozen, thawed or cut off."""
+
+    def __init__(self, world: World, is_frozen: Callable[[str], bool]) -> None:
+        self._world = world
+        self._is_frozen = is_frozen
+        self._listeners: dict[str, _Listener] = {}
+        """By address: the newest of each machine."""
+        self._edges: list[_Edge] = []
+
+    def of(self, node: str) -> _Network:
+        """Return how the agent of a node reaches others."""
+        return _Network(self, node)
+
+    def settle(self) -> None:
+        """Have each link behave as its ends do by now."""
+        for edge in self._edges:
+            self._settle(edge)
+        self._edges = [edge for edge in self._edges if not edge.link.is_over]
+
+    def _settle(self, edge: _Edge) -> None:
+        if self._world.fabric.reaches(edge.caller, edge.listener):
+            edge.link.release()
+        else:
+            edge.link.hold()
+        for node, end in ((edge.caller, edge.link.near), (edge.listener, edge.link.far)):
+            if self._is_frozen(node):
+                end.freeze()
+            else:
+                end.thaw()
+
+    def listen(self, node: str, address: str) -> _Listener:
+        listener = self._listeners[address] = _Listener(node, address)
+        return listener
+
+    async def dial(self, node: str, address: str) -> VirtualStream:
+        latency_s = self._world.delays.link_latency_s
+        await trio.sleep(2 * latency_s)
+        listener = self._listeners.get(address)
+        if listener is None or listener.is_closed:
+            raise ConnectionRefusedError("nobody listens there")
+        edge = _Edge(node, listener.node, VirtualLink(self._world.time, latency_s=latency_s))
+        self._edges.append(edge)
+        self._settle(edge)
+        listener.take(edge.link.far)
+        return edge.link.near
+
+
+class _Listener:
+    """Implements `roles.ports.RelayListener`."""
+
+    def __init__(self, node: str, address: str) -> None:
+        self.node = node
+        self.is_closed = False
+        self.door = RelayOpen(host=address, port=1, ticket=_TICKET)
+        self._post, self._callers = trio.open_memory_channel[trio.abc.Stream](1 << 16)
+
+    def take(self, stream: VirtualStream) -> None:
+        self._post.send_nowait(stream)
+
+    async def accept(self) -> trio.abc.Stream:
+        return await self._callers.receive()
+
+    async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        return caller
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        await trio.lowlevel.checkpoint()
+
+
+class _Network:
+    """Implements `roles.ports.RelayNetwork`."""
+
+    def __init__(self, relays: VirtualRelays, node: str) -> None:
+        self._relays = relays
+        self._node = node
+
+    async def listen(self, address: str) -> _Listener:
+        await trio.lowlevel.checkpoint()
+        return self._relays.listen(self._node, address)
+
+    async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
+        return await self._relays.dial(self._node, host)

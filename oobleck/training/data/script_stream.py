@@ -1,0 +1,189 @@
+"""Samples that a job's script gives one after the other, without saying how many: one shard, read by position.
+
+A record's position is how many the script gives before it. So the master can say which step takes which, as with any
+shard, and each worker takes its own. For that, what the script gives is the same, in the same order, however often and
+wherever it is begun; a worker goes through all of it and keeps those that it may be asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from oobleck.errors import ConfigError, ShardUnreadable
+from oobleck.script import SCRIPT_STREAM
+
+from .batches import IGNORED_LABEL
+from .records import NO_SAMPLE, Records
+from .samples import ModelInputs, Sample
+from .script_data import check_alone, numbers_in, read_item
+from .shard_reader import Extent
+
+__all__ = ["ScriptStream"]
+
+_PLACE = "the script's data"
+_LOOKED_AT = 4
+"""Samples that are read at the start: to see whether they fit the model, and whether all nodes have the same."""
+_SURVEY_S = 2.0
+"""After so long a survey reports what it has found: a slow source must not look like a worker that does not answer."""
+
+
+class ScriptStream:
+    """All samples by position. `survey` may be called by another thread than the rest."""
+
+    names = (SCRIPT_STREAM,)
+    mask_id = None
+    num_samples = 0
+    """How many samples are known beforehand."""
+
+    def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int, num_kept: int) -> None:
+        """`make` returns something to iterate over, and begins again each time. `num_kept` samples stay in memory.
+
+        Raises ConfigError where it does not give a single one.
+        """
+        self.records = Records()
+        self._make = make
+        self._length = sequence_length
+        self._vocab_size = vocab_size
+        self._num_kept = num_kept
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._items: Iterator[Any] | None = None
+        self._next = 0
+        """The position of what `_items` gives next."""
+        self._end: int | None = None
+        """How many there are in all, once that is known."""
+        self._digest = self._digest_of_first()
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def sequence_length(self) -> int:
+        return self._length
+
+    def reopened(self) -> ScriptStream:
+        """Return what another thread may survey."""
+        return self
+
+    def survey(self, shard: int, start: int, limit: int) -> Extent:
+        """Return the records that begin at `start`; see `ShardReader`. Raises ShardUnreadable."""
+        bounds = [start]
+        until_s = time.monotonic() + _SURVEY_S
+        while len(bounds) <= limit and (len(bounds) == 1 or time.monotonic() < until_s):
+            try:
+                is_there = self._has(bounds[-1])
+            except ShardUnreadable as error:
+                if len(bounds) == 1:
+                    raise error.of(shard, start) from error
+                break
+            if not is_there:
+                return Extent(bounds=tuple(bounds), is_end=True)
+            bounds.append(bounds[-1] + 1)
+        return Extent(bounds=tuple(bounds))
+
+    def sample(self, number: int, inputs: ModelInputs) -> Sample:
+        """Return a record of the step by number; for none, one of which nothing counts.
+
+        Raises ShardUnreadable, and ConfigError for one that does not fit the model.
+        """
+        if number == NO_SAMPLE:
+            some = self.sample(self.records.first, inputs)
+            shape = () if inputs.task == "sequence_classification" else some.tokens.shape
+            return replace(some, labels=np.full(shape, IGNORED_LABEL))
+        location = self.records.locate(number)
+        try:
+            return self._read(location.start, inputs)
+        except ShardUnreadable as error:
+            raise error.of(location.shard, location.start) from error
+
+    def check(self, inputs: ModelInputs) -> None:
+        """Look at the first samples. Raises ConfigError where one does not fit the model."""
+        for position in range(_LOOKED_AT):
+            if self._has(position):
+                sample = self._read(position, inputs)
+                check_alone(sample, inputs, place=f"{_PLACE}: sample {position}", length=self._length)
+
+    def _read(self, position: int, inputs: ModelInputs) -> Sample:
+        with self._lock:
+            if not self._reach(position):
+                problem = f"it has ended before sample {position}, which it had before; it must give the same"
+                raise ShardUnreadable(problem)
+            item = self._kept[position]
+        place = f"{_PLACE}: sample {position}"
+        return read_item(item, inputs, place=place, length=self._length, vocab_size=self._vocab_size)
+
+    # --- going through it --------------------------------------------------------------------------------------
+
+    def _has(self, position: int) -> bool:
+        """Whether there is a sample at a position. Raises ShardUnreadable."""
+        with self._lock:
+            return self._reach(position)
+
+    def _reach(self, position: int) -> bool:
+        """Keep the sample at a position; False where there is none."""
+        if position in self._kept:
+            return True
+        if self._end is not None and position >= self._end:
+            return False
+        if self._items is None or position < self._next:
+            self._begin_again(position)
+        while self._next <= position:
+            if not self._take_next():
+                return False
+        return True
+
+    def _begin_again(self, position: int) -> None:
+        """Iterate from a position where that can be said, or from the beginning."""
+        try:
+            made = self._make()
+            skips = position if type(made).__module__.partition(".")[0] == "datasets" and hasattr(made, "skip") else 0
+            self._items = iter(made.skip(skips) if skips else made)
+            self._next = skips
+        # It is somebody else's code, and may fail in any way.
+        except Exception as error:
+            self._items = None
+            raise ShardUnreadable(f"{_PLACE}: {type(error).__name__}: {error}") from error
+
+    def _take_next(self) -> bool:
+        assert self._items is not None
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._items, self._end = None, self._next
+            return False
+        # As above. An iterator that has failed is over.
+        except Exception as error:
+            self._items = None
+            raise ShardUnreadable(f"{_PLACE}: sample {self._next}: {type(error).__name__}: {error}") from error
+        self._kept[self._next] = item
+        self._kept.move_to_end(self._next)
+        self._next += 1
+        if len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+        return True
+
+    def _digest_of_first(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            for position in range(_LOOKED_AT):
+                if not self._has(position):
+                    break
+                digest.update(numbers_in(self._kept[position]))
+        except ShardUnreadable as error:
+            raise ConfigError(error.problem) from error
+        if not self._kept:
+            raise ConfigError(f"{_PLACE}: it has no samples")
+        return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""A rank: a forked process that becomes a Python script, a module or a program, as if it had been started as one."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+from oobleck.control.protocol import BecomeRank
+from oobleck.wire import FrameDecoder
+
+from .import_log import ImportLog
+
+__all__ = ["run_rank"]
+
+_F_SETSIG = 10
+_OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
+
+_guard: socket.socket | None = None
+"""The agent's end is closed when the agent ends; kept for as long as the process lives."""
+
+
+def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
+    """Be what the agent says, until its end."""
+    setup = _receive(sock)
+    _end_with_agent(sock)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    _redirect(setup.stdout, setup.stderr)
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    command = list(setup.command)
+    try:
+        os.chdir(setup.directory)
+        if setup.entry == "program":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.execvp(command[0], command)  # noqa: S606  the user's own command
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        os._exit(127)
+    _be_fresh()
+    if setup.logs_imports:
+        sys.meta_path.insert(0, ImportLog(imports))
+    _leave(_run_python(command, is_module=setup.entry == "module"))
+
+
+def _receive(sock: socket.socket) -> BecomeRank:
+    sock.setblocking(True)
+    decoder = FrameDecoder[BecomeRank](BecomeRank)
+    while data := sock.recv(1 << 16):
+        if said := decoder.feed(data):
+            return said[0]
+    os._exit(1)  # the agent has ended
+
+
+def _end_with_agent(sock: socket.socket) -> None:
+    """Have the kernel kill this process when its agent ends, whatever it executes by then, and without a thread."""
+    global _guard
+    _guard = sock
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(sock.fileno(), True)
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    if poll.poll(0):  # it had ended before
+        os._exit(1)
+
+
+def _redirect(stdout: str, stderr: str) -> None:
+    """Write to files, line by line: what is written is there however the process ends."""
+    for number, path in ((1, stdout), (2, stderr)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, encoding="utf-8")  # type: ignore[union-attr]  # typeshed: a TextIO
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typeshed: a TextIO
+
+
+def _be_fresh() -> None:
+    """Undo what all forks of a server would share."""
+    importlib.invalidate_caches()
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        torch.set_num_threads(int(threads))
+
+
+def _run_python(command: list[str], *, is_module: bool) -> int:
+    """Run a script or a module as `__main__`; returns the exit status."""
+    sys.argv = list(command)
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(command[0])))
+    try:
+        if is_module:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        return _status(end.code)
+    except BaseException as error:  # noqa: BLE001  the script's own
+        _tell(error)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _tell(error: BaseException) -> None:
+    """Print an exception as Python does, and leave it where torchrun's ranks do, unless the script has done so."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        frames = frames.tb_next
+    error = error.with_traceback(frames)
+    sys.excepthook(type(error), error, frames)
+    _leave_error(error)
+
+
+def _leave_error(error: BaseException) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    callstack = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(message, file)
+
+
+def _leave(status: int) -> NoReturn:
+    """End as an interpreter does: threads that are no daemons first, then what was registered for the exit."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing's processes do
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001  the script's own
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or 120
+    os._exit(status)

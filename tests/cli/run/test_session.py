@@ -1,0 +1,138 @@
+"""What a session makes of nodes that a launcher reports, and of notices that reach all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from oobleck.cli.run.session import MasterLeaves, Session
+from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
+from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost, TerminationNoticed
+from oobleck.control.replay import RunBooks
+from oobleck.exit_codes import ExitCode
+from oobleck.job import NodeSpec
+from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, Reported
+
+NODES = tuple(NodeSpec(name=name, host=name) for name in "abc")
+
+
+class Desk:
+    """A master, its cluster and a launcher, as far as a session asks them for anything."""
+
+    now_s = 1.0
+
+    def __init__(self) -> None:
+        self.nodes = NODES
+        self.done: list[Event] = []
+        self.released: list[str] = []
+        self._observers: list[Callable[[JournalEntry], None]] = []
+        self.report, self._changes = trio.open_memory_channel[NodeChange](10)
+
+    def observe(self, observer: Callable[[JournalEntry], None]) -> None:
+        self._observers.append(observer)
+
+    def listen(self, listener: Callable[[str, float], None]) -> None:
+        pass
+
+    def submit(self, event: Event) -> None:
+        self.done.append(event)
+
+    def release(self, node: NodeSpec) -> None:
+        self.released.append(node.name)
+
+    async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
+        async for change in self._changes:
+            await changes.send(change)
+
+    def write(self, *entries: JournalEntry) -> None:
+        for entry in entries:
+            for observer in self._observers:
+                observer(entry)
+
+
+@pytest.fixture
+async def desk(nursery: trio.Nursery) -> Desk:
+    desk = Desk()
+    session = Session(desk, desk, desk, nursery, kills=(), past=RunBooks())
+    nursery.start_soon(session.follow_launcher)
+    return desk
+
+
+def notice(node: str) -> TerminationNoticed:
+    return TerminationNoticed(t_s=1.0, node=node, reason="SIGTERM")
+
+
+def lost(node: str) -> NodeLost:
+    return NodeLost(t_s=1.0, node=node, loss=ConnectionLost())
+
+
+async def test_what_a_launcher_reports_becomes_what_the_run_is_asked_for(desk: Desk) -> None:
+    new, old = NodeSpec(name="d", host="d"), NodeSpec(name="e", host="e")
+    for change in (
+        Arrived(node=new),
+        Arrived(node=old, by_itself=True),
+        Leaving(node="a"),
+        Reported(level="warning", text="no more are listed"),
+    ):
+        await desk.report.send(change)
+    await trio.testing.wait_all_tasks_blocked()
+    assert desk.done == [
+        AddRequested(spec=new),
+        AddRequested(spec=old, by_itself=True),
+        DrainRequested(node="a"),
+        Remark(level="warning", text="no more are listed"),
+    ]
+
+
+async def test_a_node_that_is_back_before_its_loss_is_known_joins_when_it_is(desk: Desk) -> None:
+    await desk.report.send(Arrived(node=NODES[1], by_itself=True))
+    await trio.testing.wait_all_tasks_blocked()
+    assert desk.done == []
+    desk.write(lost("b"))
+    assert desk.done == [AddRequested(spec=NODES[1], by_itself=True)]
+    desk.write(lost("b"))
+    assert len(desk.done) == 1, "once for each time that it arrives"
+
+
+async def test_a_node_that_has_left_is_given_back_and_a_lost_one_is_not(desk: Desk) -> None:
+    desk.write(lost("a"), NodeLeft(t_s=1.0, node="b"))
+    assert desk.released == ["b"]
+
+
+@pytest.mark.parametrize("before", [(), (lost("c"),), (NodeLeft(t_s=1.0, node="c"),)])
+async def test_a_run_whose_nodes_all_have_notice_saves_and_ends(desk: Desk, before: tuple[JournalEntry, ...]) -> None:
+    desk.write(*before, notice("a"))
+    assert desk.done == []
+    desk.write(notice("b"), *([] if before else [notice("c")]), notice("a"))
+    (stop,) = desk.done
+    assert isinstance(stop, StopRequested)
+    assert (stop.now, stop.exit_code) == (False, ExitCode.RESUMABLE)
+
+
+async def test_nodes_that_are_lost_without_notice_end_nothing(desk: Desk) -> None:
+    desk.write(lost("a"), lost("b"), lost("c"))
+    assert desk.done == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_sigterm_ends_the_run_or_where_another_master_is_started_this_one_alone(*, is_replaced: bool) -> None:
+    desk, has_left = Desk(), False
+    try:
+        async with trio.open_nursery() as nursery:
+            session = Session(desk, desk, desk, nursery, kills=(), past=RunBooks(), is_replaced=is_replaced)
+            nursery.start_soon(session.watch_signals)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            with trio.move_on_after(5):
+                while not desk.done:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    except* MasterLeaves:
+        has_left = True
+    assert has_left == is_replaced
+    assert [type(event) for event in desk.done] == ([] if is_replaced else [StopRequested])

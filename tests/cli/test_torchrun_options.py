@@ -1,0 +1,98 @@
+"""`oobleck run` reads torchrun's command line: every option of the installed torchrun is used, unused or refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from oobleck.cli.torchrun_options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
+from oobleck.errors import UsageError
+from oobleck.ranks import RankStreams, Redirection
+
+
+def parsed(*words: str, **environment: str) -> CommandLine:
+    return parse_command_line(words, environment)
+
+
+def torchruns_options() -> list[list[tuple[str, bool]]]:
+    """(name, whether a value follows) of every option of the installed torchrun, each with its other spellings."""
+    from torch.distributed.run import get_args_parser
+
+    lines = re.findall(r"^  (-.*?)(?:  .*)?$", get_args_parser().format_help(), re.MULTILINE)
+    options = [[(part.split()[0], " " in part) for part in line.split(", ") if part[:1] == "-"] for line in lines]
+    return [names for names in options if ("--help", False) not in names]
+
+
+def test_every_option_of_torchrun_is_known_in_both_spellings():
+    known, options = options_text(), torchruns_options()
+    assert len(options) >= 30
+    for names in options:
+        long = [name for name, _ in names if name.startswith("--")]
+        assert any(name in known or name in REFUSED for name in long), f"{long} is an option that `oobleck run` lacks"
+        for name, has_value in names:
+            value = (["0:1"] if name in ("-r", "-t", "--redirects", "--tee") else ["1"]) if has_value else []
+            try:
+                parsed(name, *value, "train.py")
+            except UsageError as error:
+                assert any(long_name in str(error) for long_name in long)  # noqa: PT017  refused, by its own name
+                assert any(long_name in REFUSED for long_name in long)
+
+
+def test_a_command_line_of_torchrun():
+    line = parsed(
+        "--nnodes=2:4", "--nproc_per_node", "8", "--max-restarts=3", "-r", "0:3,1:1", "train.py", "--lr", "1", "-m"
+    )
+    assert (line.nodes, line.ranks_per_node, line.max_restarts) == ((2, 4), "8", 3)
+    assert line.redirects.single == ((0, Redirection(stdout=True, stderr=True)), (1, Redirection(stdout=True)))
+    assert (line.entry, line.command) == ("script", ("train.py", "--lr", "1", "-m"))
+
+
+def test_a_hostfile_stands_before_the_script():
+    assert parsed("hosts.txt", "train.py", "a.py").hostfile == "hosts.txt"
+    assert parsed("train.py", "a.py").hostfile is None
+    assert parsed("--hostfile", "hosts.txt", "-m", "package.train", "x.py").hostfile is None
+    assert parsed("--hostfile", "hosts.txt", "-m", "package.train").given == {"--hostfile": "hosts.txt"}
+
+
+def test_torchruns_variables_count_and_options_count_more():
+    line = parsed("--nnodes", "3", "train.py", PET_NNODES="1:2", PET_NPROC_PER_NODE="4", PET_TEE="3", PET_MODULE="0")
+    assert (line.nodes, line.ranks_per_node, line.entry) == ((3, 3), "4", "script")
+    assert line.tee == RankStreams(all=Redirection(stdout=True, stderr=True))
+
+
+def test_what_has_no_meaning_is_said_to_be_unused():
+    line = parsed("--rdzv_backend=c10d", "--rdzv-endpoint", "host:29400", "--node_rank=1", "train.py")
+    assert [text.split(" is not used")[0] for text in line.unused] == [
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--node-rank",
+    ]
+    assert set(UNUSED).isdisjoint(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--numa-binding=node", "train.py"], "--numa-binding: `oobleck run` has no such option; start the script"),
+        (["--save-at-breakpoint", "train.py"], "--save-at-breakpoint"),
+        (["--nprocs", "2", "train.py"], "--nprocs: there is no such option"),
+        (["--nnodes", "4:2", "train.py"], "--nnodes: 4:2 is not possible"),
+        (["--nnodes", "all", "train.py"], "--nnodes: 'all' is not N or MIN:MAX"),
+        (["--max-restarts", "-1", "train.py"], "--max-restarts"),
+        (["--tee", "5", "train.py"], "--tee: '5' is not 0, 1, 2, 3"),
+        (["--env", "A-B=1", "train.py"], "--env: 'A-B=1' is not NAME or NAME=VALUE"),
+        (["--env", "MISSING", "train.py"], "--env: MISSING is not set here"),
+        (["-m", "--no-python", "x"], "--module and --no-python"),
+        (["--nnodes", "2"], "name a script to run"),
+        (["--hostfile", "a", "b", "train.py"], "b: --hostfile names the nodes already"),
+    ],
+)
+def test_a_mistake_is_named(words: list[str], said: str):
+    with pytest.raises(UsageError) as caught:
+        parsed(*words)
+    assert said in str(caught.value)
+
+
+def test_variables_are_given_to_ranks():
+    assert parsed("--env", "A=1", "--env", "B", "train.py", B="x").environment == {"A": "1", "B": "x"}

@@ -1,0 +1,192 @@
+"""The manifests of deploy/kubernetes: valid for the supported versions, and in agreement with the code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
+
+from oobleck.cli.inputs.job_file import load_job
+from oobleck.cli.inputs.node_source import read_source
+from oobleck.cli.main import main
+from oobleck.exit_codes import ExitCode
+from oobleck.runtime.launchers import make_key_files, read_keys, read_pass
+from tests.kubernetes_manifests import (
+    ROOT,
+    VARIABLES,
+    command_of,
+    container_of,
+    kustomization,
+    manifest,
+    manifests,
+    volumes_of,
+)
+
+SUPPORTED = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_the_manifests_are_valid(version: str) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: its schemas take 140 MB"
+    )
+    for each in manifests():
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_the_kustomization_names_all_that_is_there() -> None:
+    base = kustomization()
+    there = {path.name for path in (ROOT / "deploy" / "kubernetes").iterdir()} - {"kustomization.yaml"}
+    assert {*base["resources"], "job.yaml"} == there
+    assert base["generatorOptions"] == {"disableNameSuffixHash": True}, "the manifests name what is generated"
+
+
+def test_all_names_that_are_used_are_of_something() -> None:
+    named = {(each["kind"], each["metadata"]["name"]) for each in manifests()}
+    base = kustomization()
+    named |= {("Secret", each["name"]) for each in base["secretGenerator"]}
+    named |= {("ConfigMap", each["name"]) for each in base["configMapGenerator"]}
+    for kind in ("StatefulSet", "Job"):
+        for volume in volumes_of(kind):
+            if (claim := volume.get("persistentVolumeClaim")) is not None:
+                assert ("PersistentVolumeClaim", claim["claimName"]) in named
+            if (secret := volume.get("secret")) is not None:
+                assert ("Secret", secret["secretName"]) in named
+            if (settings := volume.get("configMap")) is not None:
+                assert ("ConfigMap", settings["name"]) in named
+    assert ("ServiceAccount", manifest("Job")["spec"]["template"]["spec"]["serviceAccountName"]) in named
+    assert ("Service", manifest("StatefulSet")["spec"]["serviceName"]) in named
+    binding = manifest("RoleBinding")
+    for each in (binding["roleRef"], *binding["subjects"]):
+        assert (each["kind"], each["name"]) in named
+    images = {container_of(kind)["image"] for kind in ("StatefulSet", "Job")}
+    assert images == {each["name"] for each in base["images"]}
+
+
+def test_nodes_dial_in_where_the_master_listens() -> None:
+    node, master = command_of("StatefulSet"), command_of("Job")
+    host, port = node[node.index("--master") + 1].split(":")
+    service = manifest("Service", host)
+    (served,) = service["spec"]["ports"]
+    (listened,) = container_of("Job")["ports"]
+    assert str(served["port"]) == port
+    assert (served["targetPort"], str(listened["containerPort"])) == (listened["name"], port)
+    assert master[master.index("--dial-in") + 1] == port
+    labels = manifest("Job")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_master_follows_the_pods_of_the_nodes_and_begins_with_as_many_as_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"HOST": "10.0.0.1", "PORT": "443"}.items():
+        monkeypatch.setenv(f"KUBERNETES_SERVICE_{name}", value)
+    monkeypatch.setenv("OOBLECK_SERVICE_ACCOUNT", str(tmp_path))
+    (tmp_path / "namespace").write_text("training")
+    words, nodes = command_of("Job"), manifest("StatefulSet")["spec"]
+    given = {name: words[words.index(name) + 1] for name in ("--kubernetes", "--nodes", "--dial-in")}
+    make_key_files(tmp_path / "keys", master="oobleck-master:7077")
+    source = read_source(
+        None,
+        kubernetes=given["--kubernetes"],
+        num_nodes=int(given["--nodes"]),
+        dial_in=given["--dial-in"],
+        keys=tmp_path / "keys",
+    )
+    assert len(source.names) == nodes["replicas"]
+    labels = dict(label.split("=") for label in given["--kubernetes"].split(","))
+    assert labels == nodes["selector"]["matchLabels"] == nodes["template"]["metadata"]["labels"]
+    others = manifest("Job")["spec"]["template"]["metadata"]["labels"]
+    assert not labels.items() <= others.items(), "the master is none of its nodes"
+
+
+def test_the_secrets_are_what_the_command_makes_and_nodes_have_no_more_than_they_need(tmp_path: Path) -> None:
+    assert main(["keys", str(tmp_path / "keys"), "--master", "oobleck-master:7077"]) == ExitCode.DONE
+    made = {f"keys/{path.name}" for path in (tmp_path / "keys").iterdir()}
+    secrets = {each["name"]: set(each["files"]) for each in kustomization()["secretGenerator"]}
+    mounted = {
+        kind: {volume["secret"]["secretName"] for volume in volumes_of(kind) if "secret" in volume}
+        for kind in ("StatefulSet", "Job")
+    }
+    assert {kind: set.union(*(secrets[name] for name in names)) for kind, names in mounted.items()} == {
+        "StatefulSet": {"keys/node.json"},
+        "Job": made,
+    }
+    assert read_keys(tmp_path / "keys")[1].name == "node.json"
+    assert read_pass(tmp_path / "keys" / "node.json").master == command_of("StatefulSet")[-1]
+    assert main(["keys", str(tmp_path / "keys"), "--master", "a:1"]) == ExitCode.CONFIG, "keys in use are not replaced"
+
+
+def test_files_that_commands_name_are_mounted() -> None:
+    for kind in ("StatefulSet", "Job"):
+        places = [mount["mountPath"] for mount in container_of(kind)["volumeMounts"]]
+        named = [word for word in command_of(kind) if word.startswith("/")]
+        assert named
+        assert [word for word in named if not any(f"{word}/".startswith(f"{place}/") for place in places)] == []
+        volumes = {volume["name"] for volume in volumes_of(kind)}
+        claims = manifest("StatefulSet")["spec"]["volumeClaimTemplates"] if kind == "StatefulSet" else []
+        assert {mount["name"] for mount in container_of(kind)["volumeMounts"]} == volumes | {
+            claim["metadata"]["name"] for claim in claims
+        }
+
+
+def test_the_rights_are_those_that_the_code_uses() -> None:
+    """GET of pods with watch=1, and nothing else; nodes get no token."""
+    assert manifest("Role")["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["watch"]}]
+    assert manifest("StatefulSet")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    for kind in ("StatefulSet", "Job"):
+        spec = manifest(kind)["spec"]["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert container_of(kind)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_variables_are_set_before_they_are_used() -> None:
+    """Kubernetes replaces $(NAME) by variables that stand before, and leaves others as they are."""
+    known: set[str] = set()
+    for each in container_of("StatefulSet")["env"]:
+        assert set(VARIABLES.findall(each.get("value", ""))) <= known
+        known.add(each["name"])
+    assert {name for word in command_of("StatefulSet") for name in VARIABLES.findall(word)} <= known
+
+
+def test_exit_codes_end_or_repeat_the_job_as_they_mean() -> None:
+    rules = manifest("Job")["spec"]["podFailurePolicy"]["rules"]
+    by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
+    assert by_code == {ExitCode.USAGE: "FailJob", ExitCode.CONFIG: "FailJob", ExitCode.RESUMABLE: "Ignore"}
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {
+        container_of("Job")["name"]
+    }
+
+
+def test_the_job_of_the_base_can_be_read() -> None:
+    text = (ROOT / "deploy" / "kubernetes" / "job.yaml").read_text(encoding="utf-8")
+    job = load_job(text, source="job.yaml")
+    (settings,) = kustomization()["configMapGenerator"]
+    words = command_of("Job")
+    assert Path(words[words.index("--job") + 1]).name in settings["files"]
+    assert yaml.safe_load(text)["tag"] == job.tag
+
+
+def test_the_image_is_made_of_files_that_are_there_by_a_user_that_the_pods_have() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    copied = [word for line in re.findall(r"^COPY (.*)$", text, flags=re.MULTILINE) for word in line.split()[:-1]]
+    assert copied
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    user = re.search(r"^USER (\d+):(\d+)$", text, flags=re.MULTILINE)
+    assert user is not None
+    home = re.search(r"^WORKDIR (/home/\S+)$", text, flags=re.MULTILINE)
+    assert home is not None
+    for kind in ("StatefulSet", "Job"):
+        context: dict[str, Any] = manifest(kind)["spec"]["template"]["spec"]["securityContext"]
+        assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user.groups()
+        places = {mount["mountPath"] for mount in container_of(kind)["volumeMounts"]}
+        assert f"{home[1]}/.oobleck" in places, "runs keep their files below the home directory"
+    python = re.search(r"^FROM python:(\d+\.\d+)", text, flags=re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert python is not None
+    assert SpecifierSet(project["requires-python"]).contains(python[1])

@@ -1,0 +1,214 @@
+"""`oobleck run`: unmodified torchrun scripts on real agents, with real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import oobleck
+from tests.e2e.ranks import Ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.close()
+
+
+def losses(ranks: Ranks) -> dict[int, float]:
+    """By step, as rank 0 computed it last."""
+    return {note["step"]: note["loss"] for note in ranks.notes()}
+
+
+def test_all_ranks_of_all_nodes_start_again_when_one_is_killed(ranks: Ranks) -> None:
+    with ranks.started("--local", "2", "--nproc-per-node", "2", command=ranks.count(150)) as process:
+        victim = ranks.wait_for_step(5, rank=3)
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert process.wait(60) == 0, ranks.said()
+    for rank in range(4):
+        before, after = ({note["pid"] for note in ranks.notes(rank) if note["restarts"] == n} for n in (0, 1))
+        assert (len(before), len(after)) == (1, 1)
+        assert before != after
+        assert [note["step"] for note in ranks.notes(rank) if note["restarts"] == 1] == list(range(1, 151))
+    (down,) = ranks.entries("RankDown")
+    assert (down.node, down.rank, down.local_rank, down.is_first) == ("node1", 3, 1, True)
+    told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
+    assert "node1: a process was killed from outside" in told
+    assert "generation 2: 4 ranks on node0, node1" in told
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_a_moment_and_the_script_ends_as_if_nothing_had_happened(ranks: Ranks) -> None:
+    """The second kill finds ranks that were forked warm; its node, agent and fork server are kept."""
+    steps = 150
+    with ranks.started("--nproc-per-node", "2", command=ranks.train(steps)) as process:
+        for restarts in (0, 1):
+            after = ranks.wait_for_step(1, restarts=restarts, rank=1)["step"]
+            ranks.wait_until(lambda: any((ranks.temporary).rglob("fork.warm")))
+            victim = ranks.wait_for_step(after + 5, restarts=restarts, rank=1)
+            os.kill(victim["pid"], signal.SIGKILL)
+            ranks.wait_for_step(1, restarts=restarts + 1)
+        assert process.wait(100) == 0, ranks.said()
+    assert len(ranks.entries("RankDown")) == 2
+    assert len(ranks.entries("NodeConnected")) == 1
+    assert [entry.is_warm for entry in ranks.entries("GenerationRuns")] == [False, True, True]
+    assert ranks.stdout.read_text().splitlines()[-1] == f"step {steps}"
+    failed = losses(ranks)
+    for path in ranks.out.iterdir():
+        path.unlink()
+    assert ranks.run("--no-warm", command=ranks.train(steps)) == 0
+    undisturbed = losses(ranks)
+    assert failed.keys() == undisturbed.keys()
+    assert all(abs(failed[step] - undisturbed[step]) < 1e-12 for step in failed)
+    told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir))
+    assert "nothing has gone wrong" in told.stdout
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_survives_a_kill(ranks: Ranks) -> None:
+    """`examples/ddp.py`, which is a script for torchrun."""
+    saved = ranks.out / "saved.pt"
+    command = [str(EXAMPLES / "ddp.py"), "--steps", "3000", "--saved", str(saved)]
+    with ranks.started("--local", "2", command=command) as process:
+        ranks.wait_until(lambda: "step 20:" in ranks.stdout.read_text())
+        node = ranks.entries("NodeConnected")[-1]
+        os.kill(node.agent_pid, signal.SIGKILL)
+        ranks.wait_until(lambda: "continues after step" in ranks.stdout.read_text())
+        assert process.poll() is None, ranks.said()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143, ranks.said()
+
+
+def test_a_lost_node_is_left_out_and_one_that_comes_takes_part(ranks: Ranks) -> None:
+    options = ("--local", "3", "--nnodes", "2:3", "--max-restarts", "0")
+    with ranks.started(*options, command=ranks.count(1_000_000)) as process:
+        assert ranks.wait_for_step(3)["world"] == 3
+        status = oobleck("status", "ranks", "--json", "--base-dir", str(ranks.base_dir))
+        shown = json.loads(status.stdout)
+        assert (shown["state"], shown["generation"], len(shown["nodes"])) == ("training", 1, 3)
+        assert oobleck("kill", "node1", "--tag", "ranks", "--base-dir", str(ranks.base_dir)).returncode == 0
+        assert ranks.wait_for_step(1, restarts=1)["world"] == 2
+        assert oobleck("add", "node1", "--tag", "ranks", "--base-dir", str(ranks.base_dir)).returncode == 0
+        assert ranks.wait_for_step(1, restarts=2)["world"] == 3
+        assert oobleck("drain", "node2", "--tag", "ranks", "--base-dir", str(ranks.base_dir)).returncode == 0
+        assert ranks.wait_for_step(1, restarts=3)["world"] == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, ranks.said()
+    causes = [entry.cause.value for entry in ranks.entries("GenerationEnded")]
+    assert causes == ["node_lost", "node_joined", "node_drained", "stopped"]
+    told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
+    assert "node1" in told
+    assert "generation 2: 2 ranks on node0, node2" in told
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: Ranks) -> None:
+    """Even those that have become another program: the kernel sees to it."""
+    script = ranks.out / "sleep.sh"
+    script.write_text(f"#!/bin/sh\necho $$ > {ranks.out}/pid.$RANK\nexec sleep 300\n")
+    script.chmod(0o700)
+    with ranks.started("--local", "2", "--no-python", command=[str(script)]):
+        pids = [ranks.out / "pid.0", ranks.out / "pid.1"]
+        ranks.wait_until(lambda: all(path.exists() and path.read_text().strip() for path in pids))
+        agent = next(entry for entry in ranks.entries("NodeConnected") if entry.node == "node1")
+        os.kill(agent.agent_pid, signal.SIGKILL)
+        gone = Path("/proc") / pids[1].read_text().strip()
+        ranks.wait_until(lambda: not gone.exists() or "sleep" not in (gone / "cmdline").read_text())
+
+
+FAILING = """\
+import os, sys
+print("rank", os.environ["RANK"], "begins")
+if os.environ["RANK"] == "1":
+    raise ValueError("no such column: labels")
+import time
+time.sleep(300)
+"""
+
+
+def test_a_script_that_fails_ends_the_run_with_its_traceback(ranks: Ranks) -> None:
+    script = ranks.out / "failing.py"
+    script.write_text(FAILING)
+    logs = ranks.out / "logs"
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--log-dir", str(logs), "--tee", "3")
+    assert ranks.run(*options, command=[str(script)]) == 1
+    said = ranks.said()
+    assert "rank 1 on node0 failed: exit code 1: ValueError: no such column: labels" in said
+    assert f'File "{script}", line 4, in <module>' in said
+    assert "1 restart allowed (--max-restarts), and a rank has failed again" in said
+    assert "rank.py" not in said, "no frame of ours"
+    assert "[default1]:rank 1 begins" in ranks.stdout.read_text()
+    attempts = logs / "ranks" / "node0"
+    assert sorted(path.name for path in attempts.iterdir()) == ["attempt_0", "attempt_1"]
+    assert (attempts / "attempt_1" / "0" / "stdout.log").read_text() == "rank 0 begins\n"
+    error = json.loads((attempts / "attempt_1" / "1" / "error.json").read_text())
+    assert error["message"]["message"] == "ValueError: no such column: labels"
+    told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
+    assert "an error in the training code" in told
+
+
+SHOWING = """\
+import atexit, json, os, sys, threading, __main__
+names = [name for name in os.environ if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_"))]
+names += ["RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+here = {
+    "environment": sorted(names), "argv": sys.argv[1:], "name": __name__, "file": os.path.basename(__main__.__file__),
+    "path": sys.path[0], "cwd": os.getcwd(),
+    "values": {name: os.environ[name] for name in names if "LOG" not in name and "ERROR_FILE" not in name
+               and "STORE" not in name and "RUN_ID" not in name and "PORT" not in name},
+}
+open(f"{os.environ['OUT']}/{os.environ['RANK']}.json", "w").write(json.dumps(here))
+atexit.register(lambda: open(f"{os.environ['OUT']}/left.{os.environ['RANK']}", "w").write("left"))
+threading.Timer(0.2, lambda: open(f"{os.environ['OUT']}/thread.{os.environ['RANK']}", "w").write("ended")).start()
+if __name__ == "__main__":
+    sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_rank_finds_itself_where_torchruns_rank_does(ranks: Ranks, tmp_path: Path, is_module: bool) -> None:
+    """The same script, by both: variables, arguments, `__main__`, search path; threads and exits run to their end."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "showing.py").write_text(SHOWING)
+    what = ["-m", "package.showing"] if is_module else ["package/showing.py"]
+    found = {}
+    for name in ("torchrun", "oobleck"):
+        out = tmp_path / name
+        out.mkdir()
+        options = ["--nproc-per-node=2", "--max-restarts=2", *what, "--lr", "1"]
+        environment = {**os.environ, "OUT": str(out), "PYTHONPATH": ""}
+        environment.pop("OMP_NUM_THREADS", None)
+        if name == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+        else:
+            command = [sys.executable, "-m", "oobleck", "run", "--base-dir", str(ranks.base_dir), *options]
+            environment |= {"TMPDIR": str(ranks.temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in out.iterdir()} == {
+            f"{kind}{rank}{end}" for rank in (0, 1) for kind, end in (("", ".json"), ("left.", ""), ("thread.", ""))
+        }
+        found[name] = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for ours, theirs in zip(found["oobleck"], found["torchrun"], strict=True):
+        values, expected = ours.pop("values"), theirs.pop("values")
+        assert values.pop("MASTER_ADDR") == "127.0.0.1"
+        expected.pop("MASTER_ADDR")
+        signals = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torchrun's own
+        expected.pop(signals, None)
+        theirs["environment"] = [each for each in theirs["environment"] if each != signals]
+        assert values == expected
+        assert ours == theirs

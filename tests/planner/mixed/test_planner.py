@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.planner import Decision, ExecutionPlan, PlannerSettings
+from oobleck.planner.instantiation import distribute_microbatches
+from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate, NodeKind
+from tests.examples import examples
+from tests.planner.drawing import make_layer, make_network, make_profile
+from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
+
+FREE = make_network(latency_s=0.0, inter=1e15)
+
+
+def names(kind: str, count: int) -> list[str]:
+    return [f"{kind}{number}" for number in range(count)]
+
+
+def two_kinds(num_layers: int = 12, slowness: float = 2.0, **profile: object) -> list[NodeKind]:
+    """Fast nodes a0, a1, … and slow ones b0, b1, …"""
+    return [
+        NodeKind(
+            name=name,
+            profile=make_profile([make_layer(3.0 * factor, name=f"layer {i}") for i in range(num_layers)], **profile),
+        )
+        for name, factor in (("a", 1.0), ("b", slowness))
+    ]
+
+
+def kind_of(nodes: Sequence[str]) -> dict[str, str]:
+    return {node: node[0] for node in nodes}
+
+
+def planner_for(kinds: Sequence[NodeKind], nodes: Sequence[str], **settings: int) -> MixedPlanner:
+    return MixedPlanner(kinds, PlannerSettings(**{"num_microbatches": 24, **settings}), kind_of([*nodes, "a9", "b9"]))
+
+
+def groups(counts: tuple[int, ...], most: int) -> Iterator[list[tuple[int, ...]]]:
+    """All multisets of pipelines, as nodes of each kind; some nodes may be left."""
+    shapes = [shape for shape in itertools.product(*(range(number + 1) for number in counts)) if any(shape)]
+
+    def extend(start: int, left: tuple[int, ...], chosen: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        if chosen:
+            yield chosen
+        for index in range(start, len(shapes) if len(chosen) < most else 0):
+            rest = tuple(have - used for have, used in zip(left, shapes[index], strict=True))
+            if min(rest) >= 0:
+                yield from extend(index, rest, [*chosen, shapes[index]])
+
+    return extend(0, counts, [])
+
+
+@examples(40)
+@given(
+    kinds=kinds_of_nodes(max_layers=4, devices=((1, 1), (1, 2))),
+    counts=st.tuples(st.integers(0, 3), st.integers(0, 2)),
+    num_microbatches=st.sampled_from((3, 12)),
+)
+def test_no_other_pipelines_over_any_nodes_in_any_order_are_faster(
+    kinds: tuple[NodeKind, ...], counts: tuple[int, int], num_microbatches: int
+) -> None:
+    """Templates are cut for four microbatches a stage: here, all of them for as many as there are in a step."""
+    settings = PlannerSettings(num_microbatches=num_microbatches, microbatches_per_device=num_microbatches)
+    nodes = {f"{kind}{n}": kinds[kind].name for kind in (0, 1) for n in range(counts[kind])}
+    assume(nodes)
+    planner, costs = MixedPlanner(kinds, settings, nodes), KindCosts(kinds, settings)
+    timings = {}
+    for shape in itertools.product(*(range(number + 1) for number in counts)):
+        if any(shape):
+            fitting = [costs.timing(each) for each in all_pipelines(costs, shape) if costs.fits(each)]
+            if fitting:
+                timings[shape] = min(fitting, key=lambda timing: timing.step_s(num_microbatches))
+    if not timings:
+        with pytest.raises(PlanningError):
+            planner.initial_plan(list(nodes))
+        return
+    steps_s: dict[int, list[float]] = {}
+    for shapes in groups(counts, num_microbatches):
+        if all(shape in timings for shape in shapes):
+            own = [timings[shape] for shape in shapes]
+            shares = distribute_microbatches(own, num_microbatches)
+            step_s = max(timing.step_s(share) for timing, share in zip(own, shares, strict=True))
+            steps_s.setdefault(min(len(shapes), 2), []).append(step_s)
+    decision = planner.initial_plan(list(nodes))
+    wanted = max(steps_s)
+    assert min(len(decision.plan.pipelines), 2) == wanted
+    slowest_s = decision.predicted_step_s - reduction(planner, decision.plan)
+    # With few microbatches a pipeline's best cut for all of them need not be the best for its share.
+    assert slowest_s <= min(steps_s[wanted]) * (1 + 1e-9)
+
+
+def reduction(planner: MixedPlanner, plan: ExecutionPlan) -> float:
+    own = dict.fromkeys(range(len(plan.pipelines)), (0, 0))
+    return planner.rest_s(plan, own)
+
+
+def check(planner: MixedPlanner, kinds: Sequence[NodeKind], decision: Decision, nodes: Sequence[str]) -> None:
+    """A plan uses each node once, fits all devices, and takes the whole batch."""
+    plan = decision.plan
+    assert sorted([*plan.nodes, *plan.spares]) == sorted(nodes)
+    assert plan.num_microbatches == planner.settings.num_microbatches
+    assert planner.has_room(plan, gradient_copies=0)
+    devices = {kind.name: kind.devices_per_node for kind in kinds}
+    for pipeline in plan.pipelines:
+        for index, node in enumerate(pipeline.nodes):
+            stages = [stage for stage in pipeline.template.stages if stage.node_index == index]
+            assert [stage.first_device for stage in stages] == list(range(devices[planner.kind_of(node)]))
+
+
+@examples(40)
+@given(kinds=kinds_of_nodes(max_layers=5, devices=((1, 1), (1, 2), (2, 1))), data=st.data())
+def test_after_any_losses_and_joins_every_worker_gets_what_it_lacks(
+    kinds: tuple[NodeKind, ...], data: st.DataObject
+) -> None:
+    counts = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)), label="nodes")
+    kind_of_node = {f"{kind}{n}": kinds[kind].name for kind in (0, 1) for n in range(counts[kind])}
+    kind_of_node |= {"new0": kinds[0].name, "new1": kinds[1].name}
+    nodes = [node for node in kind_of_node if not node.startswith("new")]
+    planner = MixedPlanner(kinds, PlannerSettings(num_microbatches=12), kind_of_node)
+    try:
+        plan = planner.initial_plan(nodes).plan
+    except PlanningError:
+        assume(False)
+    check(planner, kinds, planner.initial_plan(nodes), nodes)
+    lost = data.draw(st.sets(st.sampled_from(nodes), max_size=2), label="lost")
+    joined = data.draw(st.sets(st.sampled_from(("new0", "new1"))), label="joined")
+    slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.5, 4.0)), max_size=2), label="slow")
+    try:
+        decision = planner.reconfigure(plan, lost=lost, joined=joined, slow=slow)
+    except (PlanningError, Unrecoverable):
+        return
+    check(planner, kinds, decision, [node for node in {*nodes, *joined} if node not in lost])
+    held = {worker: set(layers) for worker, layers in plan.layers_at.items() if worker.node not in lost}
+    for transfer in decision.transfers:
+        assert transfer.layer in held[transfer.source]
+    arrived: dict[object, set[int]] = {worker: set(layers) for worker, layers in held.items()}
+    for transfer in decision.transfers:
+        arrived.setdefault(transfer.target, set()).add(transfer.layer)
+    assert all(layers <= arrived[worker] for worker, layers in decision.plan.layers_at.items())
+    assert planner.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision
+    again = MixedPlanner(kinds, planner.settings, kind_of_node)
+    assert again.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision, "the same from any planner"
+
+
+def test_pipelines_of_slow_nodes_take_fewer_microbatches() -> None:
+    nodes = [*names("a", 2), *names("b", 2)]
+    decision = planner_for(two_kinds(network=FREE), nodes).initial_plan(nodes)
+    shares = {pipeline.nodes[0][0]: pipeline.num_microbatches for pipeline in decision.plan.pipelines}
+    assert shares["a"] == 2 * shares["b"]
+    assert decision.reason == "4 nodes form 4 pipelines (2 × (1 a), 2 × (1 b))"
+
+
+def test_a_kind_that_cannot_hold_the_model_alone_helps_another() -> None:
+    kinds = two_kinds(8, 1.0)
+    small = NodeKind(
+        name="b", profile=make_profile([make_layer(3.0, name=f"layer {i}") for i in range(8)], memory_bytes=50)
+    )
+    nodes = [*names("a", 2), *names("b", 2)]
+    plan = planner_for([kinds[0], small], nodes).initial_plan(nodes).plan
+    assert not plan.spares
+    assert all("a" in {node[0] for node in pipeline.nodes} for pipeline in plan.pipelines)
+
+
+def test_a_lost_node_is_replaced_by_a_spare_of_its_kind_and_nothing_else_moves() -> None:
+    kinds = two_kinds(memory_bytes=120)
+    nodes = [*names("a", 4), *names("b", 4)]
+    planner = planner_for(kinds, nodes)
+    plan = planner.initial_plan(nodes).plan
+    lost = plan.pipelines[-1].nodes[0]
+    same = planner.reconfigure(plan, lost=[lost], joined=[f"{lost[0]}9"])
+    assert same.action == "reinstantiate"
+    assert {transfer.target.node for transfer in same.transfers} == {f"{lost[0]}9"}
+    assert [pipeline.template for pipeline in same.plan.pipelines] == [pipeline.template for pipeline in plan.pipelines]
+    assert planner.reconfigure(plan).plan == plan
+
+
+def test_what_is_wrong_is_named() -> None:
+    nodes = [*names("a", 2), "c0"]
+    planner = planner_for(two_kinds(), nodes)
+    with pytest.raises(PlanningError, match="node c0 is of kind c, which has no profile; there is one of a and b"):
+        planner.initial_plan(nodes)
+    with pytest.raises(PlanningError, match="node d0 has no kind"):
+        planner.initial_plan(["a0", "d0"])
+    with pytest.raises(PlanningError, match="node a0 is named twice"):
+        planner.initial_plan(["a0", "a0"])
+    with pytest.raises(PlanningError, match="no nodes were given"):
+        planner.initial_plan([])
+    tight = planner_for(two_kinds(memory_bytes=40), nodes)
+    with pytest.raises(PlanningError, match="2 nodes of 1 × a cannot hold the model"):
+        tight.initial_plan(["a0", "a1"])
+    with pytest.raises(PlanningError, match="fits on a device of no kind"):
+        planner_for(two_kinds(memory_bytes=4), nodes).initial_plan(["a0"])
+    with pytest.raises(PlanningError, match="kind b has no price"):
+        planner.cheapest_nodes(["a0", "b0"], {"a": 1.0})
+
+
+def test_the_cheapest_nodes_are_named() -> None:
+    nodes = [*names("a", 3), *names("b", 3)]
+    planner = planner_for(two_kinds(network=FREE), nodes, fault_threshold=0)
+    assert set(planner.cheapest_nodes(nodes, {"a": 1.0, "b": 0.9}) or ()) <= set(names("a", 3))
+    assert set(planner.cheapest_nodes(nodes, {"a": 1.0, "b": 0.1}) or ()) <= set(names("b", 3))
+
+
+def test_a_plan_finishes_its_step_as_its_kinds_compute() -> None:
+    nodes = [*names("a", 2), *names("b", 2)]
+    kinds = two_kinds(network=FREE)
+    planner = planner_for(kinds, nodes)
+    plan = planner.initial_plan(nodes).plan
+    slow = next(index for index, pipeline in enumerate(plan.pipelines) if pipeline.nodes[0].startswith("b"))
+    timing = KindCosts(kinds, planner.settings).timing(
+        MixedTemplate(template=plan.pipelines[slow].template, kinds=(1,))
+    )
+    taken = plan.pipelines[slow].num_microbatches
+    assert planner.rest_s(plan, {slow: (1, 2)}) == pytest.approx(timing.next_s + timing.step_s(2))
+    assert planner.rest_s(plan, {slow: (taken, 0)}) == pytest.approx(timing.step_s(taken))
+    assert planner.rest_s(plan, {slow: (1, 0)}, slow={plan.pipelines[slow].nodes[0]: 3.0}) == pytest.approx(
+        3 * timing.next_s
+    )

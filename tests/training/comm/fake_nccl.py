@@ -1,0 +1,196 @@
+"""NCCL's manners without a GPU: a process group that behaves as torch's `ProcessGroupNCCL` does when peers are lost.
+
+From `torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`, which is alike in these from torch 2.9 to 2.13:
+
+- `WorkNCCL::isSuccess` throws NotImplementedError, "WorkNCCL::isSuccess() is deprecated".
+- `WorkNCCL::isCompleted` asks the communicator for errors only while it is not aborted, then whether the kernels have
+  ended. Those of an aborted communicator end: so the work is complete, without an error, with what was there by then.
+- `WorkNCCL::wait` puts the work before the stream's next kernels and returns at once; it rethrows an error that was
+  seen (`handleException(TearDown)`), and sees none of an aborted communicator.
+- `initNCCLComm` makes the communicator within the first operation, which blocks until all members have come, and is
+  registered for `abort` only then: `abortComms` does not find it before.
+- `ProcessGroupNCCL::abort` blocks, and throws a DistBackendError for what went wrong meanwhile
+  (`waitForFutureOrTimeout` with `throwException`).
+- `pointToPoint` launches on the stream that belongs to the pair, after what the stream in use has launched
+  (`syncStream`). Messages of a pair have no tags: the n-th send is the n-th receive's. A send's kernel spins until the
+  receive's runs as well (a short message ends sooner, which nobody may rely on).
+
+And of CUDA: `cudaDeviceSynchronize` waits for the kernels of all streams, those that spin for a lost peer too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["FakeLibrary", "FakeNccl", "FakeNcclWork"]
+
+_PATIENCE_S = 20.0
+
+
+class FakeNccl:
+    """One member's process group; `join` makes all members of one."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world = world
+        self._rank = rank
+        self.is_aborted = False
+        self.num_aborts = 0
+        self.aborted_by = ""
+        self.abort_error: RuntimeError | None = None
+        self.works: list[FakeNcclWork] = []
+        self.on_launch: Callable[[str], None] = lambda kind: None
+        """Called on the thread that posts, with the kind."""
+
+    @classmethod
+    def join(cls, size: int) -> tuple[FakeNccl, ...]:
+        """Return the process groups of all members."""
+        world = _World(size)
+        world.groups = tuple(cls(world, rank) for rank in range(size))
+        return world.groups
+
+    def allreduce(self, tensors: list[torch.Tensor], _options: object) -> FakeNcclWork:
+        """Post a sum; the first makes the communicator, and blocks until all members make it."""
+        return self._post("sum", tensors)
+
+    def send(self, tensors: list[torch.Tensor], target: int, _tag: int) -> FakeNcclWork:
+        """Post a message to the other member."""
+        assert target == 1 - self._rank
+        return self._post("send", tensors)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, _tag: int) -> FakeNcclWork:
+        """Post the other end of a message."""
+        assert source == 1 - self._rank
+        return self._post("receive", tensors)
+
+    def _post(self, kind: str, tensors: list[torch.Tensor]) -> FakeNcclWork:
+        world = self.world
+        self.on_launch(kind)
+        with world.changed:
+            if self.is_aborted:
+                raise RuntimeError("NCCL communicator was aborted on rank 0.")
+            world.come.add(self._rank)
+            world.changed.notify_all()
+            assert world.changed.wait_for(lambda: len(world.come) == world.size, _PATIENCE_S), "a test's own hang"
+            work = FakeNcclWork(self, kind, tensors[0])
+            self.works.append(work)
+            world.settle()
+            return work
+
+    def abort(self) -> None:
+        """End the kernels of the communicator, if there is one."""
+        with self.world.changed:
+            self.num_aborts += 1
+            self.aborted_by = threading.current_thread().name
+            if len(self.world.come) == self.world.size:
+                self.is_aborted = True
+                self.world.settle()
+            self.world.changed.notify_all()
+        if self.abort_error is not None:
+            raise self.abort_error
+
+    def fail(self, error: RuntimeError) -> None:
+        """Have NCCL find an error of its own, as of a peer whose connection has ended."""
+        with self.world.changed:
+            for work in self.works:
+                work.error = error
+
+    def device_synchronize(self, patience_s: float) -> bool:
+        """What `cudaDeviceSynchronize` does: wait for all kernels; returns whether they have ended."""
+        with self.world.changed:
+            return self.world.changed.wait_for(lambda: self.num_spinning == 0, patience_s)
+
+    @property
+    def num_spinning(self) -> int:
+        """Kernels of this member that have not ended."""
+        return sum(not work.has_ended for work in self.works)
+
+
+class FakeNcclWork:
+    """A sum or a message of one member."""
+
+    def __init__(self, group: FakeNccl, kind: str, tensor: torch.Tensor) -> None:
+        self._group = group
+        self.kind = kind
+        self.tensor = tensor
+        self.own = tensor.clone()
+        self.has_ended = False
+        self.error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        return self.has_ended or (self.error is not None and not self._group.is_aborted)
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def wait(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class FakeLibrary:
+    """Stands for one worker's NCCL; those of all workers share `worlds`, the communicators by name."""
+
+    def __init__(self, identity: str | None, worlds: dict[str, tuple[FakeNccl, ...]], lock: threading.Lock) -> None:
+        self._identity = identity
+        self._worlds = worlds
+        self._lock = lock
+        self.joined: dict[str, FakeNccl] = {}
+        """This worker's ends, in the order in which it opened them."""
+
+    @classmethod
+    def of(cls, identities: Sequence[str | None]) -> list[FakeLibrary]:
+        """Return those of workers whose GPUs are these."""
+        worlds: dict[str, tuple[FakeNccl, ...]] = {}
+        lock = threading.Lock()
+        return [cls(identity, worlds, lock) for identity in identities]
+
+    def identity(self, _device: torch.device) -> str | None:
+        return self._identity
+
+    def join(self, name: str, _store: object, rank: int, size: int, *, is_way: bool) -> object:
+        assert is_way == (name.split("/")[1] == "pipeline")
+        with self._lock:
+            if name not in self._worlds:
+                self._worlds[name] = FakeNccl.join(size)
+            self.joined[name] = self._worlds[name][rank]
+        return self.joined[name]
+
+
+class _World:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.come: set[int] = set()
+        self.groups: tuple[FakeNccl, ...] = ()
+
+    def settle(self) -> None:
+        """End the kernels that can end: of what all have joined, and of members that have aborted, with a part."""
+        for works in self._matched("sum"):
+            total = torch.stack([work.own for _, work in works]).sum(0)
+            for group, work in works:
+                if not work.has_ended and (len(works) == self.size or group.is_aborted):
+                    work.tensor.copy_(total)
+                    work.has_ended = True
+        for works in self._matched("send", "receive"):
+            sent = next((work.own for _, work in works if work.kind == "send"), None)
+            for group, work in works:
+                if work.has_ended or not (len(works) == self.size or group.is_aborted):
+                    continue
+                if work.kind == "receive":
+                    whole = work.own if sent is None else sent
+                    length = len(whole) if len(works) == self.size and not group.is_aborted else len(whole) // 2
+                    work.tensor[:length].copy_(whole[:length])
+                work.has_ended = True
+        self.changed.notify_all()
+
+    def _matched(self, *kinds: str) -> list[list[tuple[FakeNccl, FakeNcclWork]]]:
+        """What the members have posted of these kinds, the first of each together, and so on."""
+        posted = [[(group, work) for work in group.works if work.kind in kinds] for group in self.groups]
+        return [
+            [of_group[number] for of_group in posted if number < len(of_group)]
+            for number in range(max(map(len, posted)))
+        ]

@@ -1,0 +1,221 @@
+"""Sums that NCCL carries, with a fake that has its manners: they are whole, or nobody takes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.planner import WorkerId
+from oobleck.training.comm.group import Group
+from oobleck.training.comm.nccl import NcclGroup
+from oobleck.training.comm.waiter import Waiter
+from oobleck.training.step.reduction import Bucket, GradientReducer
+from tests.training.comm.fake_nccl import FakeNccl
+from tests.training.table import LinkedTable, acquaint
+
+A, B = (WorkerId(node=node, device=0) for node in "ab")
+KEY = GroupKey("reduce", 1, (A, B))
+CPU = torch.device("cpu")
+
+
+def never() -> bool:
+    return False
+
+
+def group_of(worker_id: WorkerId, key: GroupKey = KEY) -> Group:
+    """A group in which nothing but NCCL carries anything."""
+    return Group(key, worker_id, None, None, Waiter())  # type: ignore[arg-type]
+
+
+def nccl_of(group: Group, fake: FakeNccl) -> NcclGroup:
+    return NcclGroup(group.key.name, group.key.members[group.rank], CPU, fake, None)  # type: ignore[arg-type]
+
+
+def connected() -> tuple[tuple[Group, Group], tuple[FakeNccl, ...]]:
+    """A group of two members, seen from both, and what carries its sums."""
+    groups, fakes = (group_of(A), group_of(B)), FakeNccl.join(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda group, fake: group.use_nccl(nccl_of(group, fake), 10.0), groups, fakes))
+    return groups, fakes
+
+
+def until(ready: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < end_s
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def died() -> Iterator[list[BaseException | None]]:
+    """What would have ended the worker: an exception that its thread did not catch."""
+    found: list[BaseException | None] = []
+    before, threading.excepthook = threading.excepthook, lambda failed: found.append(failed.exc_value)
+    yield found
+    threading.excepthook = before
+
+
+# --- B1 ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_connects_and_sums_without_asking_for_what_torch_refuses():
+    groups, fakes = connected()
+    tensors = [torch.full((3,), 1.0 + rank) for rank in range(2)]
+    reductions = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+    for reduction in reductions:
+        reduction.wait(never)
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 3] * 2
+    assert [len(fake.works) for fake in fakes] == [3, 3], "a small and a large sum connect, before the first of all"
+    assert fakes[0].works[1].tensor.numel() > 1 << 20
+
+
+def test_an_error_of_ncclls_own_is_a_lost_peer_and_ends_the_group():
+    (one, _), (fake, _) = connected()
+    reduction = one.all_reduce(torch.ones(2))
+    fake.fail(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    with pytest.raises(PeerLost, match="remote process exited"):
+        reduction.wait(never)
+    until(lambda: fake.is_aborted)
+
+
+# --- B4 ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_aborted_sum_has_left_is_never_taken_for_the_sum():
+    (one, _), (fake, _) = connected()
+    tensor = torch.ones(2)
+    reduction = one.all_reduce(tensor)
+    one.abort_open_sums()
+    until(reduction.is_done)
+    assert tensor.tolist() == [1.0, 1.0], "complete, without an error, and without the other's part"
+    with pytest.raises(Interrupted):
+        reduction.wait(never)
+    assert fake.works[-1].error is None
+
+
+def test_nothing_is_posted_in_a_group_that_was_aborted():
+    (one, _), (fake, _) = connected()
+    one.abort()
+    num_posted = len(fake.works)
+    with pytest.raises(Interrupted):
+        one.all_reduce(torch.ones(2))
+    assert len(fake.works) == num_posted
+
+
+def test_an_abort_that_fails_does_not_end_a_healthy_worker(died: list[BaseException | None]):
+    (one, _), (fake, _) = connected()
+    fake.abort_error = RuntimeError("ProcessGroup abort: an exception was thrown")
+    one.abort()
+    until(lambda: fake.num_aborts)
+    until(lambda: not any(thread.name.startswith("abort ") for thread in threading.enumerate()))
+    assert died == []
+
+
+# --- B8 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("CUDA error: uncorrectable ECC error"), torch.OutOfMemoryError("CUDA")]
+)
+def test_a_device_that_fails_is_not_blamed_on_peers(error: RuntimeError):
+    (one, _), (fake, _) = connected()
+    reduction = one.all_reduce(torch.ones(2))
+    fake.fail(error)
+    with pytest.raises(type(error)):
+        reduction.wait(never)
+
+
+def test_a_device_that_fails_while_it_is_aborted_ends_its_worker(died: list[BaseException | None]):
+    (one, _), (fake, _) = connected()
+    fake.abort_error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    one.abort()
+    until(lambda: died)
+    assert isinstance(died[0], torch.AcceleratorError)
+
+
+# --- B3 ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_ends_all_that_spins_while_the_training_thread_is_stuck():
+    """Without it, a thread that waits for the whole device waits for kernels that nobody aborts."""
+    tables = [LinkedTable(worker_id) for worker_id in (A, B)]
+    acquaint(tables)
+    keys = [GroupKey("reduce", 1, (A, B)), GroupKey("reduce", 2, (A, B)), GroupKey("stage", 1, (A, B))]
+    fakes = {key: FakeNccl.join(2) for key in keys}
+
+    def form(rank: int) -> None:
+        groups = tables[rank].groups
+        groups.form(keys, never, generation=1)
+        for key in keys:
+            groups[key].use_nccl(nccl_of(groups[key], fakes[key][rank]), 10.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(form, range(2)))
+    groups = tables[0].groups
+    for key in (keys[0], keys[2]):
+        groups[key].all_reduce(torch.ones(2))
+    mine = [fakes[key][0] for key in keys]
+    with ThreadPoolExecutor(2) as pool:
+        stuck = [pool.submit(partial(fake.device_synchronize, 20.0)) for fake in (mine[0], mine[2])]
+        groups.abort_fenced(is_pipeline_stopped=False)
+        assert stuck[0].result()
+        assert not mine[2].is_aborted, "a whole pipeline needs it, to finish its microbatches"
+        groups.abort_fenced(is_pipeline_stopped=True)
+        assert stuck[1].result()
+    assert not mine[1].is_aborted, "nothing is open there: the next plan may keep it"
+
+
+def test_a_reduction_that_is_interrupted_gives_up_all_its_groups():
+    keys = [GroupKey("reduce", generation, (A, B)) for generation in (1, 2)]
+    fakes = [FakeNccl.join(2) for _ in keys]
+    groups = {key: group_of(A, key) for key in keys}
+    for key, (mine, other) in zip(keys, fakes, strict=True):
+        nccl = nccl_of(groups[key], mine)
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(groups[key].use_nccl, nccl, 10.0)
+            pool.submit(nccl_of(group_of(B, key), other).connect, 2 << 20, 10.0)
+    buckets = [Bucket(key=key, parameters=(name,)) for key, name in zip(keys, "pq", strict=True)]
+    parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in "pq"}
+    reducer = GradientReducer(buckets, parameters, groups)  # type: ignore[arg-type]  # all it does is look them up
+    reducer.begin({})
+    with pytest.raises(Interrupted):
+        reducer.finish(lambda: True)
+    until(lambda: all(mine.is_aborted for mine, _ in fakes))
+
+
+# --- B5 ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_was_given_up_while_it_was_formed_is_aborted_once_it_can_be():
+    """The other member comes late; until then torch does not know the communicator that `abort` should end."""
+    one, (mine, theirs) = group_of(A), FakeNccl.join(2)
+    with ThreadPoolExecutor(2) as pool:
+        forming = pool.submit(one.use_nccl, nccl_of(one, mine), 10.0)
+        until(lambda: 0 in mine.world.come)
+        one.abort()
+        until(lambda: mine.num_aborts == 1)
+        assert not mine.is_aborted
+        late = pool.submit(theirs.allreduce, [torch.zeros(1)], None)
+        with pytest.raises(Interrupted):
+            forming.result(20)
+        late.result(20)
+    until(lambda: mine.is_aborted)
+    assert mine.device_synchronize(20.0)
+    with pytest.raises(Interrupted):
+        one.all_reduce(torch.ones(1))
+
+
+def test_a_group_that_is_given_up_before_it_has_nccl_never_uses_it():
+    one, (mine, _) = group_of(A), FakeNccl.join(2)
+    one.abort()
+    with pytest.raises(Interrupted):
+        one.use_nccl(nccl_of(one, mine), 10.0)
+    until(lambda: mine.num_aborts)
+    assert mine.works == []

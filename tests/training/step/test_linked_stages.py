@@ -1,0 +1,81 @@
+"""Programs of stages that NCCL links, with its fake: what they compute, and what they leave when they are stopped."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import pytest
+import torch
+
+from oobleck.control.commit import Compute, Interrupted
+from oobleck.control.protocol import Fence
+from oobleck.planner import WorkerId
+from oobleck.schedule import ScheduleKind
+from oobleck.training.comm.group import Group
+from oobleck.training.model.models import StageModel
+from oobleck.training.step.reduction import GradientReducer
+from oobleck.training.step.step_work import PipelineRank
+from tests.training.comm.test_edges import Pipeline as LinkedPipeline
+from tests.training.fake_cuda import FakeCuda
+from tests.training.step.test_step import ME, OneWorker, Wire
+from tests.training.zoo import gradients_of, run_pipeline, state_of, structure_of, whole_stage
+
+
+class _Aborted(Wire):
+    num_aborts = 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+def test_a_program_that_is_stopped_half_way_ends_what_its_pipeline_has_on_its_way():
+    """The worker may wait long for its next plan, and what spins on the GPU until then would hold it up."""
+    worker = OneWorker(None)
+    worker.commit_state.answer(Fence(device=0, generation=2, lost=("a",)))
+    wire = _Aborted(worker.waiter)
+    group, schedule = cast("Group", wire), ScheduleKind.ONE_F_ONE_B
+    rank = PipelineRank(stage=0, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
+    with pytest.raises(Interrupted):
+        worker.step.execute(rank, Compute(1, (0, 1)), cast("GradientReducer", None))
+    assert wire.num_aborts == 1
+
+
+@pytest.mark.parametrize("schedule", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE])
+def test_two_stages_that_nccl_links_compute_what_they_compute_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, schedule: ScheduleKind
+) -> None:
+    """The same bits: through real programs, in mixed precision, with hidden states in the type that is computed in."""
+    FakeCuda(monkeypatch)
+    structure = structure_of("gpt2")
+    state = state_of(whole_stage(structure))
+
+    def stages() -> list[StageModel]:
+        made = []
+        for first, stop in ((0, 3), (3, structure.num_layers)):
+            stage = StageModel(structure, dtype=torch.float32, device="cpu", autocast=torch.bfloat16)
+            stage.adopt(first, stop, {name: tensor.clone() for name, tensor in state.items()})
+            made.append(stage)
+        return made
+
+    expected, models = stages(), stages()
+    pipeline = LinkedPipeline([ME, WorkerId(node="b", device=0)])
+    workers = [OneWorker(None, model) for model in models]
+
+    def run(stage: int) -> None:
+        group = pipeline.groups[stage]
+        rank = PipelineRank(stage=stage, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
+        workers[stage].step.execute(rank, Compute(1, (0, 1)), cast("GradientReducer", None))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    batch = workers[0].step.batch
+    losses = [
+        run_pipeline(expected, batch.load(number), key=batch.key(number), num_items=batch.divisor)
+        for number in range(2)
+    ]
+    assert workers[1].step.work.loss_and(None)[0] == pytest.approx(float(sum(losses)), rel=1e-6)
+    found, wanted = gradients_of(models), gradients_of(expected)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert len(pipeline.libraries[0].joined) == 2
+    pipeline.close()

@@ -1,0 +1,265 @@
+"""How long an unmodified DDP script is away when a rank is killed, or a node: `oobleck run`, beside torchrun.
+
+    python tools/bench/restart.py --runs 5
+
+The script (`restart_job.py`) is the same for both: DDP on Gloo, a checkpoint of its own every five steps. Times count
+from the SIGKILL to the end of the first step of the next generation, by the machine's clock. Ranks are killed one after
+the other in one run; a lost node of four is added again before the next is killed. `redone` are steps that were taken
+again, because the script had not saved them. `kept` says whether all other nodes kept their agents. Each row of
+`oobleck run` begins once later ranks are forked warm, some seconds after the first step. The table is Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
+
+from oobleck.runtime.files import AgentDir, RunDirectory, read_journal
+from tools.smoke import parse_arguments
+
+_TAG = "bench-restart"
+_JOB = Path(__file__).with_name("restart_job.py")
+_TIMEOUT_S = 150.0
+_TORCHRUN_LIMIT_S = 60.0
+_AGAIN_AFTER = 8
+"""Steps between two kills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A line that a rank has written."""
+
+    step: int
+    restart: int
+    pid: int
+    world: int
+    t: float
+
+
+class NoSuchStep(Exception):
+    """A run has ended, or takes too long."""
+
+
+class Job:
+    """The script, under either launcher."""
+
+    def __init__(self, command: Sequence[str], directory: Path) -> None:
+        self.directory = directory
+        for left in (*directory.glob("rank*.jsonl"), directory / "checkpoint.pt"):
+            left.unlink(missing_ok=True)
+        environment = {**os.environ, "TMPDIR": str(directory / "tmp"), "OMP_NUM_THREADS": "1"}
+        (directory / "tmp").mkdir(exist_ok=True)
+        self._log = directory / "launcher.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, str(_JOB), str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def steps(self, rank: int) -> list[Step]:
+        """All that a rank has written."""
+        path = self.directory / f"rank{rank}.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_bytes().splitlines(keepends=True)
+        return [Step(**json.loads(line)) for line in lines if line.endswith(b"\n")]
+
+    def wait_for(self, rank: int, wanted: Callable[[Step], bool], *, limit_s: float = _TIMEOUT_S) -> Step:
+        """Wait until a rank has written a line that is wanted. Raises NoSuchStep."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            for step in self.steps(rank):
+                if wanted(step):
+                    return step
+            time.sleep(0.005)
+        raise NoSuchStep(f"the run ended, or took no such step within {limit_s:g} s: {self._log.read_text()}")
+
+    def wait_for_more(self, rank: int, restart: int) -> Step:
+        """Wait until a rank has taken some steps in a generation; returns the last of them."""
+        self.wait_for(rank, lambda step: step.restart == restart)
+        first = next(step for step in self.steps(rank) if step.restart == restart)
+        return self.wait_for(rank, lambda step: step.restart == restart and step.step >= first.step + _AGAIN_AFTER)
+
+    def end(self) -> None:
+        """End it, whatever happens."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """One kill: seconds until the first step after it, and how many steps were taken again."""
+
+    seconds: float
+    redone: int
+
+
+def kill_ranks(job: Job, runs: int, *, limit_s: float = _TIMEOUT_S) -> list[Restart]:
+    """Kill rank 1, again and again."""
+    restarts = []
+    for number in range(runs):
+        victim = job.wait_for_more(1, number)
+        at_s = time.time()
+        os.kill(victim.pid, signal.SIGKILL)
+        try:
+            restarts.append(_restarted(job, at_s, number + 1, limit_s=limit_s))
+        except NoSuchStep:
+            if limit_s == _TIMEOUT_S:
+                raise
+            restarts.append(Restart(seconds=math.inf, redone=0))
+    return restarts
+
+
+def _restarted(
+    job: Job, at_s: float, restart: int, *, world: int | None = None, limit_s: float = _TIMEOUT_S
+) -> Restart:
+    def is_first(step: Step) -> bool:
+        return step.t > at_s and step.restart >= restart and world in (None, step.world)
+
+    first = job.wait_for(0, is_first, limit_s=limit_s)
+    furthest = max((step.step for step in job.steps(0) if step.restart < first.restart), default=0)
+    return Restart(seconds=first.t - at_s, redone=max(0, furthest - first.step + 1))
+
+
+class OobleckJob(Job):
+    """The script under `oobleck run`."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._base_dir = directory / "base"
+        shutil.rmtree(self._base_dir, ignore_errors=True)
+        command = [sys.executable, "-m", "oobleck", "run", *options, "--tag", _TAG, "--base-dir", str(self._base_dir)]
+        super().__init__([*command, "--max-restarts", "1000"], directory)
+
+    def wait_until_warm(self) -> None:
+        """Wait until later ranks are forked from what the first ones have imported."""
+        self.wait_for_more(0, 0)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while not any((self.directory / "tmp").rglob("fork.warm")) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+    def kill_node(self, node: str) -> float:
+        """Kill all that is of a node, at once; returns when that was."""
+        run_id = RunDirectory(base_dir=self._base_dir, tag=_TAG).run_id
+        places = list((self.directory / "tmp").rglob(AgentDir(run_id, node).path.name))
+        noted = [path for place in places if place.parent.name == run_id for path in place.glob("*.pid")]
+        pids = [int(path.read_text().split()[0]) for path in noted]
+        at_s = time.time()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return at_s
+
+    def add(self, node: str) -> None:
+        """Take a lost node back."""
+        words = ["add", node, "--tag", _TAG, "--base-dir", str(self._base_dir)]
+        subprocess.run([sys.executable, "-m", "oobleck", *words], check=True, stdout=subprocess.DEVNULL)
+
+    def lost(self) -> list[str]:
+        """Nodes that were ever lost."""
+        entries = read_journal(self._base_dir / _TAG / "journal.jsonl")
+        return [getattr(entry, "node", "") for entry in entries if type(entry).__name__ == "NodeLost"]
+
+
+def lose_nodes(job: OobleckJob, runs: int, nodes: int) -> list[Restart]:
+    """Kill a node, again and again; it is added before it is killed once more."""
+    restarts = []
+    for _ in range(runs):
+        before = job.wait_for(0, lambda step: step.world == nodes and step.t > time.time() - 1)
+        at_s = job.kill_node("node1")
+        restarts.append(_restarted(job, at_s, before.restart + 1, world=nodes - 1))
+        job.add("node1")
+        came = time.time()
+        again = job.wait_for(0, lambda step, came=came: step.world == nodes and step.t > came)  # type: ignore[misc]
+        job.wait_for_more(0, again.restart)
+    return restarts
+
+
+def row(name: str, restarts: Sequence[Restart], kept: str, target: str) -> str:
+    """A row of the table."""
+    times = [restart.seconds for restart in restarts]
+    redone = max(restart.redone for restart in restarts)
+    cells = (name, len(times), f"{statistics.median(times):.2f}", f"{max(times):.2f}", redone, kept, target)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="kills in each row")
+    parser.add_argument("--nodes", type=int, default=4, help="of which one is lost")
+    given = parse_arguments(parser, runs=1, nodes=2)
+    print("| what | kills | median s | max s | steps redone | kept | target |")
+    print("|---|---|---|---|---|---|---|")
+    directory = Path(tempfile.mkdtemp(prefix="obr"))
+    try:
+        print(_one_node(directory, given.runs), flush=True)
+        print(_lost_node(directory, given.runs, given.nodes), flush=True)
+        print(_torchrun(directory, given.runs), flush=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _one_node(directory: Path, runs: int) -> str:
+    job = OobleckJob(directory, "--nproc-per-node", "2")
+    try:
+        job.wait_until_warm()
+        restarts = kill_ranks(job, runs)
+        kept = "all" if not job.lost() else "NOT ALL"
+    finally:
+        job.end()
+    return row("oobleck run, a killed rank of two", restarts, kept, "median < 0.5")
+
+
+def _lost_node(directory: Path, runs: int, nodes: int) -> str:
+    job = OobleckJob(directory, "--local", str(nodes))
+    try:
+        job.wait_until_warm()
+        restarts = lose_nodes(job, runs, nodes)
+        kept = "all" if set(job.lost()) == {"node1"} else "NOT ALL"
+    finally:
+        job.end()
+    return row(f"oobleck run, a lost node of {nodes}", restarts, kept, "median < 2")
+
+
+def _torchrun(directory: Path, runs: int) -> str:
+    """One kill in each run: torchrun does not always come back."""
+    restarts = []
+    for _ in range(runs):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        job = Job([*launcher, "--max-restarts=1000"], directory)
+        try:
+            restarts += kill_ranks(job, 1, limit_s=_TORCHRUN_LIMIT_S)
+        finally:
+            job.end()
+    return row(f"torchrun, a killed rank of two (inf: not within {_TORCHRUN_LIMIT_S:g} s)", restarts, "", "")
+
+
+if __name__ == "__main__":
+    main()

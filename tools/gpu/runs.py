@@ -1,0 +1,137 @@
+"""Runs of `oobleck up` with workers that share a device: losses beside those of one worker, and how long a kill costs.
+
+The same on a CPU, where tests run it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.checks import Check, Numbers, within
+
+__all__ = ["CHECKS", "measure_kill", "measure_losses"]
+
+_JOB = """\
+tag: verify
+model: {type: gpt2, n_embd: 32, n_layer: 4, n_head: 2}
+data: {sequence_length: 32, vocab_size: 300, paths: [TEXT]}
+max_steps: STEPS
+global_batch_size: 16
+microbatch_size: 2
+dtype: float64
+device: DEVICE
+torch_threads: 1
+checkpoint: {enabled: false}
+"""
+_NUM_STEPS = 60
+"""Enough that a node freezes before the last, however quick the device is."""
+_NODES = ("node0", "node1", "node2", "node3")
+_FROZEN_AT_S = 0.1
+_TIMEOUT_S = 140
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What a run of `oobleck up` came to."""
+
+    summary: dict[str, Any]
+    journal: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float]:
+        return list(self.summary["losses"])
+
+
+class _Place:
+    """A job on a device, and where its runs lie."""
+
+    def __init__(self, directory: Path, device: str, num_steps: int) -> None:
+        self._directory = directory
+        self._job = directory / "job.yaml"
+        self._num_runs = 0
+        (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 4000)
+        text = _JOB.replace("TEXT", str(directory / "text.txt"))
+        self._job.write_text(text.replace("DEVICE", device).replace("STEPS", str(num_steps)))
+
+    def up(self, nodes: int, *options: str) -> _Run:
+        return self._run("up", "--local", str(nodes), *options)
+
+    def freeze(self, nodes: Sequence[str], node: str, num_steps: int) -> _Run:
+        """Run until the last step, with a node that freezes on the way and stays so."""
+        trace = self._directory / "trace.json"
+        events = [{"t_s": _FROZEN_AT_S, "kind": "node_frozen", "node": node}]
+        trace.write_text(
+            json.dumps({"version": 1, "duration_s": 1e5, "nodes": nodes, "start": nodes, "events": events})
+        )
+        return self._run("chaos", str(trace), "--local", str(len(nodes)), "--steps", str(num_steps))
+
+    def _run(self, *arguments: str) -> _Run:
+        self._num_runs += 1
+        base_dir = self._directory / f"runs{self._num_runs}"
+        summary = base_dir / "summary.json"
+        base_dir.mkdir()
+        command = [sys.executable, "-m", "oobleck", *arguments, "--job", str(self._job), "--plain"]
+        command += ["--base-dir", str(base_dir), "--summary", str(summary)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise RuntimeError(f"oobleck {arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+        lines = (base_dir / "verify" / "journal.jsonl").read_text().splitlines()
+        return _Run(summary=json.loads(summary.read_text()), journal=[json.loads(line) for line in lines])
+
+
+def measure_losses(device: str, *, num_steps: int = _NUM_STEPS) -> Numbers:
+    """Losses of four workers, undisturbed, with a killed node and with a frozen one, beside those of one worker."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = _Place(Path(directory), device, num_steps)
+        alone = place.up(1)
+        runs = {
+            "whole": place.up(4),
+            "killed": place.up(4, "--kill", f"node2@{num_steps // 3}"),
+            "frozen": place.freeze(_NODES, "node2", num_steps),
+        }
+    differences = [
+        abs(one - other)
+        for run in runs.values()
+        for one, other in zip(alone.losses, run.losses, strict=False)  # their numbers are judged by themselves
+    ]
+    return {
+        "steps": min(len(run.losses) for run in runs.values()),
+        "difference": max(differences),
+        "steps_lost": sum(run.summary["steps_lost"] for run in runs.values()),
+        **{f"{name}_recoveries": len(run.summary["recoveries"]) for name, run in runs.items()},
+    }
+
+
+def measure_kill(device: str, *, num_steps: int = _NUM_STEPS) -> Numbers:
+    """Seconds from the notice of a killed node to the next committed step, and without progress."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = _Place(Path(directory), device, num_steps).up(4, "--kill", f"node2@{num_steps // 3}")
+    (recovery,) = run.summary["recoveries"]
+    after = (entry["t_s"] for entry in run.journal if entry["@type"] == "StepDone" and entry["t_s"] > recovery["t_s"])
+    return {"next_step_s": min(after) - recovery["t_s"], "stall_s": recovery["stall_s"]}
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        tier="A",
+        name="losses of four workers",
+        measure=lambda: measure_losses("cuda"),
+        judge=within(
+            {"steps": _NUM_STEPS, "killed_recoveries": 1, "frozen_recoveries": 1},
+            {"difference": 1e-9, "steps_lost": 0, "whole_recoveries": 0},
+        ),
+    ),
+    Check(
+        tier="C",
+        name="from a kill to the next step",
+        measure=lambda: measure_kill("cuda"),
+        judge=within({}, {"next_step_s": 3.0}),
+    ),
+)
