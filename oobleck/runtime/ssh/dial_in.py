@@ -90,7 +90,11 @@ async def call_back(caller: socket.socket, keys: DialInKeys) -> SSHConnection:
         host_keys=(asyncssh.import_public_key(keys.node_key),),
         use_defaults=False,
     )
-    host = str(caller.getpeername()[0])
+    try:
+        host = str(caller.getpeername()[0])
+    except OSError:
+        caller.close()
+        raise
     asked = options.for_node(NodeSpec(name=host, host=host, user=_USER))
     try:
         connection = await run_on(asyncssh.run_client, caller, **asked)

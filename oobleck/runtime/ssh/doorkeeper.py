@@ -37,7 +37,8 @@ class Doorkeeper:
     ) -> None:
         """`let_in` takes a caller's socket over, and returns once it is known who it is.
 
-        It has `login_timeout_s` for that, and `least_s` where others wait. asyncssh's errors and OSError may leave it.
+        It has `login_timeout_s` for that, and at first `least_s` where others wait. It may raise asyncssh's errors and
+        OSError.
         """
         self._let_in = let_in
         self._max_logins = max_logins
@@ -52,21 +53,29 @@ class Doorkeeper:
         async with listener, trio.open_nursery() as logins:
             while True:
                 stream = await accept(listener)
-                while len(self._logins) >= self._max_logins:
-                    await self._make_room()
+                try:
+                    while len(self._logins) >= self._max_logins:
+                        await self._make_room()
+                except trio.Cancelled:
+                    stream.socket.close()
+                    raise
                 now_s = trio.current_time()
                 scope = trio.CancelScope(deadline=now_s + self._login_timeout_s)
                 self._logins[scope] = now_s
                 logins.start_soon(self._log_in, stream, scope)
 
     async def _make_room(self) -> None:
-        """Wait until somebody is in, or the oldest has had its time."""
+        """Wait until somebody is in, or the oldest has had its time.
+
+        Where the machine is slow that one was nearly in, and calls again: each next has twice as long.
+        """
         oldest, began_s = next(iter(self._logins.items()))
         with trio.move_on_at(began_s + self._least_s):
             await self._is_done.wait()
             return
         oldest.cancel()
         self._forget(oldest)
+        self._least_s = min(2 * self._least_s, self._login_timeout_s)
 
     def _forget(self, scope: trio.CancelScope) -> None:
         self._logins.pop(scope, None)
