@@ -182,7 +182,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"it has no length; say streaming=True"):
         ScriptSamples(Counted(9), sequence_length=LENGTH, vocab_size=50)
     wrong = Dataset(stream_of(lambda: iter([{"input_ids": [1], "colour": [2]}])))
-    with pytest.raises(ConfigError, match="^the script's data: sample 0: its column 'colour' is used by nothing"):
+    with pytest.raises(ConfigError, match=r"^the script's data: sample 0: its column 'colour' is used by nothing"):
         wrong.with_inputs(INPUTS)
     with pytest.raises(ConfigError, match="give a function as `data`"):
         Job(data={"paths": ["a.txt"]}, streaming=True)
