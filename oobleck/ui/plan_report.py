@@ -147,6 +147,10 @@ def _headline(report: PlanReport) -> Text:
     )
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
+    if "inter_node" in profile.network.assumed:
+        text.append(f"\nlinks between nodes are assumed: {profile.network.speed_of('inter_node')}", "yellow")
+    else:
+        text.append(f"\nlinks between nodes: {profile.network.speed_of('inter_node')}")
     text.append(f"\n\n{seconds_text(forecast.step_s)} a step, {count_text(report.tokens_per_s)} tokens/s", "bold")
     if report.mfu is not None:
         text.append(f", MFU {percent_text(report.mfu)}", "bold")
