@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import linecache
 import symtable
 import sys
@@ -98,7 +99,7 @@ def _cell_of(value: object) -> str | None:
 
 def _codes(value: object) -> Iterator[types.CodeType]:
     if isinstance(value, types.FunctionType):
-        yield value.__code__
+        yield inspect.unwrap(value).__code__
     for member in vars(value).values() if isinstance(value, type) else ():
         if isinstance(code := getattr(member, "__code__", None), types.CodeType):
             yield code
