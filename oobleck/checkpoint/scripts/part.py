@@ -1,6 +1,6 @@
 """A rank's part of a state: in a slot of shared memory, or as a file on disk with a note that is written last.
 
-<directory>/step-00000120.<start>/      written as it was planned; `….b` is what was in memory when ranks ended
+<directory>/step-00000120.<start>/      as it was planned; `….end` is what was in memory when ranks ended
     rank-00003.safetensors              the part, as a file of tensors
     rank-00003.json                     its note, size and SHA-256: the part is there when this is
 
@@ -166,7 +166,7 @@ def _in_slot(slot: Slot) -> Tensors:
 
 def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview, *, is_planned: bool) -> None:
     """Write a part to disk. O(size). Raises OSError."""
-    target = directory / (note.name if is_planned else f"{note.name}.b")
+    target = directory / (note.name if is_planned else f"{note.name}.end")
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = target / f"rank-{note.rank:05d}.safetensors"
     size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
@@ -202,9 +202,8 @@ class _Named:
 
     @classmethod
     def of(cls, name: str) -> _Named:
-        is_planned = not name.endswith(".b")
-        step, _, start = name.removeprefix("step-").removesuffix(".b").partition(".")
-        return cls(name, int(step) if step.isdecimal() else 0, start, is_planned)
+        step, start, *at_end = (*name.removeprefix("step-").split("."), "")[:3]
+        return cls(name, int(step) if step.isdecimal() else 0, start, not any(at_end))
 
 
 def _taken_path(memory: Path) -> Path:
