@@ -45,7 +45,7 @@ _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
 _RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 
-StageKey = tuple[str, int, int]
+StageKey = tuple[str, tuple[range, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +296,9 @@ class RunView:
                 stages=tuple(
                     StageView(
                         node=_node(stage),
-                        first_layer=stage.first_layer,
-                        stop_layer=stage.stop_layer,
+                        first_layer=stage.chunks[0].start,
+                        stop_layer=stage.chunks[0].stop,
+                        more_chunks=tuple((layers.start, layers.stop) for layers in stage.chunks[1:]),
                         num_devices=len(stage.worker_ids),
                         state=self._work_state(stage, broken),
                     )
@@ -362,4 +363,4 @@ def _node(stage: Stage) -> str:
 
 
 def _key(stage: Stage) -> StageKey:
-    return _node(stage), stage.first_layer, stage.stop_layer
+    return _node(stage), stage.chunks
