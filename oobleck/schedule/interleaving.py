@@ -98,7 +98,7 @@ class Interleaving:
         for _ in range(_PASSES if len(stops) <= _MOST_CHUNKS + 1 else 0):
             before = stops
             for index in range(1, len(stops) - 1):
-                best_s, stops = min((best_s, stops), *((seconds(each), each) for each in _moved(stops, index)))
+                best_s, stops = min([(best_s, stops), *((seconds(each), each) for each in _moved(stops, index))])
             if stops == before:
                 break
         return _with_stops(template, stops)
