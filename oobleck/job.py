@@ -15,6 +15,7 @@ from typing import Literal
 from .bounds import Bounds, bounded, check_pattern, check_spec, require
 
 __all__ = [
+    "MAX_CHUNKS",
     "MAX_DEVICES",
     "MAX_MICROBATCHES",
     "MAX_NODES",
@@ -40,11 +41,12 @@ Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_class
 """What a model predicts: the next token, masked tokens, a label of a sample, or one of each token."""
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
-MAX_CHUNKS = 64
 MAX_NODES = 16_384
 """The most nodes of a job: a slip in a range of a hostfile, or a number too many, should not fill the memory."""
 MAX_DEVICES = 256
 """The most devices of one machine."""
+MAX_CHUNKS = 64
+"""The most chunks of a stage: each costs messages."""
 MAX_STEPS = 10**12
 _MAX_SECONDS = 1e9
 """Thirty years."""

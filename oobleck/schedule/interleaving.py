@@ -8,8 +8,9 @@ from the package's own names, since it brings the planner's cost model along.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from oobleck.planner import PipelineTemplate, Profile
@@ -17,7 +18,7 @@ from oobleck.planner import PipelineTemplate, Profile
 from .choice import LEAST_GAIN, choose_schedule, evaluate, fits, kind_for
 from .schedule import ScheduleKind
 
-__all__ = ["Interleaving"]
+__all__ = ["Interleaving", "make_cutter"]
 
 _Stops = tuple[int, ...]
 """0, and where each chunk stops."""
@@ -30,6 +31,16 @@ _PASSES = 2
 """Over the boundaries, each of which is moved to where it is best beside the others: a recovery waits for it."""
 _MOST_CHUNKS = 16
 """Where a pipeline has more, the even cut is taken as it is."""
+
+
+def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile], Interleaving] | None:
+    """Return what a planner is to cut its pipelines with for a schedule: None for those of one chunk a stage.
+
+    Without a `kind`, plans choose: pipelines are cut where that saves time.
+    """
+    if kind not in (None, ScheduleKind.INTERLEAVED):
+        return None
+    return partial(Interleaving, num_chunks=num_chunks, always=kind is not None)
 
 
 class Interleaving:

@@ -33,6 +33,7 @@ from .options import (
     base_dir_of,
 )
 from .planning_options import (
+    ChunksOption,
     DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
@@ -57,6 +58,7 @@ __all__ = [
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
     "BaseDirOption",
+    "ChunksOption",
     "DeviceOption",
     "DevicesPerNodeOption",
     "DialIn",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from oobleck.job import JobSpec
@@ -36,11 +35,9 @@ def planner_for(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Pla
 
 def _cutter_for(job: JobSpec) -> Callable[[Profile], Cutter] | None:
     """What cuts the pipelines of a job into chunks; None where none is interleaved."""
-    if job.schedule != "interleaved" and fixed_schedule(job) is not None:
-        return None
-    from oobleck.schedule.interleaving import Interleaving
+    from oobleck.schedule.interleaving import make_cutter
 
-    return partial(Interleaving, num_chunks=job.num_chunks, always=job.schedule == "interleaved")
+    return make_cutter(fixed_schedule(job), job.num_chunks)
 
 
 def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
