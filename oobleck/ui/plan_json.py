@@ -103,6 +103,7 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "first_layer": stage.first_layer,
                 "stop_layer": stage.stop_layer,
                 "node": stage.node_index,
+                "chunks": [[chunk.first_layer, chunk.stop_layer] for chunk in each.template.chunks_of(index)],
                 "devices": stage.num_devices,
                 "busy_s": found.busy_s[index],
                 "peak_memory_bytes": found.peak_memory_bytes[index],
@@ -110,7 +111,7 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "available_bytes": each.available_bytes[index],
                 "headroom_bytes": each.headroom_bytes[index],
             }
-            for index, stage in enumerate(each.template.stages)
+            for index, stage in enumerate(each.template.stages[: each.template.num_stages])
         ],
     }
 

@@ -68,7 +68,15 @@ SMOKES: dict[str, tuple[str, ...]] = {
     ),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
-    "throughput.py": ("torch", "same cut: layers 0-1 | 2-3; bubble", "own plan", "alone", "auto takes"),
+    "throughput.py": (
+        "torch",
+        "same cut: layers 0-2 | 3-5; bubble",
+        "torch chunks",
+        "chunks: layers 0-1 | 2-2 | 3-3 | 4-5; bubble",
+        "own plan",
+        "alone",
+        "auto takes",
+    ),
 }
 """What each says, at least. Those that train compare losses themselves, and fail where they differ."""
 

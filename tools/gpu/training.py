@@ -141,7 +141,7 @@ class Bench:
             ProcessPoolExecutor(2, mp_context=self._context) as pool,
         ):
             (Path(directory) / "cache").symlink_to(self.directory / "cache")
-            run = partial(train_pipelined, job=job, num_blocks=num_blocks, threads=1, directory=Path(directory))
+            run = partial(train_pipelined, job=job, cuts=(num_blocks,), threads=1, directory=Path(directory))
             return next(iter(pool.map(run, range(2))))
 
 

@@ -106,7 +106,12 @@ class PlaceInPlan:
         )
 
     @property
-    def layers(self) -> range:
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each chunk of its stage."""
+        return self.pipeline.stages[self.stage].chunks
+
+    @property
+    def layers(self) -> tuple[int, ...]:
         return self.pipeline.stages[self.stage].layers
 
     @property
@@ -115,6 +120,7 @@ class PlaceInPlan:
 
     @property
     def is_first(self) -> bool:
+        """Its stage has the model's first layer."""
         return self.stage == 0
 
     @property

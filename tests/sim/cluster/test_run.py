@@ -95,7 +95,7 @@ def test_an_undisturbed_run_trains_at_the_pace_that_was_predicted():
     assert played.summary.step_time_s.median == pytest.approx(plan.predicted_step_s, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"])
 def test_steps_take_what_the_timeline_of_the_schedule_says(schedule: ScheduleName):
     setting = Setting(layers_per_device=2, schedule=schedule, slowness=5.0, duration_s=200.0)
     played = setting.run()
