@@ -78,6 +78,9 @@ class RanksSpec:
     """None: any that is free on the first node, another one for each generation."""
     shutdown_timeout_s: float = bounded(30.0, 0, 86_400)
     """How long ranks that are asked to end (SIGTERM) may take before they are killed."""
+    hang_timeout_s: float = bounded(600.0, 0, 1e8)
+    """How long ranks that have printed or saved before may do neither, while one of them uses no processor; 0: for
+    ever. As torch's own timeout for NCCL."""
     join_timeout_s: float = bounded(600.0, 0, 1e8)
     """How long a run waits for `min_nodes`."""
     hides_devices: bool = False

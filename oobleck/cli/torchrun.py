@@ -142,6 +142,7 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
         shown_ranks=line.shown_ranks,
         master_port=line.master_port,
         shutdown_timeout_s=30.0 if line.shutdown_timeout_s is None else line.shutdown_timeout_s,
+        hang_timeout_s=_seconds("--hang-timeout", given.get("--hang-timeout", "600")),
         join_timeout_s=_seconds("--join-timeout", given.get("--join-timeout", "600")),
         hides_devices="--virtual-local-rank" in line.flags,
         is_warmed="--no-warm" not in line.flags and line.entry != "program",

@@ -33,6 +33,7 @@ LAUNCHER_OPTIONS = {
     "--ssh-config": ("FILE", "read this ssh config instead of ~/.ssh/config"),
     "--directory": ("DIRECTORY", "where the script runs, on every node; by default, the current directory"),
     "--env": ("NAME[=VALUE]", "give ranks this variable; may be repeated"),
+    "--hang-timeout": ("SECONDS", "how long ranks may print and save nothing while one waits (600; 0: for ever)"),
     "--join-timeout": ("SECONDS", "how long to wait for MIN nodes (600)"),
     "--lease": ("SECONDS", "how long a node may be silent before it is lost (3)"),
 }

@@ -65,7 +65,7 @@ TRANSITIONS = (
     Transition(Running, Ready, (Running, Ending), "a node has come: all start again with it"),
     Transition(Running, Gone, (Running, Ending, Gathering), "a node of the generation is lost"),
     Transition(Running, Leave, (Running, Ending), "a node of the generation is to leave"),
-    Transition(Running, Failed, (Running, Ending), "a rank has failed"),
+    Transition(Running, Failed, (Running, Ending), "a rank has failed, or all hang"),
     Transition(Running, Finished, (Running, Over), "the last one may have finished"),
     Transition(Running, StopAsked, (Ending, Over), "its ranks are asked to end"),
     Transition(Ending, Ready, (Ending, Gathering, Running, Over), "the last one may be gone"),
@@ -213,11 +213,13 @@ def _fail(state: Running, given: Failed, now_s: float, rules: Rules) -> Step:
     then = None
     if state.past.num_failures >= rules.max_restarts:
         restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
-        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and a rank has failed again")
+        again = "it hangs again" if given.is_hang else "a rank has failed again"
+        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
         if not rules.max_restarts:
             then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
-    return _end(failed, GenerationCause.RANK_FAILED, now_s, rules, about=(given.node,), then=then)
+    cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
+    return _end(failed, cause, now_s, rules, about=(given.node,), then=then)
 
 
 def _end(

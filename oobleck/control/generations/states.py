@@ -159,11 +159,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A rank of a node has failed; `reason` says which and how, for people."""
+    """A rank of a node has failed, or holds all others up; `reason` says which and how, for people."""
 
     node: str
     generation: int
     reason: str
+    is_hang: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ from .plan_orders import (
     Runs,
 )
 from .rank_messages import (
+    TRACE_SIGNAL,
     BecomeRank,
     ConfigureRanks,
     EndRanks,
@@ -76,10 +77,13 @@ from .rank_messages import (
     RankOutput,
     RanksFinished,
     RanksOrder,
+    RanksQuiet,
     RanksReady,
     RanksReport,
     RanksStarted,
+    RankStacks,
     StartRanks,
+    TraceRanks,
 )
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .relay_messages import (
@@ -130,6 +134,7 @@ __all__ = [
     "MANIFEST_VERSION",
     "NOTHING",
     "PROTOCOL_VERSION",
+    "TRACE_SIGNAL",
     "AgentMessage",
     "AgentStopped",
     "BecomeRank",
@@ -202,8 +207,10 @@ __all__ = [
     "RankError",
     "RankFailed",
     "RankOutput",
+    "RankStacks",
     "RanksFinished",
     "RanksOrder",
+    "RanksQuiet",
     "RanksReady",
     "RanksReport",
     "RanksStarted",
@@ -252,6 +259,7 @@ __all__ = [
     "Topic",
     "TotalDown",
     "Totals",
+    "TraceRanks",
     "Unseen",
     "UseRelay",
     "WorkerAddress",
