@@ -150,6 +150,7 @@ class RanksCoordinator:
             min_nodes=run.min_nodes,
             max_nodes=run.max_nodes,
             max_restarts=run.max_restarts,
+            node_unit=run.node_unit,
             waits_for_all_s=run.control.start_timeout_s,
             waits_for_min_s=run.join_timeout_s,
             grace_s=run.shutdown_timeout_s,
