@@ -241,6 +241,14 @@ def test_importing_a_pure_floor_loads_neither_torch_nor_trio(module):
     assert not loaded_after(f"import {module}") & {"torch", "trio", "transformers", "asyncssh", "rich"}
 
 
+def test_a_script_that_saves_loads_torch_and_little_else():
+    """Each of its ranks would, whenever they start again."""
+    assert not loaded_after("import oobleck.checkpoint; oobleck.checkpoint.save") & (HEAVY | {"rich"}) - {
+        "torch",
+        "numpy",
+    }
+
+
 def test_planning_loads_neither_torch_nor_trio():
     assert not loaded_after("from oobleck.planner import Planner") & {"torch", "trio", "transformers", "asyncssh"}
 
