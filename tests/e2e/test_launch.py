@@ -102,7 +102,8 @@ def test_a_bug_in_the_model_is_raised_with_its_traceback(launch: Launch, tmp_pat
     (tmp_path / "all").write_text("exception")
     with pytest.raises(RunFailed, match="the model has a bug") as raised:
         run.wait()
-    assert 'raise ValueError("the model has a bug")' in raised.value.traceback or "in fail" in raised.value.traceback
+    assert "failing_job.py" in raised.value.traceback
+    assert raised.value.traceback.strip().endswith("ValueError: the model has a bug")
     assert raised.value.exit_code == ExitCode.FAILED
 
 
