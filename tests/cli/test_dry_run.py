@@ -146,7 +146,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, arguments, code, s
 
 def test_a_model_that_does_not_fit_is_refused(show):
     with pytest.raises(ConfigError, match="too few"):
-        show(replace(JOB, device_memory_bytes=1000), VirtualOnes(count=2), as_json=False)
+        show(replace(JOB, device_memory_bytes=1000), VirtualOnes.alike(2), as_json=False)
 
 
 def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
@@ -158,14 +158,14 @@ def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
 
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
     job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
-    show(job, VirtualOnes(count=12), as_json=False)
+    show(job, VirtualOnes.alike(12), as_json=False)
     told = capsys.readouterr().out
     assert " of 12 nodes " in told
-    show(job, VirtualOnes(count=12), as_json=True)
+    show(job, VirtualOnes.alike(12), as_json=True)
     used = json.loads(capsys.readouterr().out)["nodes"]
     assert 2 <= used < 12
     assert f"{used} of 12 nodes" in told
-    show(JOB, VirtualOnes(count=12), as_json=True)
+    show(JOB, VirtualOnes.alike(12), as_json=True)
     assert json.loads(capsys.readouterr().out)["nodes"] == 12
 
 
