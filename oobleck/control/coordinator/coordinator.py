@@ -196,7 +196,7 @@ class Coordinator:
                 self._reports.all_said(event, now_s)
             case ProfileFound():
                 self._do(parts.preparation.take_profile(event), now_s)
-                self._reports.train_when_ready(now_s)
+                self._reports.profile_known(now_s)
             case StopRequested():
                 self._stop_requested(event, now_s)
             case AddRequested(spec=spec, by_itself=by_itself):

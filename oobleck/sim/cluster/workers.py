@@ -119,7 +119,7 @@ class WorkerProcess:
                 await self._train(worker)
 
     def _ready(self, address: WorkerAddress) -> WorkerReady:
-        profile = self._world.profile
+        profile = self._world.kinds.profile_of(self.worker_id.node)
         return WorkerReady(
             device=self.worker_id.device,
             pid=self.pid,
@@ -167,7 +167,7 @@ class WorkerProcess:
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
-        profile_json = profile_to_json(self._world.profile)
+        profile_json = profile_to_json(self._world.kinds.profile_of(self.worker_id.node))
         self._say.send_nowait(Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import Decision, ExecutionPlan, PlannerSettings
 from oobleck.planner.instantiation import distribute_microbatches
-from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate, NodeKind
+from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate
+from oobleck.planner.node_kind import NodeKind
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
