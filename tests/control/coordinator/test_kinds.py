@@ -17,7 +17,7 @@ from tests.control.journals import replay_run
 from tests.control.model import Shape
 
 SHAPE = Shape(num_nodes=4, num_microbatches=12, fault_threshold=0)
-SLOW = 3.0
+SLOW = 2.0
 """How many times as long a slow node takes."""
 
 
