@@ -82,7 +82,7 @@ class Tempo:
 
     def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
         """What one stage does of a program that all stages of its pipeline begin together."""
-        factors = tuple(self._factors[node] for node in pipeline.nodes)
+        factors = tuple(self._factors[worker_id.node] for worker_id in pipeline.worker_ids)
         own = tuple(map(self._profile_of, pipeline.nodes))
         key = pipeline.template, factors, num_microbatches, kind, tuple(map(id, own))
         if key not in self._programs:
