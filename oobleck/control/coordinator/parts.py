@@ -80,7 +80,7 @@ def make_parts(
         reconfiguration=reconfiguration,
         startup=Startup(job, nodes, members, preparation, Resuming(job, saving, restoring, sharding, resume=resume)),
         shutdown=Shutdown(job, members, progress, saving, sharding),
-        replica_check=ReplicaCheck(degree=job.tensor_parallel),
+        replica_check=ReplicaCheck(degree=job.tensor_parallel, device_of=lambda node: members[node].spec.device),
         lifecycle=NodeLifecycle(
             members,
             NodeRetry(first_wait_s=job.control.rejoin_after_s),
