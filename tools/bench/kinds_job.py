@@ -38,7 +38,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         paused: torch.Tensor = Pause.apply(hidden, self.seconds / 3, self.seconds * 2 / 3)  # type: ignore[no-untyped-call]
-        return hidden + self.mix(paused)
+        mixed: torch.Tensor = self.mix(paused)
+        return hidden + mixed
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
