@@ -125,6 +125,11 @@ class Slurm:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
+    def power_on(self, node: str) -> None:
+        """Start a node's slurmd; the first time, or again before Slurm has learned that it was off."""
+        (self.directory / f"spool.{node}").mkdir(exist_ok=True)
+        self.run("slurmd", "-N", node, "-d", str(self.directory / "bin" / "slurmstepd"))
+
 
 def _is_task_on(node: str, process: psutil.Process) -> bool:
     try:
@@ -146,8 +151,7 @@ def serve_slurm(directory: Path, count: int) -> Iterator[Slurm]:
     try:
         slurm.run("slurmctld")
         for index in range(1, count + 1):
-            (directory / f"spool.n{index}").mkdir()
-            slurm.run("slurmd", "-N", f"n{index}", "-d", str(directory / "bin" / "slurmstepd"))
+            slurm.power_on(f"n{index}")
             daemons.append(directory / f"slurmd.n{index}.pid")
         _wait_for_nodes(slurm)
         yield slurm

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .cluster_planner import ClusterPlanner
+from .cutter import Cutter
 from .decision import Decision
 from .node_kind import NodeKind
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
@@ -44,6 +45,7 @@ __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
     "ClusterPlanner",
+    "Cutter",
     "Decision",
     "DeviceProfile",
     "DeviceSheet",

@@ -298,6 +298,21 @@ class RankHost(Protocol):
         """Get ready; returns how many ranks the node has. Raises ConfigError where the command cannot be run here."""
         ...
 
+    async def keep_states(self, *, is_planned: bool) -> None:
+        """Have what ranks have saved in memory written to disk; they are gone. Waits for it only where others need it.
+
+        `is_planned` says that they were asked to end.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Have what ranks have saved in memory written to disk, and wait for it."""
+        ...
+
+    def leave(self) -> None:
+        """Give back the memory of what is on disk."""
+        ...
+
     def reserve_port(self) -> int:
         """Return a port that is free, and keep it for a rank; the one before is given back."""
         ...

@@ -52,6 +52,8 @@ class _Generation:
     ranks: list[_Rank] = field(default_factory=list)
     is_ending: bool = False
     """Its ranks are being ended: how they do is of no interest."""
+    is_asked: bool = False
+    """They were asked to end: nothing has failed."""
     gone: trio.Event = field(default_factory=trio.Event)
 
     @property
@@ -107,6 +109,14 @@ class RankKeeper:
         """Wait until no rank is left."""
         if self._current is not None:
             await self._current.gone.wait()
+
+    async def settle(self) -> None:
+        """Have what ranks have saved written to disk, and wait for it."""
+        await self._host.settle()
+
+    def leave(self) -> None:
+        """Give back the memory of what is on disk."""
+        self._host.leave()
 
     async def _watch_server(self) -> None:
         while True:
@@ -179,6 +189,7 @@ class RankKeeper:
 
     async def _finish(self, generation: _Generation) -> None:
         """All ranks are gone."""
+        await self._host.keep_states(is_planned=generation.is_asked)
         if generation.is_ending:
             self._cleared = max(self._cleared, generation.number)
             self._current = None
@@ -202,6 +213,7 @@ class RankKeeper:
             self._say_ready()
             return
         if grace_s:
+            generation.is_asked = True
             for rank in generation.living:
                 rank.handle.ask_to_end()
             with trio.move_on_after(grace_s):

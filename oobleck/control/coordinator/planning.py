@@ -11,7 +11,9 @@ from oobleck.planner import ClusterPlanner, ExecutionPlan, NodeKind, PlannerSett
 from oobleck.schedule import ScheduleKind
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner
+    from collections.abc import Callable
+
+    from oobleck.planner import Cutter, Planner
 
 __all__ = ["fixed_schedule", "one_kind_planner", "planner_for", "planner_settings", "schedules_for"]
 
@@ -30,7 +32,9 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
             f"({', '.join(kind.name for kind in kinds)}); stages on several devices need nodes of one kind"
         )
     if len(kinds) > 1:
-        return MixedPlanner(kinds, planner_settings(job, devices_per_node=1), kind_of)
+        # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
+        by_name = sorted(kinds, key=lambda kind: kind.name)
+        return MixedPlanner(by_name, planner_settings(job, devices_per_node=1), kind_of)
     return one_kind_planner(job, kinds[0].profile, devices_per_node=kinds[0].devices_per_node)
 
 
@@ -39,7 +43,7 @@ def one_kind_planner(job: JobSpec, profile: Profile, *, devices_per_node: int) -
     from oobleck.planner import TensorParallelPlanner
 
     settings = planner_settings(job, devices_per_node=devices_per_node)
-    return TensorParallelPlanner(profile, settings, job.tensor_parallel)
+    return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
 
 
 def planner_settings(job: JobSpec, *, devices_per_node: int) -> PlannerSettings:
@@ -53,9 +57,18 @@ def planner_settings(job: JobSpec, *, devices_per_node: int) -> PlannerSettings:
     )
 
 
+def _cutter_for(job: JobSpec) -> Callable[[Profile], Cutter] | None:
+    """What cuts the pipelines of a job into chunks; None where none is interleaved."""
+    from oobleck.schedule.interleaving import make_cutter
+
+    return make_cutter(fixed_schedule(job), job.num_chunks)
+
+
 def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
     """Return the schedule of all pipelines of a job; None where each plan chooses.
 
+    Interleaved are those of several chunks a stage; a pipeline that has too few layers for that, or too little memory,
+    runs 1F1B.
     Devices that share stages, and compiled blocks, take a backward pass whole: there is nothing to choose.
     """
     if job.schedule != "auto":
@@ -71,6 +84,10 @@ def schedules_for(
     Where nodes are of several kinds, `profile_of` returns the profile of each node's.
     """
     kind = fixed_schedule(job)
+    if kind is ScheduleKind.INTERLEAVED:
+        from oobleck.schedule.choice import kind_for
+
+        return tuple(kind_for(pipeline.template, kind) for pipeline in plan.pipelines)
     if kind is not None:
         return (kind,) * len(plan.pipelines)
     from oobleck.schedule.forecast import forecast

@@ -98,11 +98,19 @@ class Replanning:
         return self._scaling.begin(self.planner, nodes, now_s)
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
-        """Plan for these kinds from now on; returns those that are new. Raises PlanningError, and changes nothing."""
-        new = tuple(kind for kind in kinds if kind not in self._kinds)
+        """Plan for these kinds too from now on; returns those that are new. Raises PlanningError, and changes nothing.
+
+        Links that a new kind's profile assumes are as fast as is known of the others'.
+        """
+        known, network = {kind.name for kind in self._kinds}, self._kinds[0].profile.network
+        new = tuple(
+            replace(kind, profile=replace(kind.profile, network=network)) if kind.profile.network.assumed else kind
+            for kind in kinds
+            if kind.name not in known
+        )
         if new:
-            self._planner = self._make_planner(kinds)
-            self._kinds = kinds
+            self._planner = self._make_planner((*self._kinds, *new))
+            self._kinds = (*self._kinds, *new)
         return new
 
     def first_plan(self, nodes: Sequence[str]) -> Decision:

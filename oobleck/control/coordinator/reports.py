@@ -49,6 +49,7 @@ from oobleck.control.protocol import (
     LayersMoving,
     LayersPersisted,
     Leaving,
+    LinkTimed,
     Pace,
     PeerFailed,
     PlanNeeded,
@@ -200,6 +201,10 @@ class Reports:
             case Profiled():
                 self._do(parts.preparation.take_measurement(member, message), now_s)
                 self.profile_known(now_s)
+            case LinkTimed():
+                timer = WorkerId(node=node, device=message.device)
+                self._do(parts.link_timing.take(timer, message, now_s), now_s)
+                self.train_when_ready(now_s)
             case WorkerExited():
                 is_begun = parts.reconfiguration.is_begun
                 self._do(parts.workers.worker_exited(member, message, now_s, is_begun=is_begun), now_s)
@@ -238,6 +243,7 @@ class Reports:
         worker = parts.workers.worker_up(member, message, now_s)
         if worker is not None:
             self._do(parts.preparation.note_ready(member, message), now_s)
+            parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
             self._do(parts.sharding.know(message.shards, now_s), now_s)
             waits = parts.preparation.hold_back(worker) if recovery.is_begun else None
             if waits is None:

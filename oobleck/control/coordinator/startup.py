@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oobleck.control.events import EndRun, Record
 from oobleck.control.journal import Loss, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures, starting_s
+from oobleck.control.speed import LinkTiming
 from oobleck.exit_codes import ExitCode
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
 from oobleck.planner import NodeKind, profile_to_json
 
 from .preparation import Preparation
-from .requests import Effects
+from .requests import Effects, LinksWanted
 from .resuming import Resuming
 
 __all__ = ["Startup", "profile_known"]
@@ -35,12 +37,14 @@ class Startup:
         nodes: Sequence[NodeSpec],
         members: Membership,
         preparation: Preparation,
+        link_timing: LinkTiming,
         resuming: Resuming,
     ) -> None:
         self._job = job
         self._nodes = nodes
         self._members = members
         self._preparation = preparation
+        self._link_timing = link_timing
         self._resuming = resuming
         self._failures = StartupFailures(len(nodes))
         self.deadline_s = math.inf
@@ -88,6 +92,10 @@ class Startup:
             return (EndRun(exit_code=ExitCode.CONFIG, reason=text),)
         if not self._resuming.is_known(self._members):
             return self._resuming.questions(self._members)
+        network = kinds[0].profile.network
+        if self._link_timing.is_needed(network):
+            return (LinksWanted(network=network),)
+        kinds = tuple(replace(kind, profile=self._link_timing.applied_to(kind.profile)) for kind in kinds)
         self.deadline_s = math.inf
         return (*(Record(entry=profile_known(kind, now_s)) for kind in kinds), *self._resuming.begin(kinds, now_s))
 

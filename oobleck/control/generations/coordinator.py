@@ -129,6 +129,7 @@ class RanksCoordinator:
         self._run = run
         self._nodes = nodes
         self._started_at = started_at
+        self._run_digits = "".join(each for each in started_at if each.isdecimal())
         self._python_version = python_version
         self._members = Membership(nodes)
         self._lifecycle = NodeLifecycle(
@@ -405,6 +406,7 @@ class RanksCoordinator:
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
+                start=f"{self._run_digits}-{formed.begin.generation:06d}",
             )
             for number, each in enumerate(nodes)
         }

@@ -258,8 +258,8 @@ class RunView:
         return RunState.TRAINING if self._step else RunState.STARTING
 
     def _adopt(self, entry: PlanAdopted) -> None:
-        before = {_key(stage) for pipeline in self._plan.pipelines for stage in pipeline.stages}
-        after = {_key(stage) for pipeline in entry.plan.pipelines for stage in pipeline.stages}
+        before = {key for pipeline in self._plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
+        after = {key for pipeline in entry.plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
         self._changing = frozenset(after - before)
         self._plan = entry.plan
         self._generation = entry.generation
@@ -300,8 +300,9 @@ class RunView:
                 stages=tuple(
                     StageView(
                         node=_node(stage),
-                        first_layer=stage.first_layer,
-                        stop_layer=stage.stop_layer,
+                        first_layer=stage.chunks[0].start,
+                        stop_layer=stage.chunks[0].stop,
+                        more_chunks=tuple((layers.start, layers.stop) for layers in stage.chunks[1:]),
                         num_devices=len(stage.worker_ids),
                         state=self._work_state(stage, broken),
                     )
@@ -317,7 +318,7 @@ class RunView:
             return WorkState.ENDED
         if not self._step:
             return WorkState.STARTING
-        return WorkState.RECONFIGURING if broken or _key(stage) in self._changing else WorkState.TRAINING
+        return WorkState.RECONFIGURING if broken or not self._changing.isdisjoint(_keys(stage)) else WorkState.TRAINING
 
     def _node_view(self, name: str, now_s: float, *, has_kinds: bool) -> NodeView:
         state = self._nodes[name]
@@ -366,5 +367,6 @@ def _node(stage: Stage) -> str:
     return stage.worker_ids[0].node
 
 
-def _key(stage: Stage) -> StageKey:
-    return _node(stage), stage.first_layer, stage.stop_layer
+def _keys(stage: Stage) -> list[StageKey]:
+    """Of each chunk."""
+    return [(_node(stage), chunk.start, chunk.stop) for chunk in stage.chunks]

@@ -74,6 +74,8 @@ class StartRanks(ForRanks):
     master_address: str
     """Where rank 0 listens, whose node is number 0."""
     master_port: int
+    start: str
+    """Unlike that of any other generation, of any run: what ranks save belongs to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.generations import RankSetup, rank_environment
 from oobleck.control.protocol import BecomeRank, ForkServerEnded, ProcessEnd, RankError
 from oobleck.errors import ConfigError
@@ -21,6 +22,7 @@ from oobleck.runtime.files import AgentDir
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer
+from .rank_states import RankStates
 
 __all__ = ["Rank", "RankProcesses"]
 
@@ -110,9 +112,10 @@ class Rank:
 class RankProcesses:
     """Where an agent starts ranks. `run` must be running."""
 
-    def __init__(self, directory: AgentDir, *, logs: Path) -> None:
+    def __init__(self, directory: AgentDir, *, logs: Path, states: RankStates) -> None:
         """`logs` is where ranks' output lies, unless the user names another directory."""
         self._directory = directory
+        self._states = states
         self._logs = logs
         self._server: ForkServer | None = None
         self._has_server = trio.Event()
@@ -123,7 +126,9 @@ class RankProcesses:
         """Keep the fork server, for ever, once it is known what runs."""
         await self._has_server.wait()
         assert self._server is not None
-        await self._server.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._states.run)
+            await self._server.run()
 
     async def server_ended(self) -> ForkServerEnded:
         """Wait until the fork server ends; returns how it ended, and whether there is another."""
@@ -135,6 +140,7 @@ class RankProcesses:
         """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
         _check_command(run)
         self._num_ranks = _num_ranks(run.ranks_per_node, devices)
+        self._states.open(run)
         if run.log_dir is not None:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
@@ -147,6 +153,18 @@ class RankProcesses:
         self._server = ForkServer(self._directory, command, environment=environment)
         self._has_server.set()
         return self._num_ranks
+
+    async def keep_states(self, *, is_planned: bool) -> None:
+        """Have what ranks have left in memory written to disk; they are gone."""
+        await self._states.keep(is_planned=is_planned)
+
+    async def settle(self) -> None:
+        """Have what ranks have left in memory written to disk, and wait for it."""
+        await self._states.settle()
+
+    def leave(self) -> None:
+        """Give back the memory of states that are on disk."""
+        self._states.leave()
 
     def reserve_port(self) -> int:
         """Return a port that is free, and keep it: bound, not listening, so that a rank can listen there."""
@@ -177,6 +195,7 @@ class RankProcesses:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
+        environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
         return BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),

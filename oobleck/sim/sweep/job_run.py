@@ -371,6 +371,8 @@ class JobRun:
         asked, self._asked = self._asked, []
         for kind in asked:
             (profile,) = (each.profile for each in self.kinds.named if each.name == kind)
+            # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
+            profile = replace(profile, network=replace(profile.network, assumed=()))
             self.feed(ProfileFound(profile_json=profile_to_json(profile), kind=kind))
 
     def _await_others(self, node: str) -> None:

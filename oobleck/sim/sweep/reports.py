@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
-from oobleck.planner import ExecutionPlan, Profile, StageTemplate, WorkerId
+from oobleck.planner import ExecutionPlan, Profile, WorkerId
 
 __all__ = ["Reports"]
 
@@ -44,14 +44,14 @@ class Reports:
         Who stops listening, for a plan is made again, has heard only those that have said it often enough.
         """
         untold = frozenset(self.untold(plan, factors))
-        groups: dict[tuple[StageTemplate, float, int], list[WorkerId]] = defaultdict(list)
-        paces: dict[tuple[StageTemplate, float, int], Pace] = {}
+        groups: dict[tuple[tuple[range, ...], int, float, int], list[WorkerId]] = defaultdict(list)
+        paces: dict[tuple[tuple[range, ...], int, float, int], Pace] = {}
         for pipeline in plan.pipelines:
-            for template, stage in zip(pipeline.template.stages, pipeline.stages, strict=True):
+            for stage in pipeline.stages:
                 for worker_id in untold.intersection(stage.worker_ids):
                     factor = factors.get(worker_id.node, 1.0)
                     profile = self._profile_of(worker_id.node)
-                    key = template, factor, id(profile)
+                    key = stage.chunks, len(stage.worker_ids), factor, id(profile)
                     groups[key].append(worker_id)
                     if key not in paces:
                         compute_s = factor * microbatch_s(profile, stage)
@@ -60,4 +60,4 @@ class Reports:
             for key, worker_ids in groups.items():
                 yield tuple(worker_ids), paces[key]
                 if number == REPORTS_NEEDED - 1:
-                    self._told.update(dict.fromkeys(worker_ids, key[1]))
+                    self._told.update(dict.fromkeys(worker_ids, key[2]))

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from .digests import digest_of
 from .saving import LayerSaver
-from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .state import FlashSaver, LayerTensors, SavedLayers, StateReader, as_tensor, dtype_name, no_room
 
-__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of"]
+__all__ = [
+    "FlashSaver",
+    "LayerSaver",
+    "LayerTensors",
+    "SavedLayers",
+    "StateReader",
+    "as_tensor",
+    "digest_of",
+    "dtype_name",
+    "no_room",
+]

@@ -45,7 +45,16 @@ from oobleck.wire import decode_json, encode_json
 
 from .parts import Tensors, join_parts
 
-__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layer_layout"]
+__all__ = [
+    "FlashSaver",
+    "LayerTensors",
+    "SavedLayers",
+    "StateReader",
+    "as_tensor",
+    "dtype_name",
+    "layer_layout",
+    "no_room",
+]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
@@ -56,8 +65,12 @@ _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -163,7 +176,7 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, _no_room(self._directory, layout, error)
+            self._share, self._problem = None, no_room(self._directory, layout, error)
             self._layout = None  # to be tried again
         else:
             slots = memory.slots()
@@ -347,6 +360,11 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout
     return Layout.of(specs, metadata=metadata)
 
 
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """What files call a type; None for one that they cannot have."""
+    return _DTYPES.get(dtype)
+
+
 def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
     """Tensors whose memory is the slot's."""
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
@@ -364,8 +382,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _no_room(directory: Path, layout: Layout, error: OSError) -> str:
-    """Why there is no memory for a layout: what is wanted, and what is there."""
+def no_room(directory: Path, layout: Layout, error: OSError) -> str:
+    """Say why there is no memory for a layout: what is wanted, and what is there."""
     wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
     try:
         found = shutil.disk_usage(directory)

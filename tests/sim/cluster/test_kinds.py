@@ -11,7 +11,7 @@ from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Joined, Lost, Trace
 from tests.sim.virtual import Setting
 
-SETTING = Setting(slowness=5.0, heartbeat_interval_s=1.0, layers_per_device=3, max_steps=1_000_000)
+SETTING = Setting(slowness=5.0, heartbeat_interval_s=1.0, max_steps=1_000_000)
 NODES = ("f0", "f1", "s0", "w0")
 KINDS = dict(zip(NODES, ("fast", "fast", "slow", "wide"), strict=True))
 TRACE = Trace(
@@ -41,7 +41,7 @@ def plans(entries: tuple[JournalEntry, ...]) -> list[PlanAdopted]:
 
 
 def test_both_modes_plan_alike_and_take_as_long():
-    job = replace(SETTING.job, global_batch_size=36 * SETTING.job.microbatch_size)
+    job = replace(SETTING.job, global_batch_size=18 * SETTING.job.microbatch_size)
     played = run_cluster(TRACE, job=job, profile=SETTING.profile, kinds=kinds())
     settings = SweepSettings(
         profile=SETTING.profile,
