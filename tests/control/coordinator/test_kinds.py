@@ -10,6 +10,7 @@ from oobleck.control.coordinator import Phase
 from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFound, Send, StoreProfile
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, ProfileKnown, WorkerUp
 from oobleck.control.protocol import Killed, Pace, Profiled, ProfileRequest, WorkerExited
+from oobleck.control.speed import microbatch_s
 from oobleck.job import NodeSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
 from tests.control.bench import PID, Bench, ready
@@ -108,8 +109,7 @@ def test_nodes_that_are_as_slow_as_their_kind_are_not_slow():
             located = plan.locate(next(each for each in plan.worker_ids if each.node == spec.name))
             assert located is not None
             stage = plan.pipelines[located[0]].stages[located[1]]
-            layers = profiles[spec.device].layers[stage.first_layer : stage.stop_layer]
-            compute_s = sum(layer.forward_s[1] + layer.backward_s[1] for layer in layers)
+            compute_s = microbatch_s(profiles[spec.device], stage)
             bench.say(spec.name, Pace(device=0, compute_s=compute_s, microbatches=1))
     assert bench.coordinator.phase is Phase.TRAINING
     assert len(bench.updates) == 4, "the first plan alone"
