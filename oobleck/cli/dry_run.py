@@ -163,10 +163,10 @@ def _show_mixed(
     )
     if not as_json:
         said = f"dry run of {job.tag}: nothing is started. Times: estimates; the run itself measures each kind first\n"
-        Console().print(said, markup=False, highlight=False)
+        Console().print(said, markup=False, highlight=False, soft_wrap=True)
         if unknown:
             said = f"No data sheet is known of {', '.join(unknown)}: a CPU core's is taken\n"
-            Console().print(said, markup=False, highlight=False)
+            Console().print(said, markup=False, highlight=False, soft_wrap=True)
     show_report(report, as_json=as_json)
 
 

@@ -149,11 +149,16 @@ def test_a_model_that_does_not_fit_is_refused(show):
         show(replace(JOB, device_memory_bytes=1000), VirtualOnes.alike(2), as_json=False)
 
 
-def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
+def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(tmp_path, capsys):
     hostfile = tmp_path / "hosts.txt"
-    hostfile.write_text("red slots=2\nblue\n")
-    assert dry_run(tmp_path, hostfile) == ExitCode.CONFIG
-    assert "red has 2, blue has 1" in capsys.readouterr().err
+    hostfile.write_text("red slots=2 device=A100\nblue device=A100\ngreen\n")
+    assert dry_run(tmp_path, hostfile) == 0
+    shown = capsys.readouterr().out
+    assert "the run itself measures each kind first" in shown
+    assert "No data sheet is known of default: a CPU core's is taken" in shown
+    assert "A100×2" in shown
+    assert dry_run(tmp_path, hostfile, "--set", "device=cuda") == ExitCode.USAGE
+    assert "there is no data sheet of default" in capsys.readouterr().err
 
 
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
