@@ -247,6 +247,14 @@ def test_what_starts_runs_is_loaded_once_it_is_asked_for():
     assert not loaded_after("import oobleck; dir(oobleck)") & {"typer", "rich"}
 
 
+def test_a_script_that_saves_loads_torch_and_little_else():
+    """Each of its ranks would, whenever they start again."""
+    assert not loaded_after("import oobleck.checkpoint; oobleck.checkpoint.save") & (HEAVY | {"rich"}) - {
+        "torch",
+        "numpy",
+    }
+
+
 def test_planning_loads_neither_torch_nor_trio():
     assert not loaded_after("from oobleck.planner import Planner") & {"torch", "trio", "transformers", "asyncssh"}
 

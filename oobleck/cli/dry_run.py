@@ -137,11 +137,16 @@ def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
     return {spec.name: _Shape(spec.device, spec.num_devices, spec.kind) for spec in specs}
 
 
+def _is_known(device: str) -> bool:
+    """Whether there is a data sheet of that name."""
+    return device.lower() in KNOWN_DEVICES
+
+
 def _show_mixed(
     job: JobSpec, shapes: Mapping[str, _Shape], outline: ModelOutline, *, num_local: int, as_json: bool
 ) -> None:
     """Print the plan on nodes of several kinds: estimates, by the data sheets of those whose names have one."""
-    unknown = sorted({shape.device for shape in shapes.values()} - set(KNOWN_DEVICES))
+    unknown = sorted({shape.device for shape in shapes.values() if not _is_known(shape.device)})
     if unknown and job.device != "cpu":
         raise UsageError(
             f"--dry-run: there is no data sheet of {unknown[0]}; estimates are for {', '.join(KNOWN_DEVICES)}"
@@ -210,7 +215,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
     """Estimate times from a data sheet, or that of a CPU core where there is none; sizes are the model's own."""
     profile = estimate_profile(
         shape_from_config(outline.config),
-        device_sheet(sheet if sheet in KNOWN_DEVICES else "CPU"),
+        device_sheet(sheet if _is_known(sheet) else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",

@@ -46,6 +46,7 @@ from oobleck.control.protocol import (
     StateSaved,
     StopAgent,
     StoragePaths,
+    TraceRanks,
     UseRelay,
     WorkerBound,
     WorkerExited,
@@ -318,7 +319,7 @@ class Agent:
                 self._duty = _Duty(message.run.control, None)
                 self._watch_notice(message.run.control, nursery)
                 self._order_ranks(message)
-            case StartRanks() | EndRanks():
+            case StartRanks() | EndRanks() | TraceRanks():
                 self._order_ranks(message)
             case Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)

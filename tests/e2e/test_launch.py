@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,15 @@ from .paced_job import optimizer
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
+
+PAGE = HERE.parents[1] / "docs" / "python.md"
+TRAIN = """
+from oobleck import Job
+
+def job():
+    model = {"type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2}
+    return Job(model=model, max_steps=40, sequence_length=16, global_batch_size=8, per_device_train_batch_size=2)
+"""
 
 Launch = Callable[..., oobleck.Run]
 
@@ -102,7 +113,8 @@ def test_a_bug_in_the_model_is_raised_with_its_traceback(launch: Launch, tmp_pat
     (tmp_path / "all").write_text("exception")
     with pytest.raises(RunFailed, match="the model has a bug") as raised:
         run.wait()
-    assert 'raise ValueError("the model has a bug")' in raised.value.traceback or "in fail" in raised.value.traceback
+    assert "failing_job.py" in raised.value.traceback
+    assert raised.value.traceback.strip().endswith("ValueError: the model has a bug")
     assert raised.value.exit_code == ExitCode.FAILED
 
 
@@ -152,3 +164,47 @@ def test_a_killed_program_leaves_a_saved_state_and_nothing_else(runner: Runner) 
     saved = [entry["step"] for entry in runner.journal() if entry["@type"] == "CheckpointSaved"]
     committed = [entry["record"]["step"] for entry in runner.journal() if entry["@type"] == "StepDone"]
     assert saved[-1] == committed[-1] >= 5
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_stops_and_is_raised(runner: Runner) -> None:
+    with _example(runner, "--steps", "100000", "--kill-at", "100000") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 5 "):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == -signal.SIGINT, "as a program ends that does not catch KeyboardInterrupt"
+    assert "steps, " not in rest
+    assert runner.left_over() == []
+    *_, end = runner.journal()
+    assert end["exit_code"] == ExitCode.INTERRUPTED
+
+
+def _page() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_runs(runner: Runner, tmp_path: Path) -> None:
+    first, program, loop = _page()
+    (tmp_path / "train.py").write_text(TRAIN)
+    code = first.replace('hosts="hosts.txt"', f'local=2, tag="{TAG}"')
+    code = code.replace(
+        "for event in run:\n    print(event)\n", loop.replace("== 20", "== 3").replace("node2", "node1")
+    )
+    assert code.count("\n") > 8
+    assert code != first
+    (tmp_path / "first.py").write_text(code)
+    (tmp_path / "program.py").write_text(program.replace("local=4", f'local=2, tag="{TAG}", steps=5'))
+    environment = {**runner.environment, "OOBLECK_BASE_DIR": str(runner.base_dir)}
+    for name, said in (("first.py", "40 0 "), ("program.py", "")):
+        command = [sys.executable, name]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert runner.journal()[-1]["exit_code"] == 0
+        runner.forget_checkpoints()

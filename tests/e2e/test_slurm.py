@@ -101,8 +101,8 @@ def test_nodes_lost_and_back_cost_no_step_and_a_requeued_job_goes_on_from_the_ve
     with batch_job(runner, slurm, tmp_path) as (job, up):
         up.wait_for_step(5)
         power_off(runner, slurm, "n3")
+        slurm.power_on("n3")  # before Slurm misses it, which would take it out of the job
         up.wait_for("n3 lost; ")
-        slurm.power_on("n3")
         up.wait_for("n3 taken in; ")
         up.wait_for_steps(5)
         assert [(cause, lost) for cause, _, lost in recoveries_in(runner.journal())] == [
@@ -180,7 +180,7 @@ def test_a_run_outside_has_the_nodes_of_all_jobs_of_a_name_as_they_come_and_go(
                 now = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
                 assert {node: now[node] for node in workers} == workers
                 outcome = stopped(runner, second)
-    slurm.power_on("n3")
+        slurm.power_on("n3")
     assert_all_is_right(outcome, endless_reference)
     assert [(cause, lost) for cause, _, lost in recoveries(outcome)] == [
         ("joined", ("n3",)),

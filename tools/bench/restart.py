@@ -7,7 +7,8 @@ from the SIGKILL to the end of the first step of the next generation, by the mac
 the other in one run; a lost node of four is added again before the next is killed, and the memory in which it kept
 states goes with it. `redone` are steps that all ranks had come to the end of, and that were taken again, for they had
 not been saved. With flash checkpoints, the script saves after every step by `oobleck.checkpoint`. `kept` says whether
-all other nodes kept their agents. Each row of `oobleck run` begins once later ranks are forked warm, some seconds after the first step. The table is Markdown.
+all other nodes kept their agents. Each row of `oobleck run` begins once later ranks are forked warm, some seconds after
+the first step. The table is Markdown.
 """
 
 from __future__ import annotations

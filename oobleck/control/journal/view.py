@@ -32,7 +32,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksView, ScriptStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, RanksView, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .sentences import sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
@@ -204,7 +204,7 @@ class RunView:
             case GenerationFormed():
                 self._ranks.apply(entry)
                 self._form(entry)
-            case GenerationRuns() | RankDown() | GenerationEnded():
+            case GenerationRuns() | RankDown() | RanksHung() | GenerationEnded():
                 self._ranks.apply(entry)
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
@@ -347,7 +347,7 @@ def level_of(entry: JournalEntry) -> str:
             return "warning" if entry.unfinished else "info"
         case GenerationEnded():
             return "warning" if entry.cause.is_failure else "info"
-        case NodeLost() | WorkerDown() | RankDown() | MasterResumed() | HangExplained():
+        case NodeLost() | WorkerDown() | RankDown() | RanksHung() | MasterResumed() | HangExplained():
             return "warning"
         case NodeUnfit() | TerminationNoticed() | ForkServerDown():
             return "warning"

@@ -67,6 +67,7 @@ from .plan_orders import (
     Runs,
 )
 from .rank_messages import (
+    TRACE_SIGNAL,
     BecomeRank,
     ConfigureRanks,
     EndRanks,
@@ -77,10 +78,13 @@ from .rank_messages import (
     RankOutput,
     RanksFinished,
     RanksOrder,
+    RanksQuiet,
     RanksReady,
     RanksReport,
     RanksStarted,
+    RankStacks,
     StartRanks,
+    TraceRanks,
 )
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .relay_messages import (
@@ -132,6 +136,7 @@ __all__ = [
     "MANIFEST_VERSION",
     "NOTHING",
     "PROTOCOL_VERSION",
+    "TRACE_SIGNAL",
     "AgentMessage",
     "AgentStopped",
     "BecomeRank",
@@ -205,8 +210,10 @@ __all__ = [
     "RankError",
     "RankFailed",
     "RankOutput",
+    "RankStacks",
     "RanksFinished",
     "RanksOrder",
+    "RanksQuiet",
     "RanksReady",
     "RanksReport",
     "RanksStarted",
@@ -256,6 +263,7 @@ __all__ = [
     "Topic",
     "TotalDown",
     "Totals",
+    "TraceRanks",
     "Unseen",
     "UseRelay",
     "WorkerAddress",

@@ -1,4 +1,4 @@
-"""How fast nodes compute and links are, and when a slow one is tried again."""
+"""How fast nodes compute and links are, and when a slow node is tried again."""
 
 from __future__ import annotations
 

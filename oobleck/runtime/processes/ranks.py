@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import trio
 
 from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.generations import RankSetup, rank_environment
-from oobleck.control.protocol import BecomeRank, ForkServerEnded, ProcessEnd, RankError
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
@@ -30,6 +31,7 @@ _MODULE = "oobleck.training.process.rank_server"
 _CHUNK_BYTES = 1 << 15
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
+_log = logging.getLogger("oobleck.agent")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -55,6 +57,11 @@ class _Output:
         self._offset += len(self._pending)
         self._pending = b""
 
+    def size(self) -> int:
+        with suppress(OSError):
+            return self._path.stat().st_size
+        return 0
+
     def tail(self) -> str:
         """The last lines of all."""
         with suppress(OSError), self._path.open("rb") as file:
@@ -66,13 +73,19 @@ class _Output:
 class Rank:
     """A rank's process, from its agent's side."""
 
-    def __init__(self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool) -> None:
-        """`guard` ends the process when it is closed, be it by our own end."""
+    def __init__(
+        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool, can_trace: bool
+    ) -> None:
+        """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
+        to show, and would end by the signal.
+        """
         self.pid = process.pid
         self.is_warm = is_warm
         self._process = process
         self._guard = guard
         self._error_file = logs / "error.json"
+        self._stack_file = logs / "stacks.log"
+        self._can_trace = can_trace
         self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
 
     async def wait(self) -> ProcessEnd:
@@ -101,6 +114,26 @@ class Rank:
             return RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
         tail = self._output[True].tail().rstrip()
         return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
+
+    def written_bytes(self) -> int:
+        return sum(output.size() for output in self._output.values())
+
+    def used_s(self) -> float:
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def ask_for_stack(self) -> None:
+        if self._can_trace:
+            self._process.send(TRACE_SIGNAL)
+
+    def stack(self) -> str:
+        with suppress(OSError):
+            stack = self._stack_file.read_text(encoding="utf-8", errors="replace")
+            _log.info("process %d hangs with the others:\n%s", self.pid, stack)
+            return stack
+        return ""
 
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return self._output[is_error].new(is_last=is_last)
@@ -154,6 +187,10 @@ class RankProcesses:
         self._has_server.set()
         return self._num_ranks
 
+    def num_saved(self) -> int:
+        """Return a number that grows with each save of a rank."""
+        return self._states.num_saved()
+
     async def keep_states(self, *, is_planned: bool) -> None:
         """Have what ranks have left in memory written to disk; they are gone."""
         await self._states.keep(is_planned=is_planned)
@@ -189,7 +226,7 @@ class RankProcesses:
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await guard.send_all(encode_frame(self._told(setup, logs)))
-        return Rank(process, guard, logs, is_warm=is_warm)
+        return Rank(process, guard, logs, is_warm=is_warm, can_trace=setup.run.entry != "program")
 
     def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
         run = setup.run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .digests import digest_of
 from .saving import LayerSaver
-from .state import FlashSaver, LayerTensors, SavedLayers, StateReader, as_tensor, dtype_name, no_room
+from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
 __all__ = [
     "FlashSaver",
@@ -12,8 +12,5 @@ __all__ = [
     "LayerTensors",
     "SavedLayers",
     "StateReader",
-    "as_tensor",
     "digest_of",
-    "dtype_name",
-    "no_room",
 ]

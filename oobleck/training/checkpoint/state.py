@@ -14,7 +14,6 @@ What lies in memory is on its way to the disk: the agent, which outlives this pr
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ from oobleck.checkpoint import (
 from oobleck.control.protocol import DataPosition
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.training.comm import DeviceSave, start_thread
+from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json
 
 from .parts import Tensors, join_parts
@@ -50,31 +50,13 @@ __all__ = [
     "LayerTensors",
     "SavedLayers",
     "StateReader",
-    "as_tensor",
-    "dtype_name",
     "layer_layout",
-    "no_room",
 ]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
 
 _CPU = torch.device("cpu")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +334,7 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout
     """The layout of a slot for these tensors."""
     specs = {
         layer: [
-            TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+            TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
         for layer, tensors in layers.items()
@@ -360,35 +342,10 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout
     return Layout.of(specs, metadata=metadata)
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """What files call a type; None for one that they cannot have."""
-    return _DTYPES.get(dtype)
-
-
 def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
     """Tensors whose memory is the slot's."""
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
 
 
-def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
-    """A tensor whose memory these bytes are."""
-    dtype = _TORCH_DTYPES[spec.dtype]
-    if not data:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(spec.shape)
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def no_room(directory: Path, layout: Layout, error: OSError) -> str:
-    """Say why there is no memory for a layout: what is wanted, and what is there."""
-    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
-    try:
-        found = shutil.disk_usage(directory)
-    except OSError:
-        there = ""
-    else:
-        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
-    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"

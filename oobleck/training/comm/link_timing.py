@@ -113,7 +113,9 @@ class _End:
         payload = torch.zeros(size, dtype=torch.uint8, device=self._device)
         for _ in range(times):
             self._expect(size, torch.uint8)
-        self._send(torch.tensor([size, times], dtype=torch.int64, device=self._device))
+        coming = torch.zeros(2, dtype=torch.int64, device=self._device)
+        coming[0], coming[1] = size, times
+        self._send(coming)
         seconds = []
         for _ in range(times):
             began_s = time.perf_counter()
@@ -123,19 +125,23 @@ class _End:
         return seconds[1:]
 
     def _send(self, tensor: torch.Tensor) -> None:
-        self._sent = [tensor, self._group.send_off(tensor, self._rank, self._num_sent), *self._sent[:2]]
+        pending = self._group.send_off(tensor, self._rank, _tag(self._num_sent, self._group.rank))
+        self._sent = [(tensor, pending), *self._sent[:1]]
         self._num_sent += 1
 
     def _expect(self, num_elements: int, dtype: torch.dtype) -> None:
         group, device, rank = self._group, self._device, self._rank
         group.inbox(rank).expect(
-            self._num_expected, lambda tag: group.post_receive_ahead((num_elements,), dtype, device, rank, tag)
+            _tag(self._num_expected, rank),
+            lambda tag: group.post_receive_ahead((num_elements,), dtype, device, rank, tag),
         )
         self._num_expected += 1
 
     def _take(self) -> torch.Tensor:
-        """Wait for the next message, until it can be computed with."""
-        tensor = self._group.inbox(self._rank).take(self._interrupted)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return tensor
+        # The device is not waited for: what is sent back is sent once it is there, and a peer may die meanwhile.
+        return self._group.inbox(self._rank).take(self._interrupted)
+
+
+def _tag(number: int, sender: int) -> int:
+    """Of a message: each way has its own, or what edges say of their messages would be taken for the other's."""
+    return 2 * number + sender

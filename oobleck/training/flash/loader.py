@@ -29,7 +29,7 @@ from oobleck.checkpoint.scripts import (
     sources,
 )
 from oobleck.errors import CorruptCheckpoint
-from oobleck.training.checkpoint import as_tensor
+from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 
 from .peers import Peers

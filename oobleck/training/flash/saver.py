@@ -12,7 +12,7 @@ import torch
 from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
 from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, note_of, remove_old, write_part
 from oobleck.errors import CorruptCheckpoint
-from oobleck.training.checkpoint import as_tensor, dtype_name, no_room
+from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import encode_json
 
 from .tensors import Flat
@@ -103,9 +103,7 @@ def _layout(flat: Flat, tree_bytes: int, rank: int, last: FlashMemory | None) ->
         room = 1 << max(_LEAST_TREE_BYTES, tree_bytes * 5 // 4).bit_length()
     specs = [TensorSpec(name=TREE, dtype="U8", shape=(room,))]
     for name, tensor in flat.tensors.items():
-        dtype = dtype_name(tensor.dtype)
-        assert dtype is not None, name
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape)))
+        specs.append(TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)))
     return Layout.of({rank: specs}, metadata={})
 
 

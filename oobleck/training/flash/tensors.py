@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from oobleck.checkpoint.scripts import Sharding, TreeNode, from_tree, to_tree
 from oobleck.errors import CorruptCheckpoint, UsageError
-from oobleck.training.checkpoint import dtype_name
+from oobleck.training.tensor_bytes import DTYPE_NAMES
 
 __all__ = ["Flat", "Leaf", "flatten", "leaves", "put_together"]
 
@@ -58,7 +58,7 @@ class Flat:
             or type(local) not in (torch.Tensor, torch.nn.Parameter)
         ):
             raise UsageError(f"oobleck.checkpoint.save: {path} is a {type(local).__name__} that is not dense and plain")
-        name = dtype_name(local.dtype)
+        name = DTYPE_NAMES.get(local.dtype)
         if name is None:
             raise UsageError(f"oobleck.checkpoint.save: {path} is of {local.dtype}, which cannot be stored")
         entry = f"{len(self.tensors)}:{path}"

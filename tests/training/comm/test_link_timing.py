@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
 
 from oobleck.control.commit import Interrupted, PeerLost
 from oobleck.planner.profiles import fit_link
-from oobleck.training.comm import time_link
+from oobleck.training.comm import Waiter, time_link
+from tests.training.comm.fake_nccl import FakeLibrary
+from tests.training.fake_cuda import FakeCuda
 from tests.training.freezing_peer import A, B
 from tests.training.table import LinkedTable, acquaint
 
@@ -32,20 +35,47 @@ def never() -> bool:
 
 
 def test_the_one_that_leads_has_the_seconds_of_growing_messages(tables: tuple[LinkedTable, LinkedTable]) -> None:
-    ends = [
-        partial(time_link, one.groups, one.worker_id, other.worker_id, leads=leads, timeout_s=30.0, interrupted=never)
-        for one, other, leads in ((tables[0], tables[1], True), (tables[1], tables[0], False))
-    ]
     for _ in range(2):  # it may be asked for again
-        with ThreadPoolExecutor(2) as pool:
-            seconds, nothing = (future.result(60.0) for future in [pool.submit(end) for end in ends])
-        assert nothing == {}
+        seconds = timed_by(*tables)
         assert len(seconds) >= 3
         assert all(time_s > 0 for time_s in seconds.values())
         assert 1e5 < fit_link(seconds).bytes_per_s < 1e12
     for table in tables:
         assert table.groups.num_told == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("receive from") and waits(thread)]
+
+
+def timed_by(leader: LinkedTable, other: LinkedTable) -> dict[int, float]:
+    """Have both time their link; what the leader finds."""
+    ends = [
+        partial(time_link, one.groups, one.worker_id, peer.worker_id, leads=leads, timeout_s=30.0, interrupted=never)
+        for one, peer, leads in ((leader, other, True), (other, leader, False))
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        seconds, nothing = (future.result(60.0) for future in [pool.submit(end) for end in ends])
+    assert nothing == {}
+    return seconds
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_between_gpus_it_times_what_carries_messages_between_stages(
+    monkeypatch: pytest.MonkeyPatch, degree: int
+) -> None:
+    """However many devices share a stage."""
+    FakeCuda(monkeypatch)
+    gpu = torch.device("cuda", 0)
+    libraries = FakeLibrary.of(["0", "1"])
+    tables = [
+        LinkedTable(worker_id, waiter=Waiter(gpu), stages=True, degree=degree, library=library)
+        for worker_id, library in zip((A, B), libraries, strict=True)
+    ]
+    acquaint(tables)
+    assert len(timed_by(*tables)) >= 2
+    for library in libraries:
+        assert [name.split("/")[-1] for name in library.joined] == ["0-1", "1-0"]
+        assert all(nccl.is_aborted for nccl in library.joined.values())
+    for table in tables:
+        table.links.close()
 
 
 def waits(thread: threading.Thread) -> bool:
