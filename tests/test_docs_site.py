@@ -68,8 +68,10 @@ def test_what_a_library_offers_is_on_the_api_page(site: Path, module: ModuleType
     assert {f"{module.__name__}.{name}" for name in offered} - documented(site) == set()
 
 
-def test_the_job_of_a_script_is_on_the_api_page(site: Path):
-    assert {"oobleck.Job", "oobleck.sim.cluster.run_cluster"} <= documented(site)
+def test_jobs_and_runs_are_on_the_api_page(site: Path):
+    own = {f"oobleck.{name}" for name in oobleck.__all__ if not name.startswith("__")}
+    assert {"oobleck.Job", "oobleck.Run", "oobleck.launch"} <= own
+    assert own | {"oobleck.Run.wait", "oobleck.Run.kill", "oobleck.sim.cluster.run_cluster"} <= documented(site)
 
 
 def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path):

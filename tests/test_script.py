@@ -138,5 +138,5 @@ def test_what_the_page_says_is_read_as_it_stands():
     examples = {
         path.name for path in (Path(__file__).parents[1] / "examples").iterdir() if path.suffix in (".py", ".yaml")
     }
-    pages = page + (docs / "scripts.md").read_text(encoding="utf-8")
+    pages = page + "".join((docs / name).read_text(encoding="utf-8") for name in ("python.md", "scripts.md"))
     assert set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", pages)) == examples

@@ -139,6 +139,14 @@ def _example(runner: Runner, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *arguments], env=runner.environment, stdout=subprocess.PIPE, text=True)
 
 
+def _last_saved(runner: Runner) -> int:
+    return max(entry["step"] for entry in runner.journal() if entry["@type"] == "CheckpointSaved")
+
+
+def _last_committed(runner: Runner) -> int:
+    return max(entry["record"]["step"] for entry in runner.journal() if entry["@type"] == "StepDone")
+
+
 @pytest.mark.slow
 def test_the_example(runner: Runner) -> None:
     """`launch.py`: it kills a node of its run, and no step is lost."""
@@ -161,9 +169,7 @@ def test_a_killed_program_leaves_a_saved_state_and_nothing_else(runner: Runner) 
     assert runner.left_over(timeout_s=60.0) == []
     *_, end = runner.journal()
     assert end["exit_code"] == ExitCode.TERMINATED
-    saved = [entry["step"] for entry in runner.journal() if entry["@type"] == "CheckpointSaved"]
-    committed = [entry["record"]["step"] for entry in runner.journal() if entry["@type"] == "StepDone"]
-    assert saved[-1] == committed[-1] >= 5
+    assert _last_saved(runner) == _last_committed(runner) >= 5
 
 
 @pytest.mark.slow
@@ -179,7 +185,9 @@ def test_ctrl_c_saves_stops_and_is_raised(runner: Runner) -> None:
     assert "steps, " not in rest
     assert runner.left_over() == []
     *_, end = runner.journal()
-    assert end["exit_code"] == ExitCode.INTERRUPTED
+    # In the loop's body it is the end of the `with` block too, which stops the run as well; either may come first.
+    assert end["exit_code"] in (ExitCode.DONE, ExitCode.INTERRUPTED)
+    assert _last_saved(runner) == _last_committed(runner) >= 5
 
 
 def _page() -> list[str]:

@@ -27,8 +27,7 @@ class Interrupts:
         self._is_ours = False
 
     def __enter__(self) -> Interrupts:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._is_ours = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_ours = _is_main() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self._is_ours:
             signal.signal(signal.SIGINT, self._handle)
         return self
@@ -36,7 +35,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_ours and signal.getsignal(signal.SIGINT) == self._handle:
+        if self._is_ours and _is_main() and signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def raise_late(self) -> None:
@@ -49,3 +48,8 @@ class Interrupts:
         self._pass_on()
         if not self.is_waiting:
             raise KeyboardInterrupt
+
+
+def _is_main() -> bool:
+    """Whether this is the one thread that may set handlers. An abandoned loop may be closed by any."""
+    return threading.current_thread() is threading.main_thread()

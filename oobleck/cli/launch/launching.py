@@ -53,7 +53,7 @@ def launch(
         raise ConfigError(
             'launch() is called while this file is run for its job; put the call below `if __name__ == "__main__":`'
         )
-    directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir)))
+    directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir))).absolute()
     words = [*option_words(options)]
     words = [*(() if hosts is None else (fspath(hosts),)), *words, *job_words(job, tuple(arguments), directory)]
     return _started(MasterProcess(words, directory))

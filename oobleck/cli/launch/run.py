@@ -99,9 +99,9 @@ class Run:
     def status(self) -> RunSnapshot:
         """What the run looks like now, or looked like at its end: what `oobleck status --json` prints."""
         try:
-            answer = self._ask(StatusRequest())
-        except NoActiveRun:
-            return self._last_snapshot()
+            answer = request(self._directory.control_socket, StatusRequest())
+        except NoActiveRun:  # it does not listen yet, or no more
+            return self._snapshot_of_journal()
         try:
             return from_builtins(RunSnapshot, answer)
         except PeerError as error:
@@ -121,6 +121,9 @@ class Run:
 
     def stop(self, *, now: bool = False) -> None:
         """Have the run end after the step in flight, or at once; `wait` waits for it. One that has ended stays so."""
+        if not self._has_journal:  # nothing has begun, and it may wait for nodes: it does not listen yet
+            self._master.interrupt()
+            return
         with suppress(NoActiveRun):
             self._ask(StopRequest(now=now))
 
@@ -179,12 +182,13 @@ class Run:
         except OSError:
             return False
 
-    def _last_snapshot(self) -> RunSnapshot:
+    def _snapshot_of_journal(self) -> RunSnapshot:
+        if not self._has_journal:
+            return RunSnapshot(tag=self.tag)
         view, t_s = RunView(), 0.0
-        if self._has_journal:
-            for entry in read_journal(self._directory.journal):
-                view.apply(entry)
-                t_s = entry.t_s
+        for entry in read_journal(self._directory.journal):
+            view.apply(entry)
+            t_s = entry.t_s
         return view.at(t_s)
 
     def _failure(self) -> OobleckError:
@@ -209,6 +213,8 @@ def failure_without_journal(master: MasterProcess) -> OobleckError:
         return ConfigError(reason)
     if code == ExitCode.USAGE:
         return UsageError(reason)
+    if code == ExitCode.INTERRUPTED:
+        reason = reason or "the run was ended before it had begun"
     if code < 0:
         reason = (
             f"the master was killed by signal {-code}; its agents train on for a while without it. {reason}".strip()

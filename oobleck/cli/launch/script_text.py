@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from oobleck.errors import ConfigError
@@ -74,6 +75,7 @@ class _Sources:
 
     def __init__(self) -> None:
         self.has_main_file = False
+        """Whether the file of the program itself is run again, with its arguments then."""
         self._modules: dict[str, str] = {}
         """What makes a module, by the name of its variable."""
         self._roots: list[str] = []
@@ -117,6 +119,7 @@ class _Sources:
     def _main(self, value: object, role: str) -> str:
         main = sys.modules[_MAIN]
         if getattr(main, "__spec__", None) is not None:  # python -m package.module
+            self.has_main_file = True
             return self._imported(str(main.__spec__.name), value, role)  # type: ignore[union-attr]
         file = Path(str(getattr(main, "__file__", ""))).absolute()
         if not file.is_file():
@@ -127,16 +130,24 @@ class _Sources:
         return "main"
 
     def _imported(self, module: str, value: object, role: str) -> str:
-        spec = importlib.util.find_spec(module)
+        spec = _spec_of(module)
         if spec is None or spec.origin is None:
             raise _lost(role, value, f"in {module}, which no file has")
         variable = "module_" + module.replace(".", "__")
         self._modules[variable] = f"importlib.import_module({module!r})"
         levels = module.count(".") + (spec.submodule_search_locations is not None)
-        root = str(Path(spec.origin).parents[levels])
-        if root in (os.getcwd() if path == "" else path for path in sys.path) and root not in self._roots:
-            self._roots.append(root)
+        root = Path(spec.origin).parents[levels]
+        is_installed = any(root.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
+        if not is_installed and str(root) not in self._roots:  # what is installed here is for nodes to have
+            self._roots.append(str(root))
         return variable
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # one that was made by hand, and not imported
+        return None
 
 
 def _found(module: types.ModuleType | None, name: str) -> object:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import oobleck
-from oobleck.errors import ConfigError, UsageError
-from oobleck.exit_codes import exit_code_of
+from oobleck.control.journal import RunState
+from oobleck.errors import ConfigError, RunFailed, UsageError
+from oobleck.exit_codes import ExitCode, exit_code_of
 
 Refused = tuple[object, dict[str, Any], list[str]]
 """A job, its options, and a command line that says the same."""
@@ -68,3 +70,21 @@ def test_the_same_job_is_the_same_file(tmp_path: Path):
 
     first, again, other = (job_words({"max_steps": steps}, (), tmp_path) for steps in (3, 3, 4))
     assert first == again != other
+
+
+def test_a_run_that_waits_for_nodes_can_be_seen_and_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = oobleck.launch({"tag": "waits"}, dial_in="127.0.0.1:0", nodes=2, base_dir=tmp_path)
+    with run:
+        said = ""
+        while "waiting for 2 nodes: oobleck node " not in said:
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        assert (run.tag, run.is_active, run.status().state) == ("waits", True, RunState.STARTING)
+        assert repr(run) == "<oobleck run waits: starting, step 0 of 0>"
+        with pytest.raises(TimeoutError, match="run waits is still active"):
+            run.wait(timeout_s=0.01)
+    assert not run.is_active
+    assert list(run) == []
+    with pytest.raises(RunFailed, match="before it had begun") as raised:
+        run.wait()
+    assert raised.value.exit_code == ExitCode.INTERRUPTED

@@ -132,3 +132,25 @@ def test_a_launch_without_a_guard_is_refused(tmp_path: Path):
     assert done.returncode == 1
     assert "ConfigError: " in done.stderr
     assert 'put the call below `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_program_that_is_a_module_is_imported_again_with_its_arguments(tmp_path: Path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "program.py").write_text(
+        textwrap.dedent(MAIN).replace("from beside import NUMBER", "NUMBER = 6")
+    )
+    command = [sys.executable, "-m", "package.program", "--fast"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    text, arguments = eval(done.stdout)
+    job = run_script(ScriptSpec(name="job.py", source=text, arguments=arguments, directory="/nowhere"))
+    sys.path.remove(str(tmp_path))
+    del sys.modules["package.program"], sys.modules["package"]
+    assert (arguments, job.made["model"]()[:2]) == (("--fast",), (6, "package.program"))
+
+
+def test_what_is_installed_is_imported_by_its_name_alone():
+    from json import loads
+
+    text, _ = script_text(Job(data=loads))
+    assert "sys.path" not in text
+    assert again(Job(data=loads)).made["data"] is loads
