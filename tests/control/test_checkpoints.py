@@ -66,7 +66,7 @@ def started(spec: CheckpointSpec | None = None, *, resume: str = "auto", shape: 
     for spec_ in bench.nodes:
         bench.up(spec_.name)
         bench.say(spec_.name, ready(saves=True))
-    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile)))
+    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile), kind=shape.nodes[0].kind))
     return bench
 
 
@@ -582,7 +582,7 @@ def test_a_state_in_parts_is_complete_when_all_parts_of_all_layers_are() -> None
         bench.up(spec.name)
         for device in range(2):
             bench.say(spec.name, ready(device, saves=True))
-    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile)))
+    bench.feed(ProfileFound(profile_json=profile_to_json(shape.profile), kind=shape.nodes[0].kind))
     request = max(message.request for message in bench.messages(bench.commands) if isinstance(message, FindCheckpoints))
     for node, device in product(("n0", "n1"), range(2)):
         nothing = CheckpointsFound(device=device, request=request, found=(), problems=(), unfinished=())

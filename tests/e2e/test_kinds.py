@@ -57,7 +57,7 @@ def test_a_node_of_a_kind_that_nothing_is_known_of_is_measured_and_joins(
         for name in ("alpha", "beta"):
             nodes.start(name, file, f"{name} device=fast")
         up.wait_for_step(3)
-        nodes.start("gamma", file, "gamma device=slow slots=2")
+        nodes.start("gamma", file, SLURMD_NODENAME="gamma", SLURM_GPUS_ON_NODE="2", OOBLECK_DEVICE="slow")
         up.wait_for("gamma is the first node of kind slow×2: the model's layers are measured there before it trains")
         while "gamma" not in _training(runner):
             up.wait_for("] step ")

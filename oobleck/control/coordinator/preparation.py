@@ -5,6 +5,8 @@ It returns commands, and says whether preparation is complete.
 
 from __future__ import annotations
 
+from functools import partial
+
 from oobleck import __version__
 from oobleck.control.events import Command, ProfileFound, Send, notice
 from oobleck.control.journal import WorkerUp
@@ -86,7 +88,7 @@ class Preparation:
                 "files on all nodes"
             )
         worker_id = WorkerId(node=member.spec.name, device=message.device)
-        return self._profiles.note_ready(member, worker_id, self._key(member, message))
+        return self._profiles.note_ready(member, worker_id, partial(self._key, member, message))
 
     def _key(self, member: Member, message: WorkerReady) -> str:
         assert member.hello is not None

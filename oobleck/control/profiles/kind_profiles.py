@@ -9,6 +9,7 @@ It returns commands, and knows nothing of plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, StoreProfile
@@ -52,12 +53,16 @@ class KindProfiles:
         for name in self.known.keys() - {kind.name for kind in kinds}:
             del self.known[name], self._wanted[name]
 
-    def note_ready(self, member: Member, worker_id: WorkerId, key: str) -> tuple[Command, ...]:
-        """A worker is ready; `key` is that of the profile which it would measure. The first of a kind settles it."""
+    def note_ready(self, member: Member, worker_id: WorkerId, key_of: Callable[[], str]) -> tuple[Command, ...]:
+        """A worker is ready; `key_of` returns the key of the profile which it would measure.
+
+        The first of a kind settles it: of thousands no other one is asked for its key.
+        """
         kind = member.spec.kind
         if kind in self.known:
             return ()
         if (wanted := self._wanted.get(kind)) is None:
+            key = key_of()
             self._wanted[kind] = _Wanted(key=key, num_devices=member.spec.num_devices, workers={worker_id})
             return (LookUpProfile(key=key, kind=kind),)
         wanted.workers.add(worker_id)
@@ -81,8 +86,8 @@ class KindProfiles:
         wanted = self._wanted.get(kind)
         if wanted is None or kind in self.known:
             raise PeerError("sent a profile that nobody asked for")
-        wanted.measures = None
         self._know(kind, profile_from_json(message.profile_json, source="measured profile"))
+        wanted.measures = None
         return (StoreProfile(key=wanted.key, profile_json=message.profile_json),)
 
     def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:

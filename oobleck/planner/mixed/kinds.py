@@ -60,13 +60,14 @@ class KindCosts:
         """Return the step times of a pipeline; `speeds` divides the compute of its nodes (1.0 is nominal)."""
         by_kind = {kind: self.of[kind].stage_seconds(mixed.template, speeds) for kind in set(mixed.kinds)}
         seconds = [by_kind[mixed.kinds[stage.node_index]][index] for index, stage in enumerate(mixed.template.stages)]
-        return Timing(first_s=math.fsum(seconds), next_s=max(seconds))
+        size = mixed.template.num_stages  # of several chunks each, in a plan that was made while there was one kind
+        return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
     def fits(self, mixed: MixedTemplate, *, more_copies: int = 0) -> bool:
         """Say whether every stage fits a device of its node's kind, with more copies of its gradients."""
         return all(
             self.of[mixed.kinds[stage.node_index]].stage_fits(mixed.template, index, more_copies=more_copies)
-            for index, stage in enumerate(mixed.template.stages)
+            for index, stage in enumerate(mixed.template.stages[: mixed.template.num_stages])
         )
 
 

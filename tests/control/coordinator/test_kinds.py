@@ -228,3 +228,18 @@ def test_a_new_master_knows_the_profiles_of_all_kinds():
         ("fast", SHAPE.profile),
         ("slow", slowed(SHAPE.profile)),
     ]
+
+
+def test_a_profile_that_cannot_be_read_has_another_node_measure():
+    bench = fast_alone()
+    bench.say("late", ready())
+    bench.feed(ProfileFound(profile_json=None, kind="slow"))
+    other = replace(LATE, name="other", host="other")
+    bench.feed(AddRequested(spec=other))
+    bench.up("other")
+    bench.say("other", ready())
+    commands = bench.say("late", Profiled(device=0, profile_json="{torn"))
+    assert [lost.node for lost in bench.journal(NodeLost)] == ["late"]
+    assert Send(node="other", message=ProfileRequest(device=0)) in commands
+    bench.say("other", Profiled(device=0, profile_json=SLOW_JSON))
+    assert bench.coordinator.phase is Phase.FENCING

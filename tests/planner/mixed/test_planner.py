@@ -9,10 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, PlannerSettings
+from oobleck.planner import Decision, ExecutionPlan, Planner, PlannerSettings
 from oobleck.planner.instantiation import distribute_microbatches
 from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate
 from oobleck.planner.node_kind import NodeKind
+from oobleck.schedule import ScheduleKind
+from oobleck.schedule.interleaving import make_cutter
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
@@ -248,3 +250,29 @@ def test_nodes_are_counted_from_the_fastest_on() -> None:
         assert planner.step_s(chosen) == pytest.approx(planner.initial_plan(chosen).predicted_step_s)
         is_enough = len(planner.initial_plan(chosen).plan.pipelines) == 2
         assert is_enough == (count >= fewest)
+
+
+def test_a_plan_in_chunks_continues_once_another_kind_joins() -> None:
+    """Planned while all nodes were of one kind, with an interleaved schedule."""
+    fast, slow = two_kinds(memory_bytes=120, network=FREE)
+    nodes = names("a", 4)
+    cutter = make_cutter(ScheduleKind.INTERLEAVED, 2)
+    alone = Planner(fast.profile, PlannerSettings(num_microbatches=24), make_cutter=cutter)
+    plan = alone.initial_plan(nodes).plan
+    assert {pipeline.template.num_chunks for pipeline in plan.pipelines} == {2}
+    planner = planner_for([fast, slow], [*nodes, *names("b", 2)])
+    rests = dict.fromkeys(range(len(plan.pipelines)), (2, 1))
+    assert planner.rest_s(plan, rests) == pytest.approx(alone.rest_s(plan, rests))
+    assert planner.has_room(plan, gradient_copies=0) == alone.has_room(plan, gradient_copies=0)
+    check_decision(planner.reconfigure(plan, lost=["a1"], joined=["b0", "b1"]), plan, {"a1"})
+
+
+def check_decision(decision: Decision, plan: ExecutionPlan, lost: set[str]) -> None:
+    """Everybody who trains holds its layers then, from living holders."""
+    arrived = {worker: set(layers) for worker, layers in plan.layers_at.items() if worker.node not in lost}
+    held = {worker: set(layers) for worker, layers in arrived.items()}
+    for transfer in decision.transfers:
+        assert transfer.layer in held[transfer.source]
+        arrived.setdefault(transfer.target, set()).add(transfer.layer)
+    assert all(layers <= arrived[worker] for worker, layers in decision.plan.layers_at.items())
+    assert not lost & set(decision.plan.nodes)
