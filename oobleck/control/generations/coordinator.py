@@ -124,6 +124,8 @@ class _Formed:
     since_s: float
     """When the one before ended."""
     hang: HangWatch
+    is_ended: bool = False
+    """Its end is in the journal."""
     port: int = 0
     address: str = ""
     warm: dict[str, bool] = field(default_factory=dict)
@@ -475,6 +477,8 @@ class RanksCoordinator:
 
     def _clear(self, clear: Clear, now_s: float) -> None:
         self._ended_s = now_s
+        if self._formed is not None:
+            self._formed.is_ended = True
         self._record(GenerationEnded(t_s=now_s, generation=clear.generation, cause=clear.cause, nodes=clear.about))
         order = EndRanks(generation=clear.generation, grace_s=clear.grace_s)
         self._commands += [Send(node=node, message=order) for node in clear.nodes]
@@ -492,7 +496,7 @@ class RanksCoordinator:
         reason = end.reason
         if not self._generation and self._losses:
             reason = "\n".join((reason, *(f"{node}: {why}" for node, why in sorted(self._losses.items()))))
-        if self._formed is not None and end.exit_code == 0:
+        if self._formed is not None and end.exit_code == 0 and not self._formed.is_ended:
             entry = GenerationEnded(t_s=now_s, generation=self._generation, cause=GenerationCause.FINISHED)
             self._record(entry)
         stop = StopAgent(reason="the run is over")

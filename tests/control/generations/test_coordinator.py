@@ -57,6 +57,7 @@ from oobleck.control.protocol import (
     StopAgent,
     TraceRanks,
 )
+from oobleck.exit_codes import ExitCode
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.ranks import RanksSpec
 
@@ -339,3 +340,12 @@ def test_ranks_that_do_not_say_where_they_are_start_again_too() -> None:
     assert due_s == world.now_s + 5.0
     assert not world.coordinator.handle_deadline(due_s - 0.1)
     assert sent(world.coordinator.handle_deadline(due_s), EndRanks)
+
+
+def test_a_generation_that_a_stop_ends_is_not_said_to_have_finished() -> None:
+    world = World(num_nodes=1)
+    world.begin("a")
+    world.give(StopRequested(exit_code=ExitCode.DONE, reason="stopped", now=False))
+    world.ready("a", 1)
+    assert world.end.exit_code == 0
+    assert [entry.cause.value for entry in world.entries(GenerationEnded)] == ["stopped"]
