@@ -11,7 +11,16 @@ from oobleck.runtime.files.journal_reading import follow_journal
 from oobleck.schedule import ScheduleKind
 
 from . import test_sections as sections
-from .elastic import TOLERANCE, Reference, assert_losses, assert_nothing_lost, lost_nodes, run_with_a_kill
+from .elastic import (
+    ENDLESS,
+    TOLERANCE,
+    Reference,
+    assert_losses,
+    assert_nothing_lost,
+    lost_nodes,
+    run_with_a_kill,
+    stopped,
+)
 from .harness import TAG, Runner
 from .test_losses import KILL_STEP, job_file_with
 
@@ -47,11 +56,14 @@ def test_an_interleaved_run_goes_on_from_a_checkpoint_of_another_schedule_and_ba
 ) -> None:
     checkpoint = f"checkpoint={{enabled: true, save_steps: 4, directory: {tmp_path / 'checkpoints'}}}"
     losses: list[float] = []
-    for steps, schedule in ((4, "interleaved"), (8, "1f1b"), (12, "interleaved")):
+    for schedule in ("interleaved", "1f1b", "interleaved"):
         settings = (checkpoint, f"schedule={schedule}")
         sets = [word for setting in settings for word in ("--set", setting)]
-        outcome = runner.run("--job", str(runner.job_file()), "--steps", str(steps), *sets)
-        assert_nothing_lost(outcome, 4)
+        with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS), *sets) as up:
+            up.wait_for("] step ")
+            up.wait_for_steps(4)
+            outcome = stopped(runner, up)
+        assert_nothing_lost(outcome, len(outcome.losses))
         assert {chunks for _, chunks in shapes(runner)[-1]} == {2 if schedule == "interleaved" else 1}
         losses += outcome.losses
     assert_losses(losses, endless_reference, tolerance=TOLERANCE)
