@@ -35,6 +35,7 @@ from .inputs import (
     SlurmOption,
     SSHConfigOption,
     base_dir_of,
+    parse_local,
     parse_scaling,
     read_job,
     read_source,
@@ -60,7 +61,12 @@ def up(
         ),
     ] = None,
     local: Annotated[
-        int | None, typer.Option("--local", metavar="N", help="Train on N virtual nodes of this machine.")
+        str | None,
+        typer.Option(
+            "--local",
+            metavar="N",
+            help="Train on N virtual nodes of this machine; of kinds of their own as in fast:2,slow:2x4.",
+        ),
     ] = None,
     hosts_from: HostsFromOption = None,
     hosts_every: HostsEveryOption = 10.0,
@@ -139,6 +145,14 @@ def up(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the check of the hostfile's nodes, which takes ten seconds.")
     ] = False,
+    until_eof: Annotated[
+        bool,
+        typer.Option(
+            "--until-eof",
+            help="End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start "
+            "runs, and may die.",
+        ),
+    ] = False,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -154,7 +168,7 @@ def up(
     hostfile, script, arguments = _parse_words(words or [])
     source = read_source(
         hostfile,
-        local=local,
+        local=None if local is None else parse_local(local),
         hosts_from=hosts_from,
         hosts_every_s=hosts_every,
         dial_in=dial_in,
@@ -212,8 +226,10 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
-    from .run import Run, run_job
+    from .run import Run, end_with_stdin, run_job
 
+    if until_eof:
+        end_with_stdin()
     run = Run(
         job=job,
         source=source,

@@ -23,6 +23,7 @@ def plan_json(report: PlanReport) -> str:
         "model": profile.model,
         "device": profile.device.name,
         "estimated": profile.estimated,
+        "network": asdict(profile.network),
         "nodes": report.num_nodes,
         "devices_per_node": report.devices_per_node,
         "fault_threshold": report.fault_threshold,

@@ -139,7 +139,10 @@ def _headline(report: PlanReport) -> Text:
     text = Text()
     cluster = f"{report.num_nodes} nodes of {report.devices_per_node} × {profile.device.name}"
     if report.kinds:
-        cluster = " and ".join(f"{number} nodes of {devices} × {name}" for name, number, devices in report.kinds)
+        cluster = " and ".join(
+            f"{number} node{'s' if number != 1 else ''} of {devices} × {name.partition('×')[0]}"
+            for name, number, devices in report.kinds
+        )
     text.append(f"{profile.model} on {cluster}", "bold")
     text.append(
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
@@ -147,6 +150,10 @@ def _headline(report: PlanReport) -> Text:
     )
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
+    if "inter_node" in profile.network.assumed:
+        text.append(f"\nlinks between nodes are assumed: {profile.network.speed_of('inter_node')}", "yellow")
+    else:
+        text.append(f"\nlinks between nodes: {profile.network.speed_of('inter_node')}")
     text.append(f"\n\n{seconds_text(forecast.step_s)} a step, {count_text(report.tokens_per_s)} tokens/s", "bold")
     if report.mfu is not None:
         text.append(f", MFU {percent_text(report.mfu)}", "bold")

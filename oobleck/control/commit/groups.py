@@ -23,7 +23,7 @@ Members = tuple[WorkerId, ...]
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer", "link"]
     generation: int
     """The one whose plan update had it formed; a group may outlive that."""
     members: tuple[WorkerId, ...]

@@ -17,12 +17,14 @@ from oobleck.control.events import (
     End,
     EndRun,
     ExpectSteps,
+    LookUpLink,
     LookUpProfile,
     Record,
     Repair,
     Send,
     SendAll,
     SendOrders,
+    StoreLink,
     StoreProfile,
     notice,
 )
@@ -56,6 +58,7 @@ from .requests import (
     Effects,
     KeepDraining,
     KnowCheckpoints,
+    LinksWanted,
     LocateCheckpoints,
     NodeDropped,
     NodeHere,
@@ -111,7 +114,7 @@ class Routing:
         match effect:
             case Record() | Send() | SendAll() | SendOrders() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
-            case LookUpProfile() | StoreProfile():
+            case LookUpProfile() | StoreProfile() | LookUpLink() | StoreLink():
                 self._commands.append(effect)
             case EndRun():
                 raise RunOver(effect)
@@ -148,6 +151,10 @@ class Routing:
             # Steps and plans
             case ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
+            case LinksWanted(network=network):
+                self.carry_out(parts.link_timing.go_on(network), now_s)
+                if not parts.link_timing.is_needed(network):
+                    self.carry_out(parts.startup.look(now_s), now_s)
             case BeginTraining():
                 self._begin_training(effect, now_s)
             case PlanWithout(node=node, loss=loss, detect_s=detect_s):
@@ -195,9 +202,11 @@ class Routing:
     def _drop_node(self, dropped: NodeDropped, now_s: float) -> None:
         parts, node = self._parts, dropped.node
         parts.replanning.forget_pace(node)
+        profiling = parts.preparation.node_lost(node)
         if not parts.reconfiguration.is_begun:
             parts.startup.node_failed(node, dropped.loss, now_s)
             return
+        self.carry_out(profiling, now_s)
         self.carry_out(parts.saving.node_lost(node, now_s), now_s)
         parts.sharding.lost(node)
 
@@ -209,8 +218,8 @@ class Routing:
         """
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
+        self.carry_out(parts.preparation.worker_lost(worker_id), now_s)
         if not parts.reconfiguration.is_begun:
-            self.carry_out(parts.preparation.worker_lost(worker_id), now_s)
             parts.restoring.forget()
             return
         self.carry_out(parts.saving.worker_lost(worker_id.node, now_s), now_s)
@@ -224,11 +233,11 @@ class Routing:
 
     def _begin_training(self, begun: BeginTraining, now_s: float) -> None:
         """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
-        parts, profile, candidate = self._parts, begun.profile, begun.candidate
+        parts, kinds, candidate = self._parts, begun.kinds, begun.candidate
         nodes = [member.spec.name for member in parts.members.ready]
-        parts.saving.begin([layer.name for layer in profile.layers])
+        parts.saving.begin([layer.name for layer in kinds[0].profile.layers])
         try:
-            self.carry_out(parts.replanning.begin(profile, len(nodes), now_s), now_s)
+            self.carry_out(parts.replanning.begin(kinds, nodes, now_s), now_s)
             decision = parts.replanning.first_plan(nodes)
             parts.reconfiguration.begin_generation(from_scratch=candidate is None)
             if candidate is None:

@@ -12,10 +12,12 @@ from oobleck.control.protocol import (
     CommitMessage,
     ForkServerEnded,
     Killed,
+    LinkTimed,
     ProcessEnd,
     Profiled,
     ProfileRequest,
     SetUpWorker,
+    TimeLink,
     WorkerAddress,
     WorkerBound,
     WorkerMessage,
@@ -23,6 +25,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId, profile_to_json
+from oobleck.planner.profiles import LINKS
 
 from .ports import WorkerPorts
 from .worker import VirtualWorker
@@ -31,6 +34,7 @@ from .world import Gate, World
 __all__ = ["VirtualWorkerHost", "WorkerProcess"]
 
 _KILLED = Killed(signal=9)
+_TIMED_BYTES = (1 << 10, 1 << 20)
 
 
 class WorkerProcess:
@@ -119,7 +123,7 @@ class WorkerProcess:
                 await self._train(worker)
 
     def _ready(self, address: WorkerAddress) -> WorkerReady:
-        profile = self._world.profile
+        profile = self._world.kinds.profile_of(self.worker_id.node)
         return WorkerReady(
             device=self.worker_id.device,
             pid=self.pid,
@@ -141,6 +145,10 @@ class WorkerProcess:
             match message:
                 case ProfileRequest():
                     self._profiling.set()
+                case TimeLink(peer=peer) if message.leads:
+                    self._time_link(peer.worker_id)
+                case TimeLink():
+                    pass  # the other answers
                 case _:
                     self._worker.take(message)
 
@@ -164,10 +172,17 @@ class WorkerProcess:
             else:
                 self._letters.append(letter)
 
+    def _time_link(self, peer: WorkerId) -> None:
+        """Say what the profile says; nothing where a partition lies between the two."""
+        if self._world.fabric.is_whole((self.worker_id, peer)):
+            link = self._world.kinds.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
+            seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
+            self._say.send_nowait(LinkTimed(device=self.worker_id.device, seconds=seconds))
+
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
-        profile_json = profile_to_json(self._world.profile)
+        profile_json = profile_to_json(self._world.kinds.profile_of(self.worker_id.node))
         self._say.send_nowait(Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:

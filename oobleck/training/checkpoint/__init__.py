@@ -6,4 +6,11 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
-__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of"]
+__all__ = [
+    "FlashSaver",
+    "LayerSaver",
+    "LayerTensors",
+    "SavedLayers",
+    "StateReader",
+    "digest_of",
+]

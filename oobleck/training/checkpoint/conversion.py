@@ -46,9 +46,10 @@ from oobleck.training.model import (
     save_adapters,
     tied_parameters,
 )
+from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import Tensors, join_parts, model_metadata
-from .state import as_tensor, layer_layout
+from .state import layer_layout
 
 __all__ = ["export_model", "import_model"]
 

@@ -7,6 +7,7 @@ from .devices import DeviceWork, blaming_peers, choose_device, device_memory_byt
 from .group import LARGE_SUM, Group, Reduction
 from .groups import GroupKey, GroupTable
 from .inbox import Inbox, Post
+from .link_timing import time_link
 from .network import open_device
 from .peer_links import PeerLinks
 from .reachability_probe import probe_all
@@ -41,5 +42,6 @@ __all__ = [
     "open_device",
     "probe_all",
     "start_thread",
+    "time_link",
     "use_device",
 ]

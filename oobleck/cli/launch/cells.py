@@ -1,0 +1,172 @@
+"""Functions that were defined in the cells of a notebook: their text, with that of all they need.
+
+A name that a function uses may stand for a module, which is imported again; for something from a module, likewise;
+for a function or class of a cell, whose text is taken too; or for a plain value, which is written down as it is now.
+Anything else lives in the notebook alone, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import symtable
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+
+from oobleck.errors import ConfigError
+
+__all__ = ["cell_text", "is_of_a_cell"]
+
+_MAIN = "__main__"
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def is_of_a_cell(value: object) -> bool:
+    """Whether this is a function or class that a notebook's cell defines."""
+    shell = _shell()
+    return shell is not None and getattr(value, "__module__", None) == _MAIN and _cell_of(value) is not None
+
+
+def cell_text(values: Sequence[object]) -> str:
+    """The text of these functions and classes and of all that they need, each before what uses it when it is made.
+
+    Raises ConfigError that names what cannot be taken along.
+    """
+    collected = _Collected()
+    for value in values:
+        collected.take(getattr(value, "__name__", ""), value, "launch()")
+    return "\n\n".join(collected.texts)
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._names: set[str] = set()
+
+    def take(self, name: str, value: object, user: str) -> None:
+        """Take along what a name stands for, after all that it needs itself."""
+        if name in self._names:
+            return
+        self._names.add(name)
+        self.texts.append(self._text(name, value, user))
+
+    def _text(self, name: str, value: object, user: str) -> str:
+        if isinstance(value, types.ModuleType):
+            return _import(name, value)
+        if _is_plain(value):
+            return f"{name} = {value!r}"
+        if is_of_a_cell(value):
+            text = _definition(value)
+            for needed in _globals_of(text):
+                if (found := _namespace().get(needed, _MISSING)) is not _MISSING and needed != name:
+                    self.take(needed, found, name)
+            return text
+        module, own = str(getattr(value, "__module__", _MAIN)), str(getattr(value, "__qualname__", ""))
+        if module != _MAIN and getattr(sys.modules.get(module), own, None) is value:
+            return f"from {module} import {own} as {name}"
+        raise ConfigError(
+            f"{user} uses {name}, a {type(value).__name__} that lives in this notebook alone; make it in the function, "
+            "or put all of it into a file with `%%writefile job.py`, and give launch() its path"
+        )
+
+
+def _import(name: str, module: types.ModuleType) -> str:
+    """The import that gives a module its name; of a package, with all of its modules that cells import by `import`."""
+    if module.__name__ != name:
+        return f"import {module.__name__} as {name}"
+    inner = {
+        alias.name
+        for cell in _cells()
+        for node in ast.walk(_parsed(cell))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname is None and alias.name.startswith(f"{name}.")
+    }
+    return "\n".join(f"import {each}" for each in (name, *sorted(inner)))
+
+
+_MISSING = object()
+
+
+def _shell() -> object | None:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def _namespace() -> dict[str, object]:
+    return vars(sys.modules[_MAIN])
+
+
+def _cell_of(value: object) -> str | None:
+    """The text of the cell that a function or class was defined in."""
+    name = getattr(value, "__name__", "")
+    files = dict.fromkeys(code.co_filename for code in _codes(value))
+    texts = ["".join(linecache.getlines(file)) for file in files]
+    if isinstance(value, type):
+        texts += reversed(_cells())  # a class without methods does not know where it is from
+    return next((text for text in texts if _node(text, name) is not None), None)
+
+
+def _cells() -> list[str]:
+    """The cells that were run, the oldest first, as IPython keeps them for people."""
+    cells = _namespace().get("In")
+    return [text for text in cells if isinstance(text, str)] if isinstance(cells, list) else []
+
+
+def _codes(value: object) -> Iterator[types.CodeType]:
+    if isinstance(value, types.FunctionType):
+        yield inspect.unwrap(value).__code__
+    for member in vars(value).values() if isinstance(value, type) else ():
+        if isinstance(code := getattr(member, "__code__", None), types.CodeType):
+            yield code
+
+
+def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    """The last definition of a name at the top level of a cell."""
+    found = [
+        node for node in _parsed(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    return next((node for node in reversed(found) if node.name == name), None)
+
+
+def _parsed(text: str) -> ast.Module:
+    """A cell's syntax; none for what is no Python, a cell with an error in it."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _definition(value: object) -> str:
+    """The lines of a definition, its decorators included."""
+    text = _cell_of(value)
+    assert text is not None
+    node = _node(text, getattr(value, "__name__", ""))
+    assert node is not None
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+
+
+def _globals_of(text: str) -> list[str]:
+    """The global names that a definition uses, when it is made or when it is called."""
+    table = symtable.symtable(text, "cell", "exec")
+    used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    waiting = list(table.get_children())
+    while waiting:
+        inner = waiting.pop()
+        used |= {symbol.get_name() for symbol in inner.get_symbols() if symbol.is_global()}
+        waiting += inner.get_children()
+    return sorted(name for name in used if not hasattr(builtins, name) or name in _namespace())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `repr` writes this so that it can be read again."""
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
+        return all(_is_plain(each) for each in value)
+    if type(value) is dict:
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    return type(value) in _PLAIN and value == value  # not a number that is none: nan and inf are no literals
