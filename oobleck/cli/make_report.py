@@ -32,9 +32,9 @@ def make_report(
 ) -> PlanReport:
     """Plan for the nodes named, and decide what losses would lead to.
 
-    Without a `kind`, pipelines choose between 1F1B and zero-bubble. `lost` are the nodes whose loss is asked about,
-    `utilisation` is (operations of one step, peak operations a second of one device) where they are known. Raises
-    PlanningError where there is no plan.
+    Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss is
+    asked about, `utilisation` is (operations of one step, peak operations a second of one device) where they are known.
+    Raises PlanningError where there is no plan.
     """
     profile, settings = planner.profile, planner.settings
     decision = planner.initial_plan(names)

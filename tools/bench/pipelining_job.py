@@ -70,7 +70,7 @@ def train_pipelined(rank: int, job: JobSpec, cuts: Sequence[int], threads: int, 
     store = FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
     dataset, model = _prepare(job, directory)
-    bounds = list(pairwise((0, *cuts, len(model.transformer.h))))
+    bounds = list(pairwise((0, *cuts, int(model.config.num_hidden_layers))))
     chunks = [_Chunk(model, range(*each), job) for each in bounds]
     stages = [
         PipelineStage(chunks[index], index, len(bounds), torch.device("cpu")) for index in range(rank, len(bounds), 2)
