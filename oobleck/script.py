@@ -8,10 +8,14 @@
 A script is one file. Its text travels with the job, so the nodes need not have it; what it imports they need. It is
 run once where `oobleck up` is, for its settings, and once in every worker, for what it makes: so it must not depend on
 where or when it runs. Loads nothing but the standard library.
+
+A script without a function `job` is one that calls `train()` of an `oobleck.transformers.Trainer`. It runs as
+`__main__`, and ends there wherever it runs for what it makes.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, UsageError
+from .handover import TrainReached, receiving
 from .job import ScriptSpec
 
-__all__ = ["SCRIPT_STREAM", "Job", "run_script"]
+__all__ = ["SCRIPT_STREAM", "Job", "has_job", "run_as_main", "run_script"]
 
 SCRIPT_STREAM = "script://data"
 """The shard, among a job's, that is what its script gives one after the other."""
 
 _MODULE = "__oobleck_script__"
+_MAIN = "__main__"
 _FUNCTION = "job"
 
 
@@ -84,18 +90,93 @@ class Job:
         return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
 
 
+def has_job(script: ScriptSpec) -> bool:
+    """Return whether a script has something called `job` at its top level: it is asked for that, and else run to its
+    `train()`. One that cannot be read is said to have one: running it says what is wrong.
+    """
+    try:
+        body = ast.parse(script.source).body
+    except (SyntaxError, ValueError):
+        return True
+    names = {name for statement in body for name in _names_bound(statement)}
+    return _FUNCTION in names
+
+
+def _names_bound(statement: ast.stmt) -> Iterator[str]:
+    is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    for node in [statement] if is_scope else ast.walk(statement):
+        match node:
+            case ast.FunctionDef(name=name):
+                yield name
+            case ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
 def run_script(script: ScriptSpec) -> Job:
-    """Run a script, and its `job()`; its arguments are in `sys.argv` meanwhile.
+    """Run a script, and its `job()`, or until its `train()`; its arguments are in `sys.argv` meanwhile.
 
     Raises ConfigError for one that fails, and UsageError for one that exits (argparse does, for wrong arguments).
     """
-    module = types.ModuleType(_MODULE)
-    module.__file__ = script.name
+    if not has_job(script):
+        return _run_to_train(script)
+    module = _new_module(script, _MODULE)
+    with _blaming(script), _surroundings(script):
+        sys.modules[_MODULE] = module  # dataclasses, among others, look their own module up
+        _execute(script, module)
+        job = _function(module, script)()
+    if not isinstance(job, Job):
+        raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
+    return job
+
+
+def _run_to_train(script: ScriptSpec) -> Job:
+    """Run a script until it hands a trainer over, which ends it."""
+    reached: list[Any] = []
+
+    def end(trainer: Any) -> None:
+        reached.append(trainer)
+        raise TrainReached(trainer)
+
+    with _blaming(script):
+        try:
+            with receiving(end):
+                run_as_main(script)
+        except TrainReached:
+            pass
+        if not reached:
+            raise ConfigError(
+                f"{script.name} has come to its end without a call of `train()` of an oobleck.transformers.Trainer, "
+                f"and has no function {_FUNCTION}() that returns an oobleck.Job; it needs one of the two"
+            )
+        job: Job = reached[0].job()
+    return job
+
+
+def run_as_main(script: ScriptSpec) -> None:
+    """Run a script as `python` does, as the module `__main__`. Raises whatever it raises."""
+    module = _new_module(script, _MAIN)
+    with _surroundings(script):
+        sys.modules[_MAIN] = module
+        _execute(script, module)
+
+
+def _new_module(script: ScriptSpec, name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = str(Path(script.directory) / script.name) if name == _MAIN else script.name
+    return module
+
+
+def _execute(script: ScriptSpec, module: types.ModuleType) -> None:
+    exec(compile(script.source, script.name, "exec"), module.__dict__)  # noqa: S102  it is the user's own
+
+
+@contextmanager
+def _blaming(script: ScriptSpec) -> Iterator[None]:
+    """Turn what a script raises into errors that name it, and the line where that came about."""
     try:
-        with _surroundings(script):
-            sys.modules[_MODULE] = module  # dataclasses, among others, look their own module up
-            exec(compile(script.source, script.name, "exec"), module.__dict__)  # noqa: S102  it is the user's own
-            job = _function(module, script)()
+        yield
     except (ConfigError, UsageError):
         raise
     except SystemExit as end:
@@ -103,9 +184,6 @@ def run_script(script: ScriptSpec) -> Job:
     # It is somebody else's code, and may fail in any way.
     except Exception as error:
         raise ConfigError(f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}") from error
-    if not isinstance(job, Job):
-        raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
-    return job
 
 
 def _function(module: types.ModuleType, script: ScriptSpec) -> Callable[[], object]:

@@ -35,6 +35,7 @@ from .inputs import (
     SlurmOption,
     SSHConfigOption,
     base_dir_of,
+    open_job,
     parse_scaling,
     read_job,
     read_source,
@@ -168,7 +169,10 @@ def up(
     names = source.names
     if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
-    job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+    if dry:
+        job, trainer = read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
+    else:
+        job, trainer = open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     job = _with_options(
         job,
         {
@@ -227,6 +231,7 @@ def up(
         resume=resume,
         check=not no_check,
         metrics=address,
+        trainer=trainer,
     )
     raise SystemExit(run_job(run))
 

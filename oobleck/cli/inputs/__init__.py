@@ -45,7 +45,7 @@ from .planning_options import (
     RecomputeOption,
     SequenceLengthOption,
 )
-from .read_job import read_job
+from .read_job import open_job, read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
 from .schedule_option import parse_schedule_name
@@ -93,6 +93,7 @@ __all__ = [
     "base_dir_of",
     "changed_keys",
     "duration_s",
+    "open_job",
     "parse_costs",
     "parse_hostfile",
     "parse_nodes",

@@ -19,7 +19,7 @@ from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
 from oobleck.wire import encode_json
 
-__all__ = ["CallbackProcess", "DescribedScript", "describe_script"]
+__all__ = ["CallbackProcess", "DescribedScript", "describe_script", "read_script"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,14 +40,19 @@ class DescribedScript:
     """As JSON, by the keys of a job file."""
 
 
+def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
+    """Return a script, which is not run. Raises UserError where it cannot be read."""
+    source = read_input(path, "script")
+    return ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
+
+
 def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     """Run a script for what it says; takes as long as what it imports. Its words go to stderr.
 
     Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
     back within two minutes.
     """
-    source = read_input(path, "script")
-    spec = ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
+    spec = read_script(path, arguments)
     try:
         done = subprocess.run(
             [*_HOST, "describe"], input=encode_json(spec), stdout=subprocess.PIPE, timeout=_TIMEOUT_S, check=False

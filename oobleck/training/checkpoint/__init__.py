@@ -5,5 +5,6 @@ from __future__ import annotations
 from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .weights import newest_weights
 
-__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of"]
+__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of", "newest_weights"]

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from oobleck.checkpoint import (
     Shard,
     checkpoint_name,
     layer_file_name,
-    read_layer_file,
     write_layer_file,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -47,14 +46,14 @@ from oobleck.training.model import (
     tied_parameters,
 )
 
-from .parts import Tensors, join_parts, model_metadata
+from .parts import model_metadata
 from .state import as_tensor, layer_layout
+from .weights import read_weights
 
 __all__ = ["export_model", "import_model"]
 
 _EXIT_CONFIG = 78
 _IMPORTED = "imported"
-_NOT_WEIGHTS = ("optimizer.", "training.")
 _TRIAL_LENGTH = 16
 """Length of the sample on which the model's layers are found."""
 
@@ -79,18 +78,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     Every file is verified before. Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of
     transformers, or that has no adapters to be written alone, or OSError.
     """
-    directory = CheckpointDirectory(checkpoint.parent)
-    manifest = directory.manifest(checkpoint.name)
-    faults = list(directory.faults(manifest))
-    if faults:
-        raise CorruptCheckpoint("; ".join(map(str, faults)))
-    weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for layer in range(len(manifest.layer_names)):
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
-        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
-        metadata = dict(parts[0][0])
-        weights |= join_parts(parts)
+    metadata, weights = read_weights(checkpoint)
     task = metadata.get("task", "causal_lm")
     if task not in get_args(Task):
         raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
@@ -126,14 +114,6 @@ def _save_whole(save: Callable[[Path], object], target: Path) -> None:
         raise OSError(f"{target}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    """Return a layer file's metadata, and of its tensors the parameters."""
-    file = read_layer_file(path)
-    return file.metadata, {
-        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
-    }
 
 
 def import_model(source: Path, target: Path) -> Path:

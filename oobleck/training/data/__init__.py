@@ -14,6 +14,7 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
+    from .collated import CollatedSamples
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
     from .script_data import ScriptSamples
@@ -23,6 +24,7 @@ __all__ = [
     "IGNORED_LABEL",
     "NO_SAMPLE",
     "Batch",
+    "CollatedSamples",
     "Dataset",
     "ModelInputs",
     "ScriptSamples",
@@ -35,6 +37,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Batch": "batches",
+    "CollatedSamples": "collated",
     "Dataset": "data",
     "IGNORED_LABEL": "batches",
     "ModelInputs": "samples",

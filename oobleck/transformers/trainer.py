@@ -1,0 +1,79 @@
+"""`oobleck.transformers.Trainer`: transformers' Trainer, whose `train()` trains on the nodes of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from oobleck.errors import UsageError
+from oobleck.handover import is_received, take_over
+
+from .checks import check_trainer, default_arguments
+from .follower import RunFollower
+from .job import TrainerJob
+
+__all__ = ["Trainer"]
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer, with one difference: `train()` trains on the nodes of `oobleck up`.
+
+    All arguments are transformers'; docs/trainer.md says what becomes of each of them.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel | torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """All arguments are transformers' own."""
+        self._has_trained = False
+        self.resumes_from: str | bool | None = None
+        """What training is to continue from, as `train()` was told."""
+        args = args or TrainingArguments(output_dir="tmp_trainer")
+        self._default = default_arguments(args)
+        super().__init__(model, args, *others, **named)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train on the nodes; returns once the run has ended, with the weights in `model`.
+
+        Raises ConfigError for what has no meaning on them, and names it.
+        """
+        if trial is not None:
+            raise UsageError("Trainer.train(trial=…): start one run for each trial")
+        if self._has_trained:
+            raise UsageError("Trainer.train() is called twice: a run trains once; start another for more")
+        self._has_trained = True
+        self.resumes_from = resume_from_checkpoint or None
+        check_trainer(self, self._default)
+        if self.model_init is not None:
+            transformers.set_seed(self.args.seed)
+            self.model = self.call_model_init()
+        if not is_received():
+            raise UsageError("Trainer.train(): start the script by `oobleck up HOSTFILE SCRIPT.py`")
+        output: TrainOutput = take_over(self)
+        return output
+
+    def job(self) -> TrainerJob:
+        """Return what is trained, as a job. Raises ConfigError for what cannot be."""
+        return TrainerJob(self)
+
+    def follow(self, job: TrainerJob) -> RunFollower:
+        """Return what tells this trainer of the run of its job."""
+        return RunFollower(self, job.epochs, max_steps=job.max_steps)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Workers have the model where they compute; the script needs it on a device of its own for evaluations."""
+        if not is_received() or self._has_trained:
+            super()._move_model_to_device(model, device)
