@@ -70,9 +70,8 @@ def _check_values(args: TrainingArguments) -> None:
     """What depends on more than whether there is a value."""
     schedule = args.lr_scheduler_type
     if schedule in _OF_EVALUATIONS or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
-        raise ConfigError(
-            f"TrainingArguments(lr_scheduler_type={str(schedule)!r}): choose one that follows steps alone"
-        )
+        name = getattr(schedule, "value", schedule)
+        raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
     if args.save_strategy == SaveStrategy.BEST:
         raise ConfigError("TrainingArguments(save_strategy='best'): save by steps or epochs")
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):

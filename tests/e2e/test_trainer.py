@@ -1,0 +1,72 @@
+"""A script of transformers' Trainer with one changed import: it trains on pipelines, a node is killed on the way, and
+it has the losses and the weights that transformers' own Trainer has in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .elastic import assert_nothing_lost, lost_nodes
+from .harness import Runner
+
+SCRIPT = Path(__file__).with_name("trainer_script.py")
+OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
+TOLERANCE = 1e-6
+KILL_STEP = 6
+
+
+def plain_losses(directory: Path, *arguments: str) -> dict[str, Any]:
+    """What transformers' own Trainer comes to, by plain `python`."""
+    text = SCRIPT.read_text()
+    assert text.count(OURS) == 1
+    script = directory / SCRIPT.name
+    script.write_text(text.replace(OURS, THEIRS))
+    output = directory / "theirs.json"
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments, str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(output.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        ("padded", "gpt2"),
+        pytest.param("padded", "llama", marks=pytest.mark.slow),
+        pytest.param("packed", "gpt2", marks=pytest.mark.slow),
+        pytest.param("packed", "llama", marks=pytest.mark.slow),
+        pytest.param("lora", "gpt2", marks=pytest.mark.slow),
+        pytest.param("lora", "llama", marks=pytest.mark.slow),
+        pytest.param("labels", "gpt2", marks=pytest.mark.slow),
+        pytest.param("labels", "llama", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_are_those_of_transformers_trainer(
+    runner: Runner, tmp_path: Path, case: str, family: str
+) -> None:
+    output = tmp_path / "ours.json"
+    settings = ("num_pipelines=2", "torch_threads=1", "control.lease_s=10", "reductions_per_step=2")
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ("--resume", "never", "--kill", f"node2@{KILL_STEP}", "--", case, family, str(output))
+    outcome = runner.run(*options, *arguments, nodes=("--local", "4", str(SCRIPT)))
+    runner.forget_checkpoints()
+    assert outcome.exit_code == 0, outcome.output
+    assert lost_nodes(outcome) == ["node2"]
+    assert_nothing_lost(outcome, 24)
+    (ours,) = map(json.loads, output.read_text().splitlines())  # the lines after train() have run once
+    theirs = plain_losses(tmp_path, case, family)
+    assert theirs["global_step"] == ours["global_step"] == 24
+    for name in ("losses", "rates", "training_loss", "after"):
+        assert ours[name] == pytest.approx(theirs[name], rel=0, abs=TOLERANCE), name
+    assert ours["losses"] == outcome.losses
+    assert ours["steps"] == theirs["steps"]
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
+    assert len(ours["evaluations"]) == len(theirs["evaluations"])
+    assert len(ours["recoveries"]) >= 1
