@@ -5,8 +5,22 @@ The package root loads nothing heavy: `import oobleck` and `import oobleck.plann
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .script import Job
 
-__all__ = ["Job", "__version__"]
+if TYPE_CHECKING:
+    from .cli.launch import Event, Run, launch
+
+__all__ = ["Event", "Job", "Run", "__version__", "launch"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Load what starts runs once it is asked for: workers, and those who plan, never do."""
+    if name not in ("Event", "Run", "launch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .cli import launch as door
+
+    return getattr(door, name)

@@ -7,6 +7,7 @@
     │       ├── DataError     the data that a job names                        (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
+    ├── RunFailed             a run that was launched has not ended as it should
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
         │   ├── FaultyNode    it is faulty
@@ -31,6 +32,7 @@ __all__ = [
     "PeerError",
     "PlanningError",
     "ResourceLost",
+    "RunFailed",
     "ShardUnreadable",
     "Unrecoverable",
     "UsageError",
@@ -68,6 +70,20 @@ class PlanningError(ConfigError):
 
 class PeerError(OobleckError):
     """A message or a connection that breaks the protocol."""
+
+
+class RunFailed(OobleckError):
+    """A run that `oobleck.launch` has started, and that has not ended as it should.
+
+    `exit_code` is what `oobleck up` would have ended with; `traceback` that of the exception that ended the workers,
+    empty where none did.
+    """
+
+    def __init__(self, reason: str, *, exit_code: int, traceback: str = "") -> None:
+        super().__init__(f"{reason}\n\n{traceback}".strip())
+        self.reason = reason
+        self.exit_code = exit_code
+        self.traceback = traceback
 
 
 class ResourceLost(OobleckError):

@@ -19,7 +19,7 @@ import ast
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,28 @@ from .errors import ConfigError, UsageError
 from .handover import TrainReached, receiving
 from .job import ScriptSpec
 
-__all__ = ["SCRIPT_STREAM", "Job", "has_job", "run_as_main", "run_script"]
+__all__ = [
+    "SCRIPT_STREAM",
+    "Job",
+    "blamed",
+    "has_job",
+    "is_running_script",
+    "module_of",
+    "never_trained",
+    "run_as_main",
+    "run_script",
+]
 
 SCRIPT_STREAM = "script://data"
 """The shard, among a job's, that is what its script gives one after the other."""
 
 _MODULE = "__oobleck_script__"
+_MAIN_MODULE = "__oobleck_main__"
 _MAIN = "__main__"
 _FUNCTION = "job"
+
+_running: list[ScriptSpec] = []
+"""The script that is run at this moment, if one is."""
 
 
 class Job:
@@ -121,10 +135,10 @@ def run_script(script: ScriptSpec) -> Job:
     """
     if not has_job(script):
         return _run_to_train(script)
-    module = _new_module(script, _MODULE)
+    module = types.ModuleType(_MODULE)
+    module.__file__ = script.name
     with _blaming(script), _surroundings(script):
-        sys.modules[_MODULE] = module  # dataclasses, among others, look their own module up
-        _execute(script, module)
+        _execute(module, script.source)
         job = _function(module, script)()
     if not isinstance(job, Job):
         raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
@@ -140,36 +154,28 @@ def _run_to_train(script: ScriptSpec) -> Job:
         raise TrainReached(trainer)
 
     with _blaming(script):
-        try:
-            with receiving(end):
-                run_as_main(script)
-        except TrainReached:
-            pass
+        with suppress(TrainReached), receiving(end):
+            run_as_main(script)
         if not reached:
-            raise ConfigError(
-                f"{script.name} has come to its end without a call of `train()` of an oobleck.transformers.Trainer, "
-                f"and has no function {_FUNCTION}() that returns an oobleck.Job; it needs one of the two"
-            )
+            raise never_trained(script)
         job: Job = reached[0].job()
     return job
 
 
+def never_trained(script: ScriptSpec) -> ConfigError:
+    """What is wrong with a script that has come to its end without saying what to train."""
+    return ConfigError(
+        f"{script.name} has come to its end without a call of `train()` of an oobleck.transformers.Trainer, and has "
+        f"no function {_FUNCTION}() that returns an oobleck.Job; it needs one of the two"
+    )
+
+
 def run_as_main(script: ScriptSpec) -> None:
     """Run a script as `python` does, as the module `__main__`. Raises whatever it raises."""
-    module = _new_module(script, _MAIN)
+    module = types.ModuleType(_MAIN)
+    module.__file__ = str(Path(script.directory) / script.name)
     with _surroundings(script):
-        sys.modules[_MAIN] = module
-        _execute(script, module)
-
-
-def _new_module(script: ScriptSpec, name: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__file__ = str(Path(script.directory) / script.name) if name == _MAIN else script.name
-    return module
-
-
-def _execute(script: ScriptSpec, module: types.ModuleType) -> None:
-    exec(compile(script.source, script.name, "exec"), module.__dict__)  # noqa: S102  it is the user's own
+        _execute(module, script.source)
 
 
 @contextmanager
@@ -183,7 +189,41 @@ def _blaming(script: ScriptSpec) -> Iterator[None]:
         raise UsageError(f"{script.name} exits with {end.code} for the arguments {' '.join(script.arguments)}") from end
     # It is somebody else's code, and may fail in any way.
     except Exception as error:
-        raise ConfigError(f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}") from error
+        raise ConfigError(blamed(error, script)) from error
+
+
+def blamed(error: Exception, script: ScriptSpec) -> str:
+    """An error of a script, with the script's name and the line where it came about."""
+    files = (script.name, str(Path(script.directory) / script.name))
+    line = next(filter(None, (_line_of(error, file) for file in files)), "")
+    return f"{script.name}{line}: {type(error).__name__}: {error}"
+
+
+def is_running_script() -> bool:
+    """Whether a script is being run for its job, in this process and at this moment."""
+    return bool(_running)
+
+
+def module_of(name: str, source: str, directory: str) -> types.ModuleType:
+    """Run the text of a file whose functions a job has, as a module that is not `__main__`; what `launch` writes does.
+
+    `directory` is where it lies: what it imports is looked for there. Raises ConfigError for one that fails.
+    """
+    module = types.ModuleType(_MAIN_MODULE)
+    module.__file__ = name
+    _look_in(directory)
+    try:
+        _execute(module, source)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_blamed(error, name)) from error
+    return module
+
+
+def _execute(module: types.ModuleType, source: str) -> None:
+    sys.modules[module.__name__] = module  # dataclasses, among others, look their own module up
+    exec(compile(source, str(module.__file__), "exec"), module.__dict__)  # noqa: S102  it is the user's own
 
 
 def _function(module: types.ModuleType, script: ScriptSpec) -> Callable[[], object]:
@@ -198,22 +238,33 @@ def _surroundings(script: ScriptSpec) -> Iterator[None]:
     """What a script finds around it: its arguments, and the modules beside it where its directory is."""
     arguments = sys.argv
     sys.argv = [script.name, *script.arguments]
-    if Path(script.directory).is_dir() and script.directory not in sys.path:
-        sys.path.insert(0, script.directory)
+    _look_in(script.directory)
+    _running.append(script)
     try:
         yield
     finally:
+        _running.pop()
         sys.argv = arguments
 
 
-def _line_of(error: BaseException, script: ScriptSpec) -> str:
-    """The line of the script where an error came about."""
-    if isinstance(error, SyntaxError) and error.filename == script.name:
+def _look_in(directory: str) -> None:
+    """Have imports look in a directory first, where there is such a one."""
+    if Path(directory).is_dir() and directory not in sys.path:
+        sys.path.insert(0, directory)
+
+
+def _blamed(error: Exception, name: str) -> str:
+    """An error of a script, with the script's name and the line where it came about."""
+    return f"{name}{_line_of(error, name)}: {type(error).__name__}: {error}"
+
+
+def _line_of(error: BaseException, name: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename == name:
         return f":{error.lineno}"
     line = None
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == script.name:
+        if trace.tb_frame.f_code.co_filename == name:
             line = trace.tb_lineno
         trace = trace.tb_next
     return "" if line is None else f":{line}"

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "ui": _PURE | {"streams"},
     "cli": _WORLD | {"script", "streams", "user_path", "checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
-    "__init__": {"script"},
+    "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
 
 MOST_MODULES = 23
@@ -232,6 +232,12 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.parametrize("module", ["oobleck", "oobleck.planner", "oobleck.schedule", "oobleck.control"])
 def test_importing_a_pure_floor_loads_neither_torch_nor_trio(module):
     assert not loaded_after(f"import {module}") & {"torch", "trio", "transformers", "asyncssh", "rich"}
+
+
+def test_what_starts_runs_is_loaded_once_it_is_asked_for():
+    assert not loaded_after("from oobleck import Job") & {"typer", "rich"}
+    assert not loaded_after("from oobleck import launch") & {"torch", "transformers", "asyncssh"}
+    assert not loaded_after("import oobleck; dir(oobleck)") & {"typer", "rich"}
 
 
 def test_planning_loads_neither_torch_nor_trio():

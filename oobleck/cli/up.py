@@ -140,6 +140,14 @@ def up(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the check of the hostfile's nodes, which takes ten seconds.")
     ] = False,
+    until_eof: Annotated[
+        bool,
+        typer.Option(
+            "--until-eof",
+            help="End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start "
+            "runs, and may die.",
+        ),
+    ] = False,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -216,8 +224,10 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
-    from .run import Run, run_job
+    from .run import Run, end_with_stdin, run_job
 
+    if until_eof:
+        end_with_stdin()
     run = Run(
         job=job,
         source=source,

@@ -62,12 +62,11 @@ def test_what_needs_packages_or_a_network_is_refused_too(tmp_path: Path, name: s
         checked(made)
 
 
-def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = trainer(tmp_path)
     monkeypatch.setattr(
-        "oobleck.transformers.checks.TRAINING_ARGUMENTS", {}  # as if all were new
+        "oobleck.transformers.checks.TRAINING_ARGUMENTS",
+        {},  # as if all were new
     )
     made.args.seed = 7
     with pytest.raises(ConfigError, match="not known to this version"):

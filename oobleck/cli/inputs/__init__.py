@@ -5,8 +5,9 @@ from __future__ import annotations
 from .cost_options import parse_costs
 from .durations import duration_s
 from .hostfile import parse_hostfile
-from .job_file import changed_keys
+from .job_file import changed_keys, load_job
 from .kinds_option import KindCount, parse_nodes, parse_prices, parse_profiles
+from .nearest import did_you_mean
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
 from .numbers import real, whole
 from .options import (
@@ -92,7 +93,9 @@ __all__ = [
     "VirtualOnes",
     "base_dir_of",
     "changed_keys",
+    "did_you_mean",
     "duration_s",
+    "load_job",
     "open_job",
     "parse_costs",
     "parse_hostfile",

@@ -27,7 +27,7 @@ from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UserError
 from oobleck.handover import receiving
 from oobleck.job import ScriptSpec
-from oobleck.script import run_as_main
+from oobleck.script import blamed, never_trained, run_as_main
 from oobleck.training.randomness import seed_scripts
 from oobleck.wire import decode_json
 
@@ -53,14 +53,10 @@ def main() -> int:
     except Exception as error:
         traceback.print_exception(error)
         if not host.has_begun:
-            host.send({"problem": f"{script.name}: {type(error).__name__}: {error}", "is_usage": False})
+            host.send({"problem": blamed(error, script), "is_usage": False})
         return _FAILED
     if not host.has_begun:
-        problem = (
-            f"{script.name} has come to its end without a call of `train()` of an oobleck.transformers.Trainer, and has "
-            "no function job() that returns an oobleck.Job; it needs one of the two"
-        )
-        host.send({"problem": problem, "is_usage": False})
+        host.send({"problem": str(never_trained(script)), "is_usage": False})
         return _FAILED
     return 0
 

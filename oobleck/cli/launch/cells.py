@@ -1,0 +1,145 @@
+"""Functions that were defined in the cells of a notebook: their text, with that of all they need.
+
+A name that a function uses may stand for a module, which is imported again; for something from a module, likewise;
+for a function or class of a cell, whose text is taken too; or for a plain value, which is written down as it is now.
+Anything else lives in the notebook alone, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import linecache
+import symtable
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+
+from oobleck.errors import ConfigError
+
+__all__ = ["cell_text", "is_of_a_cell"]
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def is_of_a_cell(value: object) -> bool:
+    """Whether this is a function or class that a notebook's cell defines."""
+    shell = _shell()
+    return shell is not None and getattr(value, "__module__", None) == "__main__" and _cell_of(value) is not None
+
+
+def cell_text(values: Sequence[object]) -> str:
+    """The text of these functions and classes and of all that they need, each before what uses it when it is made.
+
+    Raises ConfigError that names what cannot be taken along.
+    """
+    collected = _Collected()
+    for value in values:
+        collected.take(getattr(value, "__name__", ""), value, "launch()")
+    return "\n\n".join(collected.texts)
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._names: set[str] = set()
+
+    def take(self, name: str, value: object, user: str) -> None:
+        """Take along what a name stands for, after all that it needs itself."""
+        if name in self._names:
+            return
+        self._names.add(name)
+        self.texts.append(self._text(name, value, user))
+
+    def _text(self, name: str, value: object, user: str) -> str:
+        if isinstance(value, types.ModuleType):
+            return (
+                f"import {value.__name__} as {name}"
+                if "." in value.__name__ or value.__name__ != name
+                else (f"import {name}")
+            )
+        if _is_plain(value):
+            return f"{name} = {value!r}"
+        if is_of_a_cell(value):
+            text = _definition(value)
+            for needed in _globals_of(text):
+                if (found := _namespace().get(needed, _MISSING)) is not _MISSING and needed != name:
+                    self.take(needed, found, name)
+            return text
+        module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if isinstance(module, str) and isinstance(own, str) and getattr(sys.modules.get(module), own, None) is value:
+            return f"from {module} import {own} as {name}"
+        raise ConfigError(
+            f"{user} uses {name}, a {type(value).__name__} that lives in this notebook alone; make it in the function, "
+            "or put all of it into a file with `%%writefile job.py`, and give launch() its path"
+        )
+
+
+_MISSING = object()
+
+
+def _shell() -> object | None:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def _namespace() -> dict[str, object]:
+    return vars(sys.modules["__main__"])
+
+
+def _cell_of(value: object) -> str | None:
+    """The text of the cell that a function or class was defined in."""
+    name = getattr(value, "__name__", "")
+    files = [code.co_filename for code in _codes(value)] if isinstance(value, type | types.FunctionType) else []
+    texts = ("".join(linecache.getlines(file)) for file in files)
+    return next((text for text in texts if text and _node(text, name) is not None), None)
+
+
+def _codes(value: object) -> Iterator[types.CodeType]:
+    if isinstance(value, types.FunctionType):
+        yield value.__code__
+    for member in vars(value).values() if isinstance(value, type) else ():
+        if isinstance(code := getattr(member, "__code__", None), types.CodeType):
+            yield code
+
+
+def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    """The last definition of a name at the top level of a cell."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return None
+    found = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return next((node for node in reversed(found) if node.name == name), None)
+
+
+def _definition(value: object) -> str:
+    """The lines of a definition, its decorators included."""
+    text = _cell_of(value)
+    assert text is not None
+    node = _node(text, getattr(value, "__name__", ""))
+    assert node is not None
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+
+
+def _globals_of(text: str) -> list[str]:
+    """The global names that a definition uses, when it is made or when it is called."""
+    table = symtable.symtable(text, "cell", "exec")
+    used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    waiting = list(table.get_children())
+    while waiting:
+        inner = waiting.pop()
+        used |= {symbol.get_name() for symbol in inner.get_symbols() if symbol.is_global()}
+        waiting += inner.get_children()
+    return sorted(name for name in used if not hasattr(builtins, name) or name in _namespace())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `repr` writes this so that it can be read again."""
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
+        return all(_is_plain(each) for each in value)
+    if type(value) is dict:
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    return type(value) in _PLAIN and value == value  # not a number that is none: nan and inf are no literals

@@ -1,0 +1,75 @@
+"""A run in a notebook: the dashboard as HTML, and an area of a cell that shows it as it changes.
+
+Nothing of IPython is imported: where it runs, it is loaded already.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol
+
+from oobleck.control.journal import RunSnapshot
+from oobleck.errors import OobleckError
+
+__all__ = ["Display", "snapshot_html"]
+
+_WIDTH, _HEIGHT = 110, 30
+_INTERVAL_S = 0.5
+_FORMAT = '<pre style="font-family: monospace; line-height: 1.2; white-space: pre; overflow-x: auto">{code}</pre>'
+
+
+class _Shown(Protocol):
+    def __repr__(self) -> str: ...
+
+
+class Display:
+    """Shows an object in the cell that is being run, and again twice a second; does nothing where there is no cell."""
+
+    def __init__(self, shown: _Shown) -> None:
+        self._shown = shown
+        self._handle: Any = None
+        self._due_s = 0.0
+
+    def __enter__(self) -> Display:
+        if _is_in_a_notebook():
+            self._handle = sys.modules["IPython"].display.display(self._shown, display_id=True)
+            self._due_s = time.monotonic() + _INTERVAL_S
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._draw()
+
+    def update(self) -> None:
+        """Show it as it is now, unless that was just done."""
+        if time.monotonic() >= self._due_s:
+            self._draw()
+            self._due_s = time.monotonic() + _INTERVAL_S
+
+    def _draw(self) -> None:
+        if self._handle is not None:
+            with suppress(OobleckError):  # the run has come to its end just now; there is one more drawing after it
+                self._handle.update(self._shown)
+
+
+def _is_in_a_notebook() -> bool:
+    """Whether a kernel runs this, whose cells can show and change things; IPython in a terminal cannot."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def snapshot_html(snapshot: RunSnapshot) -> str:
+    """The dashboard as HTML."""
+    from rich.console import Console
+
+    from oobleck.ui.dashboard import Dashboard
+
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH, height=_HEIGHT, force_terminal=True)
+    console.print(Dashboard(snapshot, fill=False))
+    return console.export_html(inline_styles=True, code_format=_FORMAT)

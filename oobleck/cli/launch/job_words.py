@@ -1,0 +1,80 @@
+"""A job as words of `oobleck up`: a path as it stands, any other as a file that is written for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+
+from oobleck.cli.inputs import load_job
+from oobleck.errors import ConfigError, UsageError, shown
+from oobleck.runtime.files import private_directory
+from oobleck.script import Job
+from oobleck.user_path import expand_user
+
+from .script_text import script_text
+
+__all__ = ["job_words"]
+
+_MADE_OF = "the job given to launch()"
+
+
+def job_words(
+    job: str | PathLike[str] | Mapping[str, object] | Job | Callable[[], Job] | None,
+    arguments: tuple[str, ...],
+    base_dir: Path,
+) -> list[str]:
+    """The words that name a job, and its script's arguments. Raises UserError.
+
+    A file is written below `base_dir`, in a directory that is named for what is in it: the same job is the same
+    file, by which a run is known that continues without its master.
+    """
+    match job:
+        case None:
+            return []
+        case str() | PathLike():
+            return _of_path(Path(fspath(job)), arguments)
+        case Mapping():
+            return _of_settings(job, base_dir)
+        case Job() if not job.provides:
+            return _of_settings(job.settings, base_dir)
+        case Job() | Callable():
+            text, default_arguments = script_text(job)
+            path = _written(text, "job.py", base_dir)
+            return [str(path), "--", *(arguments or default_arguments)]
+    raise UsageError(
+        f"launch() takes a path, a job file's keys, an oobleck.Job or a function that returns one, not {shown(job)}"
+    )
+
+
+def _of_path(path: Path, arguments: tuple[str, ...]) -> list[str]:
+    if path.suffix == ".py":
+        return [str(expand_user(path)), "--", *arguments]
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise UsageError(f"{path}: a job is a script (.py) or a job file (.yaml); give one of these")
+    if arguments:
+        raise UsageError(f"arguments: they are for a script, and {path} is a job file; leave them out")
+    return [f"--job={path}"]
+
+
+def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
+    try:
+        text = json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_MADE_OF}: a setting is no plain value: {error}") from error
+    load_job(text, source=_MADE_OF, has_lines=False)
+    return [f"--job={_written(text, 'job.yaml', base_dir)}"]
+
+
+def _written(text: str, name: str, base_dir: Path) -> Path:
+    directory = base_dir.resolve() / ".launched" / hashlib.sha256(text.encode()).hexdigest()[:12]
+    try:
+        base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(directory.parent)
+        private_directory(directory)
+        (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"base directory {base_dir}: {error.strerror}") from error
+    return directory / name

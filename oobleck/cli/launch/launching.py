@@ -1,0 +1,73 @@
+"""`oobleck.launch`: from a job and keyword arguments to a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike, fspath
+from pathlib import Path
+
+from oobleck.cli.inputs import base_dir_of
+from oobleck.errors import ConfigError
+from oobleck.script import Job, is_running_script
+
+from .job_words import job_words
+from .master import MasterProcess
+from .options import option_words
+from .run import Run, failure_without_journal
+
+__all__ = ["launch"]
+
+
+def launch(
+    job: str | PathLike[str] | Mapping[str, object] | Job | Callable[[], Job] | None = None,
+    *,
+    hosts: str | PathLike[str] | None = None,
+    arguments: Sequence[str] = (),
+    base_dir: str | PathLike[str] | None = None,
+    **options: object,
+) -> Run:
+    """Start a run, as `oobleck up` does, and return once its job is accepted.
+
+        run = oobleck.launch("train.py", hosts="hosts.txt")
+        run = oobleck.launch({"model": "gpt2", "max_steps": 100}, local=4)
+        run = oobleck.launch(oobleck.Job(model=layers, data=samples, max_steps=100), local=4, save_every="5m")
+
+    Arguments:
+        job: a script (.py) or a job file (.yaml) by its path; the keys of a job file; a `Job`; or a function that
+            returns a `Job`. None is the default job. Functions of a `Job` must be at the top level of a file or of a
+            notebook's cell, for workers find them there: the file that calls `launch` is run again in each of them,
+            so the call belongs below `if __name__ == "__main__":`. A function that returns a `Job` may make whatever
+            it likes.
+        hosts: the hostfile.
+        arguments: of the script.
+        base_dir: the directory of all runs.
+        options: the long options of `oobleck up`, as in `local=4`, `steps=100`, `hosts_from="./hosts.sh"`,
+            `no_check=True`; `kill=["node2@20"]` and `set={"optimizer.learning_rate": 3e-4}` may be several.
+
+    Raises ConfigError or UsageError for what cannot be used, with the words of `oobleck up`; RunFailed where the
+    master fails at once for another reason.
+    """
+    if is_running_script():
+        raise ConfigError(
+            'launch() is called while this file is run for its job; put the call below `if __name__ == "__main__":`'
+        )
+    directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir)))
+    words = [*option_words(options)]
+    words = [*(() if hosts is None else (fspath(hosts),)), *words, *job_words(job, tuple(arguments), directory)]
+    return _started(MasterProcess(words, directory))
+
+
+def _started(master: MasterProcess) -> Run:
+    try:
+        held = master.wait_until_accepted()
+    except BaseException:
+        master.interrupt()
+        raise
+    if held is None:
+        raise failure_without_journal(master)
+    if said := master.words_so_far():
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{said}\n")
+    return Run(master, held)

@@ -1,0 +1,122 @@
+"""`oobleck up` as a child process: started, listened to, waited for.
+
+It has a session of its own, so that a terminal's Ctrl-C reaches the caller alone, who passes it on. Its standard input
+is a pipe that nobody writes to: when the caller dies, however, the pipe ends, and the run with it (`--until-eof`).
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from oobleck.runtime.files import ProcessId, RunDirectory
+
+__all__ = ["MasterProcess"]
+
+_POLL_S = 0.05
+_MOST_LINES = 1000
+_LAST_WORDS_S = 2.0
+_SAYS = "oobleck up: "
+_BLAMES = ("oobleck: ", "Error: ")
+"""How an error begins, one of ours and one of typer's."""
+
+
+class MasterProcess:
+    """The process of a run's master."""
+
+    def __init__(self, words: Sequence[str], base_dir: Path) -> None:
+        """Start `oobleck up` with these words, and with what its caller needs."""
+        self._base_dir = base_dir
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        own = ("--plain", "--json", "--until-eof", f"--base-dir={base_dir}")
+        options, arguments = _parted(words)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "oobleck", "up", *options, *own, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._id = ProcessId.of(self._process.pid)
+        # It also keeps the process from being collected with a run that nobody holds on to.
+        self._listener = threading.Thread(target=self._listen, name="oobleck-run", daemon=True)
+        self._listener.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """As of `subprocess`: None while it lives, the negative number of the signal that has killed it."""
+        return self._process.poll()
+
+    def wait_until_accepted(self) -> RunDirectory | None:
+        """Wait until the job is accepted and its run has a directory; None where it ends before."""
+        while True:
+            has_ended = self.has_ended
+            if (held := self._held()) is not None:
+                return held
+            if has_ended:
+                return None
+            time.sleep(_POLL_S)
+
+    def _held(self) -> RunDirectory | None:
+        """The run whose lock this process holds, or has held."""
+        if self._id is None or not self._base_dir.is_dir():
+            return None
+        runs = (RunDirectory(base_dir=self._base_dir, tag=path.name) for path in self._base_dir.iterdir())
+        return next((run for run in runs if run.master == self._id), None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, at most so long; returns whether it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.has_ended
+
+    def interrupt(self) -> None:
+        """Pass a Ctrl-C on: the first finishes the step, saves and stops; the second stops at once."""
+        self._process.send_signal(signal.SIGINT)
+
+    def words_so_far(self) -> str:
+        """What it has said that is neither about the journal nor shown already."""
+        return "\n".join(self._lines)
+
+    def last_error(self) -> str:
+        """What it has said at its end of why it failed, without the name of the command."""
+        self._listener.join(_LAST_WORDS_S)
+        lines = list(self._lines)
+        starts = [index for index, line in enumerate(lines) if line.startswith(_BLAMES)]
+        blamed = lines[starts[-1] :] if starts else lines[-20:]
+        text = "\n".join(blamed).strip()
+        return next((text.removeprefix(each) for each in _BLAMES if text.startswith(each)), text)
+
+    def _listen(self) -> None:
+        """Show what it says to people; keep what may be an error; leave out the journal's lines, which `Run` has."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if line.startswith(_SAYS):
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+            elif not line.startswith("["):
+                self._lines.append(line.rstrip("\n"))
+        self._process.stderr.close()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before `--`, and those from it on, which are a script's."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end:])

@@ -1,0 +1,218 @@
+"""A run that this program has started: its events, its state, its end, and what can be asked of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
+from oobleck.errors import ConfigError, OobleckError, PeerError, RunFailed, UsageError
+from oobleck.exit_codes import ExitCode
+from oobleck.runtime.control_client import (
+    AddRequest,
+    ControlRequest,
+    DrainRequest,
+    KillRequest,
+    NoActiveRun,
+    StatusRequest,
+    StopRequest,
+    request,
+)
+from oobleck.runtime.files import RunDirectory, follow_journal, read_journal
+from oobleck.wire import from_builtins
+
+from .display import Display, snapshot_html
+from .event import Event
+from .interrupts import Interrupts
+from .master import MasterProcess
+
+__all__ = ["Run"]
+
+_POLL_S = 0.1
+
+
+class Run:
+    """A run that `oobleck.launch` has started.
+
+        for event in run: print(event)     # each thing that happens, until the run ends
+        summary = run.wait()               # what it came to; raises what went wrong
+
+    It is a run like any other: `oobleck status TAG` and its companions reach it from any terminal. It ends with the
+    program that has launched it, also if that is killed: the step is finished, the state saved. In a `with` statement
+    it ends with the block. An interrupt (Ctrl-C, a notebook's stop button) during `wait` or between two events finishes
+    the step, saves and stops the run, and is then raised; a second one stops at once.
+    """
+
+    def __init__(self, master: MasterProcess, directory: RunDirectory) -> None:
+        self._master = master
+        self._directory = directory
+
+    @property
+    def tag(self) -> str:
+        """The run's name."""
+        return self._directory.tag
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this machine has its checkpoints, unless `checkpoint.directory` says otherwise."""
+        return self._directory.path / "checkpoints"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its master lives."""
+        return not self._master.has_ended
+
+    def __iter__(self) -> Iterator[Event]:
+        """Each event of the run from its start, as it happens; ends when the run does. May be done any number of times.
+
+        Raises KeyboardInterrupt after the end where an interrupt came meanwhile. A failure of the run raises nothing
+        here: that is for `wait`.
+        """
+        with Interrupts(self._master.interrupt) as interrupts, Display(self) as display:
+            for entry in self._entries():
+                if entry is not None:
+                    interrupts.is_waiting = False
+                    yield Event(entry)
+                    interrupts.is_waiting = True
+                display.update()
+        interrupts.raise_late()
+
+    def wait(self, timeout_s: float | None = None) -> Summary:
+        """Wait for the end and return the closing summary, which is also what `summary=FILE` writes.
+
+        A run that was stopped has one too. Raises RunFailed with the reason, and the traceback of the worker that
+        failed; ConfigError or UsageError where the job is at fault; TimeoutError after `timeout_s` seconds, with the
+        run left as it is.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with Interrupts(self._master.interrupt) as interrupts, Display(self) as display:
+            while not self._master.wait(_POLL_S):
+                display.update()
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"run {self.tag} is still active after {timeout_s:g} s")
+        interrupts.raise_late()
+        if self._master.exit_code != ExitCode.DONE:
+            raise self._failure()
+        return summarize(read_journal(self._directory.journal))
+
+    def status(self) -> RunSnapshot:
+        """What the run looks like now, or looked like at its end: what `oobleck status --json` prints."""
+        try:
+            answer = self._ask(StatusRequest())
+        except NoActiveRun:
+            return self._last_snapshot()
+        try:
+            return from_builtins(RunSnapshot, answer)
+        except PeerError as error:
+            raise PeerError(f"run {self.tag} is of another version of Oobleck: {error}") from error
+
+    def kill(self, node: str) -> None:
+        """Kill a node's agent and workers at once, as if its power had failed. The run recovers from it."""
+        self._ask(KillRequest(node=node))
+
+    def drain(self, node: str) -> None:
+        """Let a node finish the step, give away what only it holds, and leave the run."""
+        self._ask(DrainRequest(node=node))
+
+    def add(self, node: str) -> None:
+        """Take a node into the run: a name that it knows, or a line as in a hostfile."""
+        self._ask(AddRequest(node=node))
+
+    def stop(self, *, now: bool = False) -> None:
+        """Have the run end after the step in flight, or at once; `wait` waits for it. One that has ended stays so."""
+        with suppress(NoActiveRun):
+            self._ask(StopRequest(now=now))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the run, after its step, and wait for that."""
+        self.stop()
+        with Interrupts(self._master.interrupt) as interrupts:
+            self._master.wait()
+        interrupts.raise_late()
+
+    def __repr__(self) -> str:
+        seen = self.status()
+        return f"<oobleck run {self.tag}: {seen.state}, step {seen.step} of {seen.max_steps}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the dashboard."""
+        return snapshot_html(self.status())
+
+    def _ask(self, asked: ControlRequest) -> Mapping[str, object]:
+        """Ask the master, as soon as it listens. Raises NoActiveRun once it has ended."""
+        while True:
+            has_ended = self._master.has_ended
+            try:
+                return request(self._directory.control_socket, asked)
+            except NoActiveRun:
+                if has_ended:
+                    raise NoActiveRun(f"the run {self.tag} has ended") from None
+            time.sleep(_POLL_S)
+
+    def _entries(self) -> Iterator[JournalEntry | None]:
+        """The journal's entries as they come, until the run ends; None every moment."""
+        while not self._has_journal:
+            if self._master.has_ended and not self._has_journal:
+                return
+            yield None
+            time.sleep(_POLL_S)
+        was_ended = False
+        for entry in follow_journal(self._directory.journal):
+            yield entry
+            if entry is None:
+                if was_ended:
+                    return
+                was_ended = self._master.has_ended
+
+    @property
+    def _has_journal(self) -> bool:
+        """Whether the journal is this run's: written to since the lock was taken, and not left by one before."""
+        try:
+            taken_ns = (self._directory.path / "lock").stat().st_mtime_ns
+            return self._directory.journal.stat().st_mtime_ns >= taken_ns
+        except OSError:
+            return False
+
+    def _last_snapshot(self) -> RunSnapshot:
+        view, t_s = RunView(), 0.0
+        if self._has_journal:
+            for entry in read_journal(self._directory.journal):
+                view.apply(entry)
+                t_s = entry.t_s
+        return view.at(t_s)
+
+    def _failure(self) -> OobleckError:
+        code = self._master.exit_code
+        assert code is not None
+        end = None
+        if self._has_journal:
+            end = next((entry for entry in read_journal(self._directory.journal) if isinstance(entry, JobEnded)), None)
+        if end is None:
+            return failure_without_journal(self._master)
+        text = end.error.end.traceback if end.error is not None else ""
+        if code == ExitCode.CONFIG:
+            return ConfigError(f"{end.reason}\n\n{text}".strip())
+        return RunFailed(end.reason, exit_code=code, traceback=text)
+
+
+def failure_without_journal(master: MasterProcess) -> OobleckError:
+    """Why a master has failed, by what it said."""
+    code, reason = master.exit_code, master.last_error()
+    assert code is not None
+    if code == ExitCode.CONFIG:
+        return ConfigError(reason)
+    if code == ExitCode.USAGE:
+        return UsageError(reason)
+    if code < 0:
+        reason = (
+            f"the master was killed by signal {-code}; its agents train on for a while without it. {reason}".strip()
+        )
+    return RunFailed(reason, exit_code=code)

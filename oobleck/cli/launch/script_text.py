@@ -1,0 +1,157 @@
+"""A job with functions of the caller's, as the text of a script that finds the same functions again.
+
+Nothing is pickled. What workers run is text: that of the file a function is in, run again there as any script is (and
+as multiprocessing does), or an import of its module, or the text of the notebook's cells that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from oobleck.errors import ConfigError
+from oobleck.script import Job
+
+from .cells import cell_text, is_of_a_cell
+
+__all__ = ["script_text"]
+
+_HEAD = '''"""Made by oobleck.launch."""
+
+import functools
+import importlib
+import json
+import sys
+
+from oobleck.script import Job, module_of
+
+'''
+_MAIN = "__main__"
+
+
+def script_text(job: Job | Callable[[], Job]) -> tuple[str, tuple[str, ...]]:
+    """The script, and the arguments that its file was called with, if it is run again.
+
+    Raises ConfigError that names a function that workers could not find.
+    """
+    sources = _Sources()
+    if isinstance(job, Job):
+        body = _job_call(job, sources)
+    else:
+        body = f"{sources.expression(job, 'the function that returns the job')}()"
+    text = f"{_HEAD}{sources.text}\n\ndef job():\n    return {body}\n"
+    return text, tuple(sys.argv[1:]) if sources.has_main_file else ()
+
+
+def _job_call(job: Job, sources: _Sources) -> str:
+    if job.callbacks:
+        raise ConfigError(
+            "callbacks: these objects live in this process alone; give launch() a function that returns the Job, and "
+            "make them in it"
+        )
+    try:
+        settings = json.dumps(_own_settings(job))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the Job given to launch(): a setting is no plain value: {error}") from error
+    made = "".join(f", {name}={sources.expression(value, name)}" for name, value in job.made.items())
+    return f"Job(**json.loads({settings!r}){made})"
+
+
+def _own_settings(job: Job) -> dict[str, object]:
+    """The settings as they were given to the `Job`, without what it has added for what is made."""
+    settings: dict[str, object] = {name: value for name, value in job.settings.items() if name not in job.made}
+    return settings | ({"streaming": True} if "data" in job.made and "data" in job.settings else {})
+
+
+class _Sources:
+    """Where functions come from: each module once, as a variable of the script."""
+
+    def __init__(self) -> None:
+        self.has_main_file = False
+        self._modules: dict[str, str] = {}
+        """What makes a module, by the name of its variable."""
+        self._roots: list[str] = []
+        self._of_cells: list[object] = []
+
+    @property
+    def text(self) -> str:
+        paths = [f"sys.path[:0] = [path for path in {self._roots!r} if path not in sys.path]"] if self._roots else []
+        made = dict(self._modules)
+        if self._of_cells:
+            made["cells"] = f"module_of('notebook', {cell_text(self._of_cells)!r}, {os.getcwd()!r})"
+        return "\n".join((*paths, *(f"{name} = {value}" for name, value in made.items())))
+
+    def expression(self, value: object, role: str) -> str:
+        """An expression that is this function, once the modules are made. Raises ConfigError."""
+        if isinstance(value, partial):
+            return self._of_partial(value, role)
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise _lost(role, value, "an object of this process alone")
+        if "<" in name or _found(sys.modules.get(module), name) is not value:
+            raise _lost(role, value, "not at the top level of a file")
+        return f"{self._variable(module, value, role)}.{name}"
+
+    def _of_partial(self, value: partial[object], role: str) -> str:
+        try:
+            given = json.dumps([value.args, value.keywords])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{role}: an argument of the partial function is no plain value: {error}") from error
+        function = self.expression(value.func, role)
+        return f"(lambda given: functools.partial({function}, *given[0], **given[1]))(json.loads({given!r}))"
+
+    def _variable(self, module: str, value: object, role: str) -> str:
+        if module != _MAIN:
+            return self._imported(module, value, role)
+        if is_of_a_cell(value):
+            self._of_cells.append(value)
+            return "cells"
+        return self._main(value, role)
+
+    def _main(self, value: object, role: str) -> str:
+        main = sys.modules[_MAIN]
+        if getattr(main, "__spec__", None) is not None:  # python -m package.module
+            return self._imported(str(main.__spec__.name), value, role)  # type: ignore[union-attr]
+        file = Path(str(getattr(main, "__file__", ""))).absolute()
+        if not file.is_file():
+            raise _lost(role, value, "typed in, and in no file")
+        self.has_main_file = True
+        source = file.read_text(encoding="utf-8")
+        self._modules["main"] = f"module_of({str(file)!r}, {source!r}, {str(file.parent)!r})"
+        return "main"
+
+    def _imported(self, module: str, value: object, role: str) -> str:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            raise _lost(role, value, f"in {module}, which no file has")
+        variable = "module_" + module.replace(".", "__")
+        self._modules[variable] = f"importlib.import_module({module!r})"
+        levels = module.count(".") + (spec.submodule_search_locations is not None)
+        root = str(Path(spec.origin).parents[levels])
+        if root in (os.getcwd() if path == "" else path for path in sys.path) and root not in self._roots:
+            self._roots.append(root)
+        return variable
+
+
+def _found(module: types.ModuleType | None, name: str) -> object:
+    found: object = module
+    for word in name.split("."):
+        found = getattr(found, word, None)
+    return found
+
+
+def _lost(role: str, value: object, where: str) -> ConfigError:
+    name = getattr(value, "__qualname__", None) or type(value).__name__
+    code = getattr(value, "__code__", None)
+    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if isinstance(code, types.CodeType) else ""
+    return ConfigError(
+        f"{role}: {name}{place} is {where}, so workers cannot find it; define it with `def` at the top level of a "
+        "file, or give launch() a function that returns the Job and makes it (in a notebook: put all of it into a file "
+        "with `%%writefile job.py`, and give launch() its path)"
+    )
