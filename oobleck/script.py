@@ -29,6 +29,7 @@ from .job import ScriptSpec
 
 __all__ = [
     "SCRIPT_STREAM",
+    "SCRIPT_WAITS",
     "Job",
     "blamed",
     "has_job",
@@ -38,6 +39,9 @@ __all__ = [
     "run_as_main",
     "run_script",
 ]
+
+SCRIPT_WAITS = "OOBLECK_SCRIPT_WAITS"
+"""An environment variable that is set where a script waits already, in a process of its own, for the run to end."""
 
 SCRIPT_STREAM = "script://data"
 """The shard, among a job's, that is what its script gives one after the other."""

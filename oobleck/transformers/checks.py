@@ -54,7 +54,10 @@ def check_arguments(args: TrainingArguments, default: TrainingArguments) -> None
 
 
 def default_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return arguments where nothing is said but where to compute. To be made before the trainer: they set devices up."""
+    """Return arguments where nothing is said but where to compute.
+
+    They set devices up, so they are to be made before the trainer.
+    """
     return TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
 
 

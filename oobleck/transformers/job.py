@@ -10,7 +10,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class TrainerJob(Job):
     for.
     """
 
-    def __init__(self, trainer: transformers.Trainer, *, tag: str | None = None) -> None:
+    def __init__(self, trainer: transformers.Trainer, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for what cannot be trained."""
         self._trainer = trainer
         self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
@@ -105,7 +104,7 @@ def epochs_of(trainer: transformers.Trainer, loader: Any) -> Epochs:
 
 
 def _settings(
-    trainer: transformers.Trainer, loader: Any, epochs: Epochs, *, max_steps: int, tag: str | None
+    trainer: transformers.Trainer, loader: Any, epochs: Epochs, *, max_steps: int, tag: str
 ) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
@@ -113,7 +112,7 @@ def _settings(
     global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
     return {
-        "tag": args.run_name or tag or _tag_of(sys.argv[0]),
+        "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
         "data": {
             "sequence_length": max(2, *(longest_row(each) for each in batches)),
@@ -136,10 +135,6 @@ def _settings(
         "control": {"start_timeout_s": _START_TIMEOUT_S},
         **({"eval_steps": _eval_steps(trainer, state, epochs)} if _evaluates(trainer) else {}),
     }
-
-
-def _tag_of(script: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip(".-_") or "trainer"
 
 
 def _microbatch_size(batch_size: int, global_batch_size: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from oobleck.handover import is_received, take_over
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob
+from .launched import train_here
 
 __all__ = ["Trainer"]
 
@@ -34,6 +37,7 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """All arguments are transformers' own."""
         self._has_trained = False
+        self._script_name = ""
         self.resumes_from: str | bool | None = None
         """What training is to continue from, as `train()` was told."""
         args = args or TrainingArguments(output_dir="tmp_trainer")
@@ -55,19 +59,20 @@ class Trainer(transformers.Trainer):
         if self._has_trained:
             raise UsageError("Trainer.train() is called twice: a run trains once; start another for more")
         self._has_trained = True
+        self._script_name = Path(sys.argv[0]).stem
         self.resumes_from = resume_from_checkpoint or None
         check_trainer(self, self._default)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
         if not is_received():
-            raise UsageError("Trainer.train(): start the script by `oobleck up HOSTFILE SCRIPT.py`")
+            return train_here(self)
         output: TrainOutput = take_over(self)
         return output
 
     def job(self) -> TrainerJob:
         """Return what is trained, as a job. Raises ConfigError for what cannot be."""
-        return TrainerJob(self)
+        return TrainerJob(self, tag=self._script_name)
 
     def follow(self, job: TrainerJob) -> RunFollower:
         """Return what tells this trainer of the run of its job."""

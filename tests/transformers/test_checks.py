@@ -111,14 +111,14 @@ class Endless(IterableDataset[Any]):
 
 
 def test_data_without_a_length_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="train_dataset=.*no length"):
+    with pytest.raises(ConfigError, match=r"train_dataset=.*no length"):
         checked(trainer(tmp_path, train_dataset=Endless(), max_steps=3))
 
 
 def test_several_sets_for_evaluation_are_refused_while_training_evaluates(tmp_path: Path):
     sets = {"a": rows(3), "b": rows(4)}
     checked(trainer(tmp_path, eval_dataset=sets))
-    with pytest.raises(ConfigError, match="eval_dataset={'a', 'b'"):
+    with pytest.raises(ConfigError, match=r"eval_dataset=\{'a', 'b'"):
         checked(trainer(tmp_path, eval_dataset=sets, eval_strategy="epoch"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
-from oobleck.script import has_job
+from oobleck.script import SCRIPT_WAITS, has_job
 
 from .job_file import apply_overrides, default_job, load_job, parse_override
 
@@ -42,7 +43,7 @@ def open_job(
         from oobleck.runtime.processes import TrainerProcess, read_script
 
         spec = read_script(script, arguments)
-        if not has_job(spec):
+        if not has_job(spec) and SCRIPT_WAITS not in os.environ:
             process = TrainerProcess(spec)
             return _read(file, script, process.described, settings, num_nodes=num_nodes), process
     return read_job(file, script, arguments, settings, num_nodes=num_nodes), None

@@ -50,7 +50,7 @@ def main() -> int:
         with receiving(host.train):
             run_as_main(script)
     # It is the user's own, and may fail in any way.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         traceback.print_exception(error)
         if not host.has_begun:
             host.send({"problem": blamed(error, script), "is_usage": False})

@@ -62,8 +62,8 @@ class Evaluator:
             self._num_microbatches = -(-self._num_samples // job.microbatch_size)
         if not self._num_microbatches:
             raise ConfigError(
-                f"eval_steps: {self._num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
-                "data.validation_split, or raise max_eval_samples"
+                f"eval_steps: {self._num_samples} samples are not one microbatch of {job.microbatch_size}; keep more "
+                "by data.validation_split, or raise max_eval_samples"
             )
         self._divisor = self._num_microbatches * job.microbatch_size * dataset.items_per_sample
 
