@@ -181,6 +181,8 @@ def up(
         job, trainer = read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
     else:
         job, trainer = open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+    if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
+        resume = trainer.resume  # what its train() was given
     job = _with_options(
         job,
         {

@@ -97,7 +97,8 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 
 
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> ModelStructure:
-    live = LiveModel(made["live_model"](), cache_dir)
+    model = made["live_model"]()
+    live = LiveModel.skeleton_of(model) if cache_dir is None else LiveModel.taken_apart(model, cache_dir)
     return ModelStructure.from_live(
         live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
     )

@@ -55,9 +55,10 @@ class RunFollower:
     def _new_state(self) -> TrainerState:
         trainer = self._trainer
         handled = [*trainer.callback_handler.callbacks, trainer.control]
-        state = TrainerState(stateful_callbacks=[each for each in handled if isinstance(each, ExportableState)])
+        stateful: list[Any] = [each for each in handled if isinstance(each, ExportableState)]
+        state = TrainerState(stateful_callbacks=stateful)
         state.train_batch_size = trainer.args.train_batch_size
-        state.compute_steps(trainer.args, self._max_steps)
+        state.compute_steps(trainer.args, self._max_steps)  # type: ignore[no-untyped-call]  # transformers' own
         state.max_steps = self._max_steps
         state.num_train_epochs = math.ceil(self._max_steps / self._epochs.num_steps)
         return state
@@ -83,7 +84,9 @@ class RunFollower:
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
         num_samples = num_steps * trainer.args.train_batch_size * self._epochs.batches_per_step
-        metrics = speed_metrics("train", self._started_s, num_samples=num_samples, num_steps=num_steps)
+        metrics: dict[str, float] = speed_metrics(  # type: ignore[no-untyped-call]  # transformers' own
+            "train", self._started_s, num_samples=num_samples, num_steps=num_steps
+        )
         metrics["train_loss"] = mean
         trainer.is_in_train = False
         trainer.log(metrics)
@@ -162,8 +165,7 @@ class RunFollower:
         """As transformers does once its callbacks have seen the metrics."""
         args, state = self._trainer.args, self._trainer.state
         name = args.metric_for_best_model
-        value = metrics.get(name if name is None or name.startswith("eval_") else f"eval_{name}")
-        if value is None:
+        if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
             return
         best = state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):

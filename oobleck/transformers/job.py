@@ -25,7 +25,7 @@ from oobleck.script import Job
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
 
-__all__ = ["TrainerJob", "epochs_of", "inner_model"]
+__all__ = ["TrainerJob", "decayed_parameters", "epochs_of", "inner_model"]
 
 _LEAST_MICROBATCHES = 8
 """Of a step, if its samples suffice: for four stages, or two pipelines of two."""
@@ -39,7 +39,7 @@ class TrainerJob(Job):
     for.
     """
 
-    def __init__(self, trainer: transformers.Trainer, *, tag: str) -> None:
+    def __init__(self, trainer: Any, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for what cannot be trained."""
         self._trainer = trainer
         self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
@@ -72,7 +72,7 @@ class TrainerJob(Job):
             "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
             "order": lambda: EpochOrder(loader, self._epochs),
             "optimizer": make_optimizer,
-            "decayed": lambda: _decayed(trainer),
+            "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
         if _evaluates(trainer):
@@ -89,7 +89,7 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
-def epochs_of(trainer: transformers.Trainer, loader: Any) -> Epochs:
+def epochs_of(trainer: Any, loader: Any) -> Epochs:
     """Return how a trainer's loader, that of its training data, is divided into steps."""
     num_batches = len(loader)
     if not num_batches:
@@ -103,12 +103,10 @@ def epochs_of(trainer: transformers.Trainer, loader: Any) -> Epochs:
 # --- settings --------------------------------------------------------------------------------------------------
 
 
-def _settings(
-    trainer: transformers.Trainer, loader: Any, epochs: Epochs, *, max_steps: int, tag: str
-) -> dict[str, Any]:
+def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
-    state.compute_steps(args, max_steps)
+    state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
     global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
     return {
@@ -143,7 +141,7 @@ def _microbatch_size(batch_size: int, global_batch_size: int) -> int:
     return next((size for size in sizes if global_batch_size // size >= _LEAST_MICROBATCHES), 1)
 
 
-def _dtype(trainer: transformers.Trainer) -> str:
+def _dtype(trainer: Any) -> str:
     args, of_model = trainer.args, trainer.model.dtype
     if of_model == torch.float64:
         if args.bf16 or args.fp16:
@@ -154,34 +152,34 @@ def _dtype(trainer: transformers.Trainer) -> str:
     return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
 
 
-def _recomputes(trainer: transformers.Trainer) -> bool:
+def _recomputes(trainer: Any) -> bool:
     args = trainer.args
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
     return any(asked) or any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
 
 
-def _checkpoints(trainer: transformers.Trainer, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
+def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
     args = trainer.args
-    steps = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}.get(args.save_strategy)
-    limit = args.save_total_limit
+    by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
+    steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
     return {
         **({"save_steps": int(steps)} if steps else {}),
         **({"save_total_limit": limit} if limit else {}),
     }
 
 
-def _evaluates(trainer: transformers.Trainer) -> bool:
+def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
 
 
-def _eval_steps(trainer: transformers.Trainer, state: TrainerState, epochs: Epochs) -> int:
+def _eval_steps(trainer: Any, state: TrainerState, epochs: Epochs) -> int:
     return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(state.eval_steps)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------
 
 
-def _optimizer(trainer: transformers.Trainer) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:
+def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:
     """Return what makes the optimizer from parameter groups, and its rate at its highest.
 
     Raises ConfigError for one that wants the whole model.
@@ -199,7 +197,7 @@ def _optimizer(trainer: transformers.Trainer) -> tuple[Callable[[list[dict[str, 
     return lambda groups: kind(groups, **arguments), arguments.get("lr", trainer.args.learning_rate)
 
 
-def _schedule(trainer: transformers.Trainer, *, max_steps: int, peak: float) -> Callable[[int], float]:
+def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], float]:
     """Return the factor of the learning rate of each step, from 1, as transformers' schedules have it."""
     args = trainer.args
     stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
@@ -217,7 +215,7 @@ def _schedule(trainer: transformers.Trainer, *, max_steps: int, peak: float) -> 
     return lambda step: float(factor(step - 1))
 
 
-def _decayed(trainer: transformers.Trainer) -> frozenset[str]:
+def decayed_parameters(trainer: Any) -> frozenset[str]:
     """Return the parameters that are decayed, by all names that they have in the model without what PEFT adds."""
     named = dict(trainer.model.named_parameters(remove_duplicate=False))
     decayed = {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
@@ -225,7 +223,7 @@ def _decayed(trainer: transformers.Trainer) -> frozenset[str]:
     return frozenset(name for name, parameter in own if id(parameter) in decayed)
 
 
-def _loss(trainer: transformers.Trainer) -> Callable[..., torch.Tensor] | None:
+def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
     """Return what takes the place of the model's loss, if anything does."""
     if trainer.compute_loss_func is not None:
         given: Callable[..., torch.Tensor] = trainer.compute_loss_func

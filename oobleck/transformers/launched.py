@@ -55,7 +55,7 @@ def _num_nodes() -> int:
 
 def _resume(trainer: Trainer) -> str:
     """As transformers, a script starts from its model unless it says otherwise."""
-    wanted: Any = trainer.resumes_from
+    wanted: Any = trainer.resume()
     return "auto" if wanted is True else wanted or "never"
 
 

@@ -13,10 +13,11 @@ from transformers.trainer_utils import TrainOutput
 
 from oobleck.errors import UsageError
 from oobleck.handover import is_received, take_over
+from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
-from .job import TrainerJob
+from .job import TrainerJob, decayed_parameters, inner_model
 from .launched import train_here
 
 __all__ = ["Trainer"]
@@ -38,8 +39,7 @@ class Trainer(transformers.Trainer):
         """All arguments are transformers' own."""
         self._has_trained = False
         self._script_name = ""
-        self.resumes_from: str | bool | None = None
-        """What training is to continue from, as `train()` was told."""
+        self._resumes_from: str | bool | None = None
         args = args or TrainingArguments(output_dir="tmp_trainer")
         self._default = default_arguments(args)
         super().__init__(model, args, *others, **named)
@@ -60,7 +60,7 @@ class Trainer(transformers.Trainer):
             raise UsageError("Trainer.train() is called twice: a run trains once; start another for more")
         self._has_trained = True
         self._script_name = Path(sys.argv[0]).stem
-        self.resumes_from = resume_from_checkpoint or None
+        self._resumes_from = resume_from_checkpoint or None
         check_trainer(self, self._default)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
@@ -73,6 +73,19 @@ class Trainer(transformers.Trainer):
     def job(self) -> TrainerJob:
         """Return what is trained, as a job. Raises ConfigError for what cannot be."""
         return TrainerJob(self, tag=self._script_name)
+
+    def resume(self) -> str | bool | None:
+        """Return what training is to continue from: a checkpoint of ours by its path, True for the newest of the run's.
+
+        A checkpoint of transformers' own is made one of ours. Raises ConfigError for one that cannot be.
+        """
+        wanted = self._resumes_from
+        if not isinstance(wanted, str):
+            return wanted
+        if is_trainer_checkpoint(Path(wanted)):
+            self._load_from_checkpoint(wanted)
+            return str(import_trainer_checkpoint(Path(wanted), inner_model(self.model), decayed_parameters(self)))
+        return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:
         """Return what tells this trainer of the run of its job."""

@@ -29,7 +29,7 @@ def plain_losses(directory: Path, *arguments: str) -> dict[str, Any]:
     script.write_text(text.replace(OURS, THEIRS))
     output = directory / "theirs.json"
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *arguments, str(output)]
+    command = [sys.executable, str(script), *arguments[:2], str(output), *arguments[2:]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(output.read_text()))
@@ -70,3 +70,20 @@ def test_losses_and_weights_are_those_of_transformers_trainer(
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
     assert len(ours["evaluations"]) == len(theirs["evaluations"])
     assert len(ours["recoveries"]) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["padded", "lora"])
+def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runner, tmp_path: Path, case: str) -> None:
+    """What transformers saved after 9 steps is continued to the losses that transformers itself comes to."""
+    theirs = plain_losses(tmp_path, case, "gpt2", "--save-steps", "9")
+    output = tmp_path / "ours.json"
+    words = ("--set", "torch_threads=1", "--resume", "auto", "--", case, "gpt2", str(output))
+    resumed = ("--resume", str(tmp_path / "theirs" / "checkpoint-9"))
+    outcome = runner.run(*words, *resumed, nodes=("--local", "2", str(SCRIPT)))
+    runner.forget_checkpoints()
+    assert outcome.exit_code == 0, outcome.output
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    assert ours["losses"] == pytest.approx(theirs["losses"][9:], rel=0, abs=TOLERANCE)
+    assert ours["rates"] == pytest.approx(theirs["rates"][9:])
+    assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)

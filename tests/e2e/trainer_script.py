@@ -1,11 +1,11 @@
-"""A script of transformers' Trainer: `trainer_script.py CASE FAMILY OUTPUT`. Its tests change one import to compare.
+"""A script of transformers' Trainer: `trainer_script.py CASE FAMILY OUTPUT`, and `--save-steps N`, `--resume PATH`.
 
 Cases are those of `finetuning_job`: `padded`, `lora`, `packed` and `labels`. What came of it is written to OUTPUT, by
 the lines after `train()`, which run once.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -80,7 +80,12 @@ def make_model(case, family):
 
 
 def main():
-    case, family, output = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs=3)
+    parser.add_argument("--save-steps", type=int)
+    parser.add_argument("--resume")
+    parsed = parser.parse_args()
+    case, family, output = parsed.words
     batch_size, accumulation = BATCHES.get(case, (4, 4))
     everything = samples(case)
     noting = Noting()
@@ -98,7 +103,8 @@ def main():
             weight_decay=0.1,
             logging_steps=1,
             eval_strategy="epoch",
-            save_strategy="no",
+            save_strategy="no" if parsed.save_steps is None else "steps",
+            save_steps=parsed.save_steps or 500,
             report_to=[],
             use_cpu=True,
             dataloader_drop_last=False,
@@ -108,7 +114,7 @@ def main():
         data_collator=default_data_collator if case == "packed" else collate,
         callbacks=[noting],
     )
-    output_of_train = trainer.train()
+    output_of_train = trainer.train(resume_from_checkpoint=parsed.resume)
     found = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry],

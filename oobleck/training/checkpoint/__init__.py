@@ -5,6 +5,17 @@ from __future__ import annotations
 from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 from .weights import newest_weights
 
-__all__ = ["FlashSaver", "LayerSaver", "LayerTensors", "SavedLayers", "StateReader", "digest_of", "newest_weights"]
+__all__ = [
+    "FlashSaver",
+    "LayerSaver",
+    "LayerTensors",
+    "SavedLayers",
+    "StateReader",
+    "digest_of",
+    "import_trainer_checkpoint",
+    "is_trainer_checkpoint",
+    "newest_weights",
+]

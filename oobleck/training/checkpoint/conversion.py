@@ -50,7 +50,7 @@ from .parts import model_metadata
 from .state import as_tensor, layer_layout
 from .weights import read_weights
 
-__all__ = ["export_model", "import_model"]
+__all__ = ["export_model", "import_model", "manifest_of", "write_layer"]
 
 _EXIT_CONFIG = 78
 _IMPORTED = "imported"
@@ -132,13 +132,14 @@ def import_model(source: Path, target: Path) -> Path:
         model.adopt(layer, layer + 1, {})
         model.initialize([layer], seed=0)
         tensors = {name: parameter.detach() for name, parameter in model.parameters.items()}
-        shards.append(_write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
+        shards.append(write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
         model.adopt(layer, layer, {})
-    directory.commit(_manifest(name, structure, tuple(shards)))
+    directory.commit(manifest_of(name, structure, tuple(shards)))
     return target / name
 
 
-def _write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+def write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+    """Write a layer's file into a checkpoint's directory. Raises OSError."""
     data = memoryview(bytearray(layout.size_bytes))
     for entry in layout.entries:
         as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
@@ -148,14 +149,15 @@ def _write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torc
     return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
 
 
-def _manifest(name: str, structure: ModelStructure, shards: tuple[Shard, ...]) -> Manifest:
+def manifest_of(name: str, structure: ModelStructure, shards: tuple[Shard, ...], *, step: int = 0) -> Manifest:
+    """Return the manifest of a checkpoint that no run has saved."""
     return Manifest(
         version=MANIFEST_VERSION,
         name=name,
         tag=_IMPORTED,
         run=_IMPORTED,
         saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        step=0,
+        step=step,
         generation=0,
         loss=None,
         seed=0,

@@ -26,7 +26,7 @@ def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
     return read_weights(directory / found.name)[1]
 
 
-def read_weights(checkpoint: Path) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
+def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return what is said about a checkpoint's model, and its weights. Every file is verified before.
 
     Raises CorruptCheckpoint.

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,23 +30,41 @@ __all__ = ["LiveModel", "LiveWeights"]
 class LiveModel:
     """A model's skeleton, and its weights."""
 
-    def __init__(self, model: object, cache_dir: Path | None) -> None:
-        """Takes all memory from the model; its weights are lost without a directory to write them to.
+    def __init__(self, skeleton: PreTrainedModel, weights: LiveWeights | None) -> None:
+        self._skeleton = skeleton
+        self.weights = weights
+        """None where nobody asks for them."""
 
-        Raises ConfigError for what is no transformers model.
-        """
+    @classmethod
+    def skeleton_of(cls, model: object) -> LiveModel:
+        """Return a model's skeleton alone. Raises ConfigError for what is no transformers model."""
         inner = unwrapped(model)
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
                 f"Trainer(model=…): {type(inner).__name__} is no model of transformers; write a job() whose model is a "
                 "list of layers"
             )
-        for module in inner.modules():
+        empty = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in inner.parameters()}
+        skeleton = copy.deepcopy(inner, empty)
+        modules: Iterable[Any] = skeleton.modules()
+        for module in modules:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # stages do it themselves, where the job says so
-        self.weights = None if cache_dir is None else LiveWeights.saved(inner, cache_dir)
-        _take_memory(inner)
-        self._skeleton = inner
+        return cls(skeleton, None)
+
+    @classmethod
+    def taken_apart(cls, model: object, cache_dir: Path) -> LiveModel:
+        """Return a model's skeleton, and its weights in a file; all memory is taken from the model itself.
+
+        Raises as `skeleton_of`, and ResourceLost where the file cannot be written.
+        """
+        skeleton = cls.skeleton_of(model)._skeleton
+        inner = unwrapped(model)
+        assert isinstance(inner, nn.Module)
+        weights = LiveWeights.saved(inner, cache_dir)
+        for parameter in inner.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        return cls(skeleton, weights)
 
     def make(self) -> PreTrainedModel:
         """Return a copy of the skeleton: parameters without memory, buffers with their values."""
@@ -110,19 +129,5 @@ def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}:{tensor.dtype}{tuple(tensor.shape)};".encode())
-        digest.update(memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _take_memory(model: nn.Module) -> None:
-    """Put parameters on the meta device; those that are one stay one."""
-    empty: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in empty:
-                meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                parameter.data = parameter.data.new_empty(0)  # whoever else has it has no need of its memory
-                empty[id(parameter)] = meta
-            module._parameters[name] = empty[id(parameter)]

@@ -77,7 +77,7 @@ class _TrainerHost:
         """Have a trainer's job trained; returns what its `train()` returns. Exits with the run, if that fails."""
         try:
             job = trainer.job()
-            described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resumes_from}
+            described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume()}
         except UserError as error:
             self.send({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
             raise SystemExit(_FAILED) from error
