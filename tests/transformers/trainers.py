@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from oobleck.transformers import Trainer
 
-LENGTH, VOCAB_SIZE = 12, 300
+LENGTH, VOCAB_SIZE = 24, 300
 
 
 def model(**values: Any) -> GPT2LMHeadModel:

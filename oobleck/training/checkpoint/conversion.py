@@ -50,10 +50,11 @@ from .parts import model_metadata
 from .state import as_tensor, layer_layout
 from .weights import read_weights
 
-__all__ = ["export_model", "import_model", "manifest_of", "write_layer"]
+__all__ = ["IMPORTED", "export_model", "import_model", "manifest_of", "write_layer"]
 
 _EXIT_CONFIG = 78
-_IMPORTED = "imported"
+IMPORTED = "imported"
+"""What a run is called that has not been one of ours."""
 _TRIAL_LENGTH = 16
 """Length of the sample on which the model's layers are found."""
 
@@ -122,7 +123,7 @@ def import_model(source: Path, target: Path) -> Path:
     Layers are read and written one after the other. Raises ConfigError or OSError.
     """
     structure = ModelStructure.from_spec(ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH)
-    name = checkpoint_name(_IMPORTED, step=0, generation=0)
+    name = checkpoint_name(IMPORTED, step=0, generation=0)
     directory = CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
@@ -154,8 +155,8 @@ def manifest_of(name: str, structure: ModelStructure, shards: tuple[Shard, ...],
     return Manifest(
         version=MANIFEST_VERSION,
         name=name,
-        tag=_IMPORTED,
-        run=_IMPORTED,
+        tag=IMPORTED,
+        run=IMPORTED,
         saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         step=step,
         generation=0,

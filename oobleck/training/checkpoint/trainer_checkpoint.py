@@ -18,7 +18,7 @@ from oobleck.checkpoint import CheckpointDirectory, checkpoint_name
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.model import LiveModel, ModelStructure
 
-from .conversion import manifest_of, write_layer
+from .conversion import IMPORTED, manifest_of, write_layer
 from .parts import model_metadata
 from .state import layer_layout
 
@@ -26,8 +26,7 @@ __all__ = ["import_trainer_checkpoint", "is_trainer_checkpoint"]
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
-_TRIAL_LENGTH = 16
-_TAG = "trainer"
+_TRIAL_LENGTH = 8
 
 
 def is_trainer_checkpoint(directory: Path) -> bool:
@@ -91,7 +90,7 @@ def _write(
     states: Mapping[int, Mapping[str, torch.Tensor]],
     step: int,
 ) -> Path:
-    name = checkpoint_name(_TAG, step=step, generation=0)
+    name = checkpoint_name(IMPORTED, step=step, generation=0)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
     shards = []

@@ -14,10 +14,9 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
-    from .collated import CollatedSamples
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
-    from .script_data import ScriptSamples
+    from .script_data import CollatedSamples, ScriptSamples
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -37,7 +36,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Batch": "batches",
-    "CollatedSamples": "collated",
+    "CollatedSamples": "script_data",
     "Dataset": "data",
     "IGNORED_LABEL": "batches",
     "ModelInputs": "samples",

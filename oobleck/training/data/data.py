@@ -20,13 +20,12 @@ from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 
 from .batches import IGNORED_LABEL, Batch
-from .collated import CollatedSamples
 from .corpus import prepare_corpus
 from .masking import Masking
 from .records import NO_SAMPLE, Records
 from .samples import ModelInputs, Sample, side_by_side
 from .sampling import permuted, samples_of_step
-from .script_data import ScriptSamples
+from .script_data import CollatedSamples, ScriptSamples
 from .script_stream import ScriptStream
 from .shard_scanner import SurveyedShards
 from .shard_source import ShardSource
