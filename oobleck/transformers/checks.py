@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,11 +39,13 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     _check_data(trainer)
 
 
-def check_arguments(args: TrainingArguments, default: TrainingArguments) -> None:
+def check_arguments(
+    args: TrainingArguments, default: TrainingArguments, rules: Mapping[str, Rule] = TRAINING_ARGUMENTS
+) -> None:
     """Raise ConfigError for an argument that has a value, and no meaning here; warn of those without effect."""
     unused = []
     for name, value in non_default(args, default):
-        rule = TRAINING_ARGUMENTS.get(name, _UNKNOWN)
+        rule = rules.get(name, _UNKNOWN)
         if rule.fate is Fate.REFUSED and value not in rule.allowed:
             raise ConfigError(f"TrainingArguments({name}={value!r}): {rule.note}")
         if rule.fate is Fate.UNUSED:

@@ -187,12 +187,12 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
     try:
         made = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"TrainingArguments(optim={str(trainer.args.optim)!r}): {error}") from error
+        raise ConfigError(f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {error}") from error
     kind, arguments = made
     if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & arguments.keys():
         raise ConfigError(
-            f"TrainingArguments(optim={str(trainer.args.optim)!r}): {kind.__name__} wants the whole model, which no "
-            "worker has; choose another, as adamw_torch"
+            f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {kind.__name__} wants the whole model, which "
+            "no worker has; choose another, as adamw_torch"
         )
     return lambda groups: kind(groups, **arguments), arguments.get("lr", trainer.args.learning_rate)
 
@@ -209,8 +209,10 @@ def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], f
         scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
     )
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
-        raise ConfigError(f"TrainingArguments(lr_scheduler_type={str(args.lr_scheduler_type)!r}): it is no function "
-                          "of the step alone; choose another")  # fmt: skip
+        raise ConfigError(
+            f"TrainingArguments(lr_scheduler_type={_value_of(args.lr_scheduler_type)!r}): it is no function of the "
+            "step alone; choose another"
+        )
     factor = made.lr_lambdas[0]
     return lambda step: float(factor(step - 1))
 
@@ -234,3 +236,8 @@ def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
     shifts = type(inner_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     smoothed: Callable[..., torch.Tensor] = functools.partial(LabelSmoother(epsilon=epsilon), shift_labels=shifts)
     return smoothed
+
+
+def _value_of(name: Any) -> str:
+    """What a member of one of transformers' enums is called in its arguments."""
+    return str(getattr(name, "value", name))

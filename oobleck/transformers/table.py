@@ -58,7 +58,9 @@ _OF_DDP = _unused("workers do not use DistributedDataParallel")
 _OF_LOADER = _unused("each worker reads its own samples, when a microbatch needs them")
 _OF_HUB = _honoured("by `push_to_hub()`, which the script may call after training")
 _OTHER_PARALLELISM = "leave it out: the planner splits the model over the nodes"
-_OF_OPTIMIZER = _honoured("by the optimizer class that transformers chooses; its state must be [movable](training.md)")
+_OF_OPTIMIZER = _honoured(
+    "by the optimizer class that transformers chooses; [its state must fit](training.md#precision-and-memory)"
+)
 
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # What is trained, and how long.
@@ -189,7 +191,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "ddp_find_unused_parameters": _OF_DDP,
     "ddp_static_graph": _OF_DDP,
     "ddp_timeout": _unused("`control.lease_s` says when a node is lost"),
-    "local_rank": _unused("workers are not told apart by it"),
+    "local_rank": _unused("it says nothing about workers"),
     # The hub.
     "push_to_hub": _refused("leave it out, and call `trainer.push_to_hub()` after training"),
     "hub_model_id": _OF_HUB,

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.transformers import Trainer
-from oobleck.transformers.checks import check_trainer, default_arguments
+from oobleck.transformers.checks import check_arguments, check_trainer, default_arguments
 
 from .trainers import arguments, model, rows, trainer
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def checked(made: transformers.Trainer) -> None:
-    check_trainer(made, made._default)  # type: ignore[attr-defined]  # what train() does first
+    """What `train()` does first."""
+    check_trainer(made, default_arguments(made.args))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_arguments_without_a_meaning_are_refused_by_name(tmp_path: Path, values:
         ("fsdp", "the planner splits the model"),
         ("deepspeed", "the planner splits the model"),
         ("parallelism_config", "the planner splits the model"),
-        ("push_to_hub", r"trainer.push_to_hub\(\) after training"),
+        ("push_to_hub", r"call .trainer.push_to_hub\(\). after training"),
     ],
 )
 def test_what_needs_packages_or_a_network_is_refused_too(tmp_path: Path, name: str, instead: str):
@@ -62,15 +63,13 @@ def test_what_needs_packages_or_a_network_is_refused_too(tmp_path: Path, name: s
         checked(made)
 
 
-def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made = trainer(tmp_path)
-    monkeypatch.setattr(
-        "oobleck.transformers.checks.TRAINING_ARGUMENTS",
-        {},  # as if all were new
-    )
-    made.args.seed = 7
-    with pytest.raises(ConfigError, match="not known to this version"):
-        checked(made)
+def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path: Path):
+    """As if all were new."""
+    args = default_arguments(arguments(tmp_path))
+    check_arguments(args, default_arguments(args), {})
+    args.seed = 7
+    with pytest.raises(ConfigError, match=r"TrainingArguments\(seed=7\).*not known to this version"):
+        check_arguments(args, default_arguments(args), {})
 
 
 def test_arguments_without_effect_are_said(tmp_path: Path):
@@ -81,6 +80,7 @@ def test_arguments_without_effect_are_said(tmp_path: Path):
 
 def test_defaults_are_said_nothing_about(tmp_path: Path):
     made = trainer(tmp_path)
+    default_arguments(made.args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checked(made)
