@@ -66,12 +66,12 @@ class TrainerProcess:
         )
 
     def _await_train(self) -> Any:
-        line = self._ours.makefile("rb").readline(_MOST_BYTES)
+        with self._ours.makefile("rb") as lines:
+            line = lines.readline(_MOST_BYTES)
         if not line:
             raise SystemExit(self._wait())
         answer = json.loads(line)
         if "problem" in answer:
-            self._ours.close()
             self._wait()
             raise (UsageError if answer["is_usage"] else ConfigError)(answer["problem"])
         return answer
@@ -133,6 +133,7 @@ class TrainerProcess:
 
     def _wait(self) -> int:
         """Wait for its end. It has the terminal's Ctrl-C itself; a SIGTERM is passed on."""
+        self._ours.close()  # it has read what there was, or will
         before = signal.signal(signal.SIGTERM, lambda *_: self._process.terminate())
         try:
             while True:
