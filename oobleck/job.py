@@ -15,6 +15,7 @@ from typing import Literal
 from .bounds import Bounds, bounded, check_pattern, check_spec, require
 
 __all__ = [
+    "MAX_CHUNKS",
     "MAX_DEVICES",
     "MAX_MICROBATCHES",
     "MAX_NODES",
@@ -38,12 +39,14 @@ __all__ = [
 Scalar = bool | int | float | str | None
 Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
 """What a model predicts: the next token, masked tokens, a label of a sample, or one of each token."""
-ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "auto"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384
 """The most nodes of a job: a slip in a range of a hostfile, or a number too many, should not fill the memory."""
 MAX_DEVICES = 256
 """The most devices of one machine."""
+MAX_CHUNKS = 64
+"""The most chunks of a stage: each costs messages."""
 MAX_STEPS = 10**12
 _MAX_SECONDS = 1e9
 """Thirty years."""
@@ -381,7 +384,10 @@ class JobSpec:
     num_pipelines: int | None = bounded(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it; None leaves it free."""
     schedule: ScheduleName = "1f1b"
-    """`auto` has every plan choose for each of its pipelines: zero-bubble where that saves time, else 1f1b."""
+    """`auto` has every plan choose for each of its pipelines: zero-bubble or interleaved where that saves time, else
+    1f1b."""
+    num_chunks: int = bounded(2, 2, MAX_CHUNKS)
+    """Chunks of layers in each stage of an interleaved pipeline."""
     reductions_per_step: int | Literal["auto"] = bounded("auto", 1, MAX_MICROBATCHES, note="or auto")  # type: ignore[assignment]  # one of its words
     """How often a step's gradients are reduced, so that a failure costs a part of a step at most: a long step several
     times, by default. Each but the last keeps the sums so far in memory of their own."""
@@ -423,7 +429,7 @@ class JobSpec:
             self.tensor_parallel == 1 or self.schedule != "zero-bubble",
             "schedule",
             self.schedule,
-            "1f1b, gpipe or auto where devices share stages (tensor_parallel)",
+            "1f1b, gpipe, interleaved or auto where devices share stages (tensor_parallel)",
         )
         require(
             not self.compile or (self.tensor_parallel == 1 and self.schedule != "zero-bubble"),

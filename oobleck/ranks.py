@@ -59,6 +59,8 @@ class RanksSpec:
     """With fewer, no generation begins."""
     max_nodes: int = bounded(1, 1, MAX_NODES)
     """More wait as spares."""
+    node_unit: int = bounded(1, 1, MAX_NODES)
+    """A generation has a multiple of so many nodes."""
     max_restarts: int = bounded(DEFAULT_RESTARTS, 0, _MOST_RESTARTS)
     """So many generations may end because a rank failed; nodes that come, leave or are lost do not count."""
     run_id: str = "none"
@@ -78,6 +80,9 @@ class RanksSpec:
     """None: any that is free on the first node, another one for each generation."""
     shutdown_timeout_s: float = bounded(30.0, 0, 86_400)
     """How long ranks that are asked to end (SIGTERM) may take before they are killed."""
+    hang_timeout_s: float = bounded(600.0, 0, 1e8)
+    """How long ranks that have printed or saved before may do neither, while one of them uses no processor; 0: for
+    ever. As torch's own timeout for NCCL."""
     join_timeout_s: float = bounded(600.0, 0, 1e8)
     """How long a run waits for `min_nodes`."""
     hides_devices: bool = False
@@ -96,6 +101,13 @@ class RanksSpec:
         require(is_number or number in _COUNTED, "--nproc-per-node", number, expected)
         limits = f"{self.min_nodes}:{self.max_nodes}"
         require(self.min_nodes <= self.max_nodes, "--nnodes", limits, "MIN:MAX, with MIN not above MAX")
+        has_multiple = self.max_nodes // self.node_unit * self.node_unit >= self.min_nodes
+        require(
+            has_multiple and self.node_unit <= self.max_nodes,
+            "--node-unit",
+            str(self.node_unit),
+            f"a number of which a multiple is within --nnodes {limits}",
+        )
 
     @property
     def kinds(self) -> str:

@@ -27,6 +27,8 @@ _LOADER = "/lib64/ld-linux-x86-64.so.2"
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 _CLIENTS = ("srun", "sbatch", "squeue", "scontrol", "scancel", "sinfo")
 _DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
+_FORK_SERVER = "oobleck.training.process.fork_server"
+"""Of this machine, and so of all nodes, whichever has started it; the workers that it forks look like it."""
 _START_S = 30.0
 _END_S = 60.0
 
@@ -48,7 +50,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=60
 SlurmctldTimeout=10
 KillWait=5
 InactiveLimit=0
@@ -117,7 +119,7 @@ class Slurm:
             time.sleep(0.2)
 
     def power_off(self, node: str) -> None:
-        """Kill a node's slurmd, and the steps and tasks on it."""
+        """Kill a node's slurmd, and the steps and tasks on it, but for workers: nobody sees whose they are."""
         tasks = [each for each in psutil.process_iter() if _is_task_on(node, each)]
         daemon = psutil.Process(int((self.directory / f"slurmd.{node}.pid").read_text()))
         steps = {parent for each in tasks if (parent := each.parent()) and "slurmstepd" in parent.name()}
@@ -125,10 +127,15 @@ class Slurm:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
+    def power_on(self, node: str) -> None:
+        """Start a node's slurmd; the first time, or again before Slurm has learned that it was off."""
+        (self.directory / f"spool.{node}").mkdir(exist_ok=True)
+        self.run("slurmd", "-N", node, "-d", str(self.directory / "bin" / "slurmstepd"))
+
 
 def _is_task_on(node: str, process: psutil.Process) -> bool:
     try:
-        return process.environ().get("SLURMD_NODENAME") == node
+        return process.environ().get("SLURMD_NODENAME") == node and _FORK_SERVER not in process.cmdline()
     except psutil.Error:
         return False
 
@@ -146,8 +153,7 @@ def serve_slurm(directory: Path, count: int) -> Iterator[Slurm]:
     try:
         slurm.run("slurmctld")
         for index in range(1, count + 1):
-            (directory / f"spool.n{index}").mkdir()
-            slurm.run("slurmd", "-N", f"n{index}", "-d", str(directory / "bin" / "slurmstepd"))
+            slurm.power_on(f"n{index}")
             daemons.append(directory / f"slurmd.n{index}.pid")
         _wait_for_nodes(slurm)
         yield slurm

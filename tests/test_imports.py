@@ -46,6 +46,10 @@ MAY_IMPORT = {
     "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
 
+FOR_SCRIPTS = {("oobleck/checkpoint/__init__.py", "oobleck.training.flash")}
+"""The one arrow upward, for types alone: what a user's script finds as `oobleck.checkpoint.load` and `save`. It is
+imported when a script asks for it."""
+
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
 
@@ -132,6 +136,7 @@ def test_imports_go_down_only():
         for floor, place, name in imported()
         if name.startswith("oobleck.")
         and name.split(".")[1] not in ({floor, "__version__"} | MAY_IMPORT.get(floor, set()))
+        and (place.split(":")[0], name) not in FOR_SCRIPTS
     ]
     assert not upward, "\n".join(upward)
 
@@ -232,7 +237,9 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.rsplit("LOADED ", 1)[1].split())
 
 
-@pytest.mark.parametrize("module", ["oobleck", "oobleck.planner", "oobleck.schedule", "oobleck.control"])
+@pytest.mark.parametrize(
+    "module", ["oobleck", "oobleck.planner", "oobleck.schedule", "oobleck.control", "oobleck.checkpoint"]
+)
 def test_importing_a_pure_floor_loads_neither_torch_nor_trio(module):
     assert not loaded_after(f"import {module}") & {"torch", "trio", "transformers", "asyncssh", "rich"}
 
@@ -241,6 +248,14 @@ def test_what_starts_runs_is_loaded_once_it_is_asked_for():
     assert not loaded_after("from oobleck import Job") & {"typer", "rich"}
     assert not loaded_after("from oobleck import launch") & {"torch", "transformers", "asyncssh"}
     assert not loaded_after("import oobleck; dir(oobleck)") & {"typer", "rich"}
+
+
+def test_a_script_that_saves_loads_torch_and_little_else():
+    """Each of its ranks would, whenever they start again."""
+    assert not loaded_after("import oobleck.checkpoint; oobleck.checkpoint.save") & (HEAVY | {"rich"}) - {
+        "torch",
+        "numpy",
+    }
 
 
 def test_planning_loads_neither_torch_nor_trio():

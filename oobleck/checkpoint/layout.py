@@ -14,7 +14,10 @@ __all__ = ["ALIGNMENT_BYTES", "DTYPE_BYTES", "Entry", "Layout", "TensorSpec"]
 
 ALIGNMENT_BYTES = 64
 
-DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+DTYPE_BYTES: Mapping[str, int] = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 """Bytes of one element, by the names that safetensors gives to types."""
 
 

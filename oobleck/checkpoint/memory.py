@@ -186,6 +186,12 @@ class Slot:
         return f'"{name}"'.encode() in self.note
 
     @property
+    def digest(self) -> str:
+        """Of the data, by its checksums: not strong, and known without looking at the data."""
+        stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
+        return f"{zlib.crc32(memoryview(self.memory._map)[self._checksums_start : stop]):08x}"
+
+    @property
     def data(self) -> memoryview:
         start = self.memory._sizes.data(self.number)
         return memoryview(self.memory._map)[start : start + self.memory._sizes.data_bytes]

@@ -20,7 +20,7 @@ from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import LayerProfile, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
-from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
+from oobleck.runtime.files import MAX_DATA_BYTES, ProfileFiles, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.user_path import expand_user
 
@@ -62,7 +62,8 @@ def dry_run(
     directory = RunDirectory(base_dir=base_dir, tag=job.tag)
     outline = find_outline(job)
     measured = next(_fitting(directory.profile, job, outline), None)
-    profile = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    known = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    profile = ProfileFiles(directory.profile).with_links(known)
     planner = planner_for(job, profile, devices_per_node=devices_per_node)
     target = first_target(job, planner, len(names))
     report = make_report(

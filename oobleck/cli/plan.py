@@ -11,6 +11,7 @@ from oobleck.errors import UsageError
 from oobleck.job import MAX_MICROBATCHES
 
 from .inputs import (
+    ChunksOption,
     DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
@@ -59,8 +60,10 @@ def plan(
     recompute: RecomputeOption = False,
     pipelines: PipelinesOption = None,
     schedule: Annotated[
-        str, typer.Option("--schedule", help="gpipe, 1f1b, zero-bubble, or auto (the faster of the last two).")
+        str,
+        typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
     ] = "1f1b",
+    chunks: ChunksOption = 2,
     profiles: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +123,7 @@ def plan(
             profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines, per_node=devices_per_node
         )
         report = make_report(
-            _planner(profile, settings),
+            _planner(profile, settings, _kind(schedule), chunks),
             _known(tuple(f"node{number}" for number in range(counts)), lost),
             global_batch_size=global_batch,
             kind=_kind(schedule),
@@ -130,6 +133,8 @@ def plan(
     else:
         from .plan_kinds import kinds_of, make_mixed_report
 
+        if schedule == "interleaved":
+            raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
         names = [count.kind for count in counts]
         kinds = kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
         _known(tuple(name for count in counts for name in count.names), lost)
@@ -149,10 +154,11 @@ def plan(
     show_report(report, as_json=as_json)
 
 
-def _planner(profile: Profile, settings: PlannerSettings) -> Planner:
+def _planner(profile: Profile, settings: PlannerSettings, kind: ScheduleKind | None, num_chunks: int) -> Planner:
     from oobleck.planner import Planner
+    from oobleck.schedule.interleaving import make_cutter
 
-    return Planner(profile, settings)
+    return Planner(profile, settings, make_cutter=make_cutter(kind, num_chunks))
 
 
 def _settings(

@@ -41,9 +41,10 @@ def profile(
     """Measure a job's layers as its workers run them, and keep the profile where runs look for it.
 
     It depends on the model, its shapes, the precision, the device and the versions; while these stay the
-    same, it is measured once.
+    same, it is measured once. Links are timed by runs: their speeds are those that runs of this name have timed, or
+    assumed.
     """
-    from oobleck.planner import profile_from_json
+    from oobleck.planner import profile_from_json, profile_to_json
     from oobleck.runtime.files import ProfileFiles, RunDirectory
     from oobleck.runtime.processes import run_profiler
 
@@ -57,13 +58,15 @@ def profile(
     directory.create()
     cache_dir = directory.path.parent / "cache"
     measured = run_profiler(spec, cache_dir=cache_dir, profile_dir=directory.profile, num_workers=workers, fresh=fresh)
-    ProfileFiles(directory.profile).store(measured.key, measured.profile_json)
+    files = ProfileFiles(directory.profile)
+    files.store(measured.key, measured.profile_json)
+    found = files.with_links(profile_from_json(measured.profile_json, source=measured.key))
+    profile_json = profile_to_json(found)
     if output is not None:
-        _write(output, measured.profile_json)
+        _write(output, profile_json)
     if as_json:
-        print(measured.profile_json, end="")  # noqa: T201  the answer
+        print(profile_json, end="")  # noqa: T201  the answer
         return
-    found = profile_from_json(measured.profile_json, source=measured.key)
     verb = "measured before" if measured.was_cached else "measured"
     _show(found, f"{verb}: {directory.profile / measured.key}.json")
 
@@ -81,6 +84,8 @@ def _show(profile: Profile, where: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from oobleck.planner.profiles import LINKS, LINKS_IN_WORDS
+
     table = Table(title=f"{profile.model} on {profile.device.name}, microbatches of {profile.microbatch_size}")
     for heading in ("layer", "forward, ms", "backward, ms", "parameters, MB", "activations, MB"):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
@@ -90,6 +95,10 @@ def _show(profile: Profile, where: str) -> None:
         table.add_row(layer.name, *(f"{value:.3f}" for value in (*times, *sizes)))
     console = Console()
     console.print(table)
+    for link in LINKS:
+        how = "assumed; a run times it" if link in profile.network.assumed else "timed by a run"
+        text = f"links {LINKS_IN_WORDS[link]}: {profile.network.speed_of(link)} ({how})"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(where, markup=False, highlight=False, soft_wrap=True)
 
 

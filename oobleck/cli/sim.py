@@ -18,6 +18,7 @@ from oobleck.job import MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
 
 from .inputs import (
     MAX_SEED,
+    ChunksOption,
     DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
@@ -126,8 +127,9 @@ def sim(
     ] = "auto",
     schedule: Annotated[
         str,
-        typer.Option("--schedule", metavar="KIND", help="Policy oobleck: 1f1b, gpipe, zero-bubble, or auto."),
+        typer.Option("--schedule", metavar="KIND", help="Policy oobleck: 1f1b, gpipe, interleaved, zero-bubble, auto."),
     ] = "1f1b",
+    chunks: ChunksOption = 2,
     seed: Annotated[
         int,
         typer.Option(
@@ -206,6 +208,7 @@ def sim(
         num_pipelines=pipelines,
         reductions=reductions,
         schedule=parse_schedule_name(schedule),
+        num_chunks=chunks,
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
@@ -240,6 +243,7 @@ def _settings(
     num_pipelines: int | None,
     reductions: str,
     schedule: ScheduleName,
+    num_chunks: int,
     checkpoint_interval_s: float,
     seed: int,
 ) -> SweepSettings:
@@ -266,6 +270,7 @@ def _settings(
         num_pipelines=num_pipelines,
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
         schedule=schedule,
+        num_chunks=num_chunks,
         checkpoint_interval_s=checkpoint_interval_s,
         seed=seed,
     )

@@ -51,6 +51,8 @@ def run(
 
     from .run import RanksRun, run_ranks
 
+    if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
+        raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
     config = given.get("--ssh-config")
     if config is not None and isinstance(source, VirtualOnes):
         raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
@@ -63,6 +65,7 @@ def run(
                 ssh_config=expand_user(Path(config)).absolute() if config is not None else None,
                 base_dir=base_dir_of(_base_dir(given.get("--base-dir"))),
                 check="--network-check" in line.flags,
+                leaves_out_slow="--exclude-straggler" in line.flags,
             )
         )
     )
@@ -132,6 +135,7 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
         ranks_per_node=line.ranks_per_node,
         min_nodes=low,
         max_nodes=high,
+        node_unit=_count("--node-unit", given.get("--node-unit")) or 1,
         max_restarts=DEFAULT_RESTARTS if line.max_restarts is None else line.max_restarts,
         run_id=line.run_id,
         role=line.role,
@@ -142,6 +146,7 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
         shown_ranks=line.shown_ranks,
         master_port=line.master_port,
         shutdown_timeout_s=30.0 if line.shutdown_timeout_s is None else line.shutdown_timeout_s,
+        hang_timeout_s=_seconds("--hang-timeout", given.get("--hang-timeout", "600")),
         join_timeout_s=_seconds("--join-timeout", given.get("--join-timeout", "600")),
         hides_devices="--virtual-local-rank" in line.flags,
         is_warmed="--no-warm" not in line.flags and line.entry != "program",

@@ -33,7 +33,9 @@ LAUNCHER_OPTIONS = {
     "--ssh-config": ("FILE", "read this ssh config instead of ~/.ssh/config"),
     "--directory": ("DIRECTORY", "where the script runs, on every node; by default, the current directory"),
     "--env": ("NAME[=VALUE]", "give ranks this variable; may be repeated"),
+    "--hang-timeout": ("SECONDS", "how long ranks may print and save nothing while one waits (600; 0: for ever)"),
     "--join-timeout": ("SECONDS", "how long to wait for MIN nodes (600)"),
+    "--node-unit": ("N", "run on a multiple of N nodes (1)"),
     "--lease": ("SECONDS", "how long a node may be silent before it is lost (3)"),
 }
 """Our own, with a value each."""
@@ -42,6 +44,8 @@ LAUNCHER_FLAGS = {
     "--ray": "take the nodes of the Ray cluster that runs here",
     "--no-warm": "start every generation from nothing, as torchrun does",
     "--network-check": "check the nodes before, and leave faulty ones out",
+    "--exclude-straggler": "with --network-check: leave slow ones out too",
+    "--save-at-breakpoint": "after a failure, write what ranks have saved in memory to disk; this is always done",
 }
 _REPEATED = ("--env",)
 
@@ -77,9 +81,6 @@ REFUSED = {
     "--duplicate-stderr-filters": "filter the files below --log-dir",
     "--logs-specs": "--log-dir, --redirects and --tee say what is written where",
     "--numa-binding": "start the script through numactl with --no-python",
-    "--node-unit": "nodes take part one by one",
-    "--save-at-breakpoint": "what is saved in memory is written in any case",
-    "--exclude-straggler": "`oobleck check` names slow nodes",
     "--comm-perf-test": "`oobleck check` measures the network",
     "--auto-config": "name the options",
     "--auto-tunning": "name the options",

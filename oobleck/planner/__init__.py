@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .cutter import Cutter
 from .decision import Decision
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 from .profiles import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
+    "Cutter",
     "Decision",
     "DeviceProfile",
     "DeviceSheet",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from oobleck.errors import PlanningError
 
 from .costs import StageCosts, Timing
+from .cutter import Cutter
 from .fastest import ExactTimes, FastPipelines
 from .instantiation import SizeOption, Sizing, choose_sizes, distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
@@ -24,7 +26,10 @@ STILL_FAST = 1.05
 class Catalog:
     """All templates up to the most nodes asked for so far. The same answers in whatever order they are asked."""
 
-    def __init__(self, profile: Profile, settings: PlannerSettings) -> None:
+    def __init__(
+        self, profile: Profile, settings: PlannerSettings, *, make_cutter: Callable[[Profile], Cutter] | None = None
+    ) -> None:
+        """Templates are those of `find_templates`; `make_cutter` makes what cuts those of plans again, where wanted."""
         self.profile = profile
         self.settings = settings
         self.costs = StageCosts(
@@ -42,6 +47,7 @@ class Catalog:
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         """By the identity of the template, which is kept with it: comparing templates takes long."""
         self._exact = ExactTimes(self.costs)
+        self._cutter = None if make_cutter is None else make_cutter(profile)
 
     @property
     def most_nodes(self) -> int:
@@ -71,6 +77,21 @@ class Catalog:
         """Return the template of a size that `options` named."""
         return self._templates[num_nodes]
 
+    def template_in(self, num_nodes: int, size: int) -> PipelineTemplate:
+        """Return the template of a size, cut for its share of the batch in a plan of so many nodes."""
+        return self.cut(self._templates[size], self._share(size, num_nodes))
+
+    def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+        """Return the template for a pipeline that takes so many microbatches."""
+        return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
+
+    def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan whose pipelines are cut for their microbatches."""
+        if self._cutter is None:
+            return plan
+        pipelines = (replace(each, template=self.cut(each.template, each.num_microbatches)) for each in plan.pipelines)
+        return replace(plan, pipelines=tuple(pipelines))
+
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
         """Return what each node of a pipeline of that template has to hold."""
         if id(template) not in self._needed:
@@ -83,18 +104,25 @@ class Catalog:
         A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now.
         """
         size = template.num_nodes
-        present = self._templates[size]
+        present, share = self.template_in(num_nodes, size), self._share(size, num_nodes)
         if template is present or template.stages == present.stages:
             return present
-        share = max(1, round(self.settings.num_microbatches * size / num_nodes))
         is_possible = (
             template.num_layers == self.costs.num_layers
             and all(stage.num_devices in self.costs.device_counts for stage in template.stages)
             and self.costs.fits(template)
         )
-        if is_possible and self._exact.step_s(template, share) <= STILL_FAST * self._exact.step_s(present, share):
+        if is_possible and self._step_s(template, share) <= STILL_FAST * self._step_s(present, share):
             return template
         return present
+
+    def _share(self, size: int, num_nodes: int) -> int:
+        """The microbatches of a pipeline of a size, in a plan of so many nodes."""
+        return max(1, round(self.settings.num_microbatches * size / num_nodes))
+
+    def _step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        times = self._exact if self._cutter is None else self._cutter
+        return times.step_s(template, num_microbatches)
 
     def faster(self, chosen: Sizing, num_nodes: int, fewest: int, most: int) -> FastPipelines | None:
         """Return pipelines that the event-exact time shows to be faster than the chosen ones, if it does."""

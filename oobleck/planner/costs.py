@@ -24,7 +24,16 @@ from oobleck.errors import PlanningError
 from .plan import PipelineTemplate, StageTemplate
 from .profiles import NetworkProfile, Profile
 
-__all__ = ["MESSAGES_AT_A_CUT", "Floats", "Footprint", "StageCosts", "Timing", "cut_seconds", "footprint"]
+__all__ = [
+    "MESSAGES_AT_A_CUT",
+    "Floats",
+    "Footprint",
+    "StageCosts",
+    "Timing",
+    "chunks_footprint",
+    "cut_seconds",
+    "footprint",
+]
 
 Floats = NDArray[np.float64]
 
@@ -87,6 +96,26 @@ def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_device
         transient_bytes=max(layer.transient_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers) + num_devices * right,
     )
+
+
+def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footprint:
+    """Return what a stage of these chunks holds: the sum of theirs, but for what its devices have once."""
+    num_devices = chunks[0].num_devices
+    each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
+    once = (len(chunks) - 1) * num_devices * profile.device.communication_bytes
+    return Footprint(
+        weight_bytes=sum(held.weight_bytes for held in each),
+        gradient_bytes=sum(held.gradient_bytes for held in each),
+        optimizer_bytes=sum(held.optimizer_bytes for held in each),
+        copy_bytes=sum(held.copy_bytes for held in each),
+        communication_bytes=sum(held.communication_bytes for held in each) - once,
+        transient_bytes=max(held.transient_bytes for held in each),
+        activation_bytes=sum(held.activation_bytes for held in each),
+    )
+
+
+def _ends(chunks: Sequence[StageTemplate]) -> list[tuple[int, int]]:
+    return [(chunk.first_layer, chunk.stop_layer) for chunk in chunks]
 
 
 def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
@@ -181,7 +210,7 @@ class StageCosts:
         return footprint(self.profile, first_layer, stop_layer, num_devices=num_devices)
 
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
-        """Return each stage's seconds; `speeds` divides the compute of the template's nodes (1.0 is nominal)."""
+        """Return the seconds of each stage, or chunk; `speeds` divides the compute of its node (1.0 is nominal)."""
         stages = template.stages
         seconds = []
         for index, stage in enumerate(stages):
@@ -198,22 +227,30 @@ class StageCosts:
     def timing(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline in O(S)."""
         seconds = self.stage_seconds(template, speeds)
-        return Timing(first_s=math.fsum(seconds), next_s=max(seconds))
+        size = template.num_stages
+        return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
     def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
         """Say whether every stage holds its state, the microbatches in flight there, and more copies of gradients."""
         return all(self.stage_fits(template, index, more_copies=more_copies) for index in range(template.num_stages))
 
     def stage_fits(self, template: PipelineTemplate, index: int, *, more_copies: int = 0) -> bool:
-        """Say the same of one stage."""
-        stage = template.stages[index]
-        held = self.footprint(stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
-        needed = (
-            held.static_bytes
-            + self.in_flight(template.num_stages - index) * held.activation_bytes
-            + more_copies * (self._trained[stage.stop_layer] - self._trained[stage.first_layer])
+        """Say the same of one stage; where it has several chunks, as if all in flight were of the largest."""
+        chunks = template.chunks_of(index)
+        held = chunks_footprint(self.profile, chunks)
+        largest = max(
+            self.footprint(*each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
         )
-        return bool(needed <= stage.num_devices * self.usable_bytes)
+        copies = sum(self._trained[stop] - self._trained[first] for first, stop in _ends(chunks))
+        needed = held.static_bytes + self._in_flight_at(template, index) * largest + more_copies * copies
+        return bool(needed <= chunks[0].num_devices * self.usable_bytes)
+
+    def _in_flight_at(self, template: PipelineTemplate, index: int) -> int:
+        """Microbatches times chunks in flight at a stage, at most: see `schedule/orders.py` for interleaved ones."""
+        after, num_chunks = template.num_stages - 1 - index, template.num_chunks
+        if num_chunks == 1:
+            return self.in_flight(after + 1)
+        return min(2 * after + (num_chunks - 1) * template.num_stages + 1, num_chunks * self.max_in_flight)
 
     def reduced_bytes(self, template: PipelineTemplate) -> int:
         """Return the most gradient bytes that one node of the pipeline has to reduce with its peers."""

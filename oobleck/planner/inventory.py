@@ -19,7 +19,7 @@ def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[
     """Return what each node of a pipeline has to hold."""
     nothing: frozenset[int] = frozenset()
     nodes = [[nothing] * devices_per_node for _ in range(template.num_nodes)]
-    for stage, layers in zip(template.stages, template.layer_sets, strict=True):
+    for stage, layers in zip(template.stages, template.layer_sets, strict=False):  # a stage's chunks have like devices
         for device in range(stage.first_device, stage.first_device + stage.num_devices):
             nodes[stage.node_index][device] = layers
     return tuple(tuple(node) for node in nodes)

@@ -31,7 +31,10 @@ class WorkerId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTemplate:
-    """Layers [first_layer, stop_layer) on devices [first_device, first_device + num_devices) of one node."""
+    """Layers [first_layer, stop_layer) on devices [first_device, first_device + num_devices) of one node.
+
+    A stage of a single chunk, or one chunk of a stage that has several.
+    """
 
     first_layer: int
     stop_layer: int
@@ -47,12 +50,22 @@ class StageTemplate:
     def layers(self) -> range:
         return range(self.first_layer, self.stop_layer)
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The devices that hold it: node, first device, and how many."""
+        return self.node_index, self.first_device, self.num_devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
-    """For a number of nodes, the stages of a pipeline, from the first layer to the last."""
+    """For a number of nodes, the stages of a pipeline, from the first layer to the last.
+
+    For an interleaved schedule each stage has several chunks of consecutive layers, spread over the model: the chain of
+    layers goes through the devices of all stages in turn, once for each chunk.
+    """
 
     stages: tuple[StageTemplate, ...]
+    """Chunk c of stage s is entry `c * num_stages + s`; with one chunk a stage, the stages themselves."""
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].first_layer != 0:
@@ -60,6 +73,32 @@ class PipelineTemplate:
         for before, after in pairwise(self.stages):
             if before.stop_layer != after.first_layer:
                 raise ConfigError(f"layer {before.stop_layer} follows no stage: stages must be contiguous")
+        size = self.num_stages
+        in_turn = all(chunk.place == stage.place for chunk, stage in zip(self.stages[size:], self.stages, strict=False))
+        if len(self.stages) % size or not in_turn or size == 1 < len(self.stages):
+            raise ConfigError(
+                f"{len(self.stages)} stages on {size} groups of devices: each group has one stage, or two groups and "
+                "more have as many chunks each, in turn"
+            )
+
+    @cached_property
+    def num_stages(self) -> int:
+        """How many groups of devices there are; each has one stage, of `num_chunks` chunks."""
+        return len({stage.place for stage in self.stages})
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks each stage has: 1 for all schedules but the interleaved one."""
+        return len(self.stages) // self.num_stages
+
+    @property
+    def round_size(self) -> int:
+        """How many microbatches go through all chunks before the next do; 1 where stages have one chunk."""
+        return self.num_stages if self.num_chunks > 1 else 1
+
+    def chunks_of(self, stage: int) -> tuple[StageTemplate, ...]:
+        """The chunks of a stage, in the order of their layers."""
+        return self.stages[stage :: self.num_stages]
 
     @cached_property
     def num_nodes(self) -> int:
@@ -67,29 +106,29 @@ class PipelineTemplate:
 
     @cached_property
     def layer_sets(self) -> tuple[frozenset[int], ...]:
-        """The layers of each stage."""
-        return tuple(frozenset(stage.layers) for stage in self.stages)
+        """The layers of each stage, those of all its chunks."""
+        return tuple(
+            frozenset(chain.from_iterable(chunk.layers for chunk in self.chunks_of(stage)))
+            for stage in range(self.num_stages)
+        )
 
     @property
     def num_layers(self) -> int:
         return self.stages[-1].stop_layer
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.stages)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage on named devices: `places` all belong to one node."""
+    """A stage on named devices, which all belong to one node."""
 
-    first_layer: int
-    stop_layer: int
+    chunks: tuple[range, ...]
+    """The layers of each chunk, in their order; they never touch."""
     worker_ids: tuple[WorkerId, ...]
 
     @property
-    def layers(self) -> range:
-        return range(self.first_layer, self.stop_layer)
+    def layers(self) -> tuple[int, ...]:
+        """Those of all chunks, in their order."""
+        return tuple(chain.from_iterable(self.chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +147,13 @@ class Pipeline:
     def stages(self) -> tuple[Stage, ...]:
         return tuple(
             Stage(
-                first_layer=stage.first_layer,
-                stop_layer=stage.stop_layer,
+                chunks=tuple(chunk.layers for chunk in self.template.chunks_of(index)),
                 worker_ids=tuple(
                     WorkerId(node=self.nodes[stage.node_index], device=stage.first_device + offset)
                     for offset in range(stage.num_devices)
                 ),
             )
-            for stage in self.template.stages
+            for index, stage in enumerate(self.template.stages[: self.template.num_stages])
         )
 
     @cached_property

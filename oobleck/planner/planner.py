@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from oobleck.errors import PlanningError
 
 from .catalog import Catalog
+from .cutter import Cutter
 from .decision import Decision
 from .fastest import FastPipelines
 from .formatting import counted
@@ -23,10 +24,13 @@ __all__ = ["Planner"]
 class Planner:
     """Plans for one model on one kind of cluster. A function of its arguments; it only remembers templates."""
 
-    def __init__(self, profile: Profile, settings: PlannerSettings) -> None:
+    def __init__(
+        self, profile: Profile, settings: PlannerSettings, *, make_cutter: Callable[[Profile], Cutter] | None = None
+    ) -> None:
+        """`make_cutter` makes, from the profile that is planned with, what cuts pipelines into chunks."""
         self.profile = profile
         self.settings = settings
-        self._catalog = Catalog(profile, settings)
+        self._catalog = Catalog(profile, settings, make_cutter=make_cutter)
 
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
         """Return the templates of all sizes up to `num_nodes` nodes that hold the model."""
@@ -80,7 +84,7 @@ class Planner:
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
-        plan, step_s = best
+        plan, step_s = self._catalog.cut_plan(best[0]), best[1]
         return started(plan, step_s, self.settings, sizes=self._sizes(plan))
 
     def reconfigure(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from oobleck.errors import PlanningError
 
+from .cutter import Cutter
 from .decision import Decision
 from .plan import ExecutionPlan, PipelineTemplate, WorkerId
 from .planner import Planner
@@ -25,7 +26,14 @@ __all__ = ["TensorParallelPlanner", "expand_plan", "expand_transfers"]
 class TensorParallelPlanner(Planner):
     """A planner whose stages have `degree` devices each; everything that it takes and gives names single devices."""
 
-    def __init__(self, profile: Profile, settings: PlannerSettings, degree: int) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        settings: PlannerSettings,
+        degree: int,
+        *,
+        make_cutter: Callable[[Profile], Cutter] | None = None,
+    ) -> None:
         """`profile` is that of one device. Raises PlanningError where nodes' devices make no whole groups."""
         if settings.devices_per_node % degree:
             raise PlanningError(
@@ -39,6 +47,7 @@ class TensorParallelPlanner(Planner):
                 devices_per_node=settings.devices_per_node // degree,
                 reserved_memory_bytes=settings.reserved_memory_bytes * degree,
             ),
+            make_cutter=make_cutter,
         )
         self.degree = degree
         # What reports and forecasts read speaks of devices; a group is planned with the times of one.

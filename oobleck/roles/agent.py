@@ -46,6 +46,7 @@ from oobleck.control.protocol import (
     StateSaved,
     StopAgent,
     StoragePaths,
+    TraceRanks,
     UseRelay,
     WorkerBound,
     WorkerExited,
@@ -180,6 +181,8 @@ class Agent:
                     self._stop_reason = f"no master came for {self._patience_s:g} s"
                     if self._persister is not None:
                         self._persister.leave()
+                    if self._ranks is not None:
+                        self._ranks.leave()
                     break
                 await self._serve(connection, nursery)
             self._kill_all()
@@ -268,6 +271,9 @@ class Agent:
             await self._worker_ended.wait()
         if self._ranks is not None:
             await self._ranks.all_gone()
+            with trio.move_on_after(_LEAVE_S / 2):
+                await self._ranks.settle()
+            self._ranks.leave()
         if self._persister is not None:
             with trio.move_on_after(_LEAVE_S / 2):
                 await self._persister.settle()
@@ -313,7 +319,7 @@ class Agent:
                 self._duty = _Duty(message.run.control, None)
                 self._watch_notice(message.run.control, nursery)
                 self._order_ranks(message)
-            case StartRanks() | EndRanks():
+            case StartRanks() | EndRanks() | TraceRanks():
                 self._order_ranks(message)
             case Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)

@@ -16,6 +16,8 @@ from oobleck.control.events import (
     End,
     Event,
     KillRequested,
+    LinkFound,
+    LookUpLink,
     LookUpProfile,
     MessageReceived,
     NodeFailed,
@@ -26,6 +28,7 @@ from oobleck.control.events import (
     Send,
     SendAll,
     SendOrders,
+    StoreLink,
     StoreProfile,
 )
 from oobleck.control.journal import (
@@ -244,6 +247,10 @@ class Master:
                     self.submit(ProfileFound(profile_json=self._profiles.load(key)))
                 case StoreProfile(key=key, profile_json=profile_json):
                     self._profiles.store(key, profile_json)
+                case LookUpLink(key=key):
+                    self.submit(LinkFound(key=key, link_json=self._profiles.load(key)))
+                case StoreLink(key=key, link_json=link_json):
+                    self._profiles.store(key, link_json)
                 case End():
                     self._outcome = command
 

@@ -278,6 +278,22 @@ class RankHandle(Protocol):
         """Why it failed, as far as its error file or its standard error says."""
         ...
 
+    def written_bytes(self) -> int:
+        """How much it has written to its standard output and error."""
+        ...
+
+    def used_s(self) -> float:
+        """How much processor time it has used."""
+        ...
+
+    def ask_for_stack(self) -> None:
+        """Have it write down where its threads are, if it can."""
+        ...
+
+    def stack(self) -> str:
+        """What it has written down; empty where it cannot."""
+        ...
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         """What it has written since `note_shown`: whole lines, some of them; all that is left with `is_last`."""
         ...
@@ -296,6 +312,25 @@ class RankHost(Protocol):
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Get ready; returns how many ranks the node has. Raises ConfigError where the command cannot be run here."""
+        ...
+
+    def num_saved(self) -> int:
+        """How often ranks of this node have saved a state, as far as it is seen: it grows with each save."""
+        ...
+
+    async def keep_states(self, *, is_planned: bool) -> None:
+        """Have what ranks have saved in memory written to disk; they are gone. Waits for it only where others need it.
+
+        `is_planned` says that they were asked to end.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Have what ranks have saved in memory written to disk, and wait for it."""
+        ...
+
+    def leave(self) -> None:
+        """Give back the memory of what is on disk."""
         ...
 
     def reserve_port(self) -> int:

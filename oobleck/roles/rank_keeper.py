@@ -11,7 +11,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.generations import RankSetup, is_shown, shown_text
+from oobleck.control.generations import NodeSigns, RankSetup, is_shown, shown_text
 from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
@@ -22,9 +22,12 @@ from oobleck.control.protocol import (
     RankFailed,
     RankOutput,
     RanksFinished,
+    RanksOrder,
     RanksReady,
     RanksStarted,
+    RankStacks,
     StartRanks,
+    TraceRanks,
 )
 from oobleck.errors import ConfigError, WorkersUnavailable
 
@@ -35,6 +38,11 @@ __all__ = ["RankKeeper"]
 _ORDERS_BUFFERED = 100
 _LOOK_S = 0.05
 """How often ranks' output is looked for."""
+_STACK_S = 1.0
+"""How long a rank may take to write down where it is."""
+_LOOKS_EACH_TIMEOUT = 20
+_LONGEST_LOOK_S = 5.0
+"""How often signs of life are looked for: so often in the time that they may be missing, and at least so often."""
 _LAST_WORDS_S = 2.0
 """How long the end of a rank's output may wait for a master to show it."""
 
@@ -52,6 +60,8 @@ class _Generation:
     ranks: list[_Rank] = field(default_factory=list)
     is_ending: bool = False
     """Its ranks are being ended: how they do is of no interest."""
+    is_asked: bool = False
+    """They were asked to end: nothing has failed."""
     gone: trio.Event = field(default_factory=trio.Event)
 
     @property
@@ -69,7 +79,7 @@ class RankKeeper:
         self._host = host
         self._say = say
         self._show = show
-        self._post, self._orders = trio.open_memory_channel[ConfigureRanks | StartRanks | EndRanks](_ORDERS_BUFFERED)
+        self._post, self._orders = trio.open_memory_channel[RanksOrder](_ORDERS_BUFFERED)
         self._configured: ConfigureRanks | None = None
         self._num_ranks = 1
         self._cleared = 0
@@ -77,7 +87,7 @@ class RankKeeper:
         self._current: _Generation | None = None
         self._started: RanksStarted | None = None
 
-    def take(self, order: ConfigureRanks | StartRanks | EndRanks) -> None:
+    def take(self, order: RanksOrder) -> None:
         """Have an order carried out after those before it. Raises trio.WouldBlock for far too many."""
         self._post.send_nowait(order)
 
@@ -94,6 +104,8 @@ class RankKeeper:
                         await self._start(order, nursery)
                     case EndRanks(generation=generation, grace_s=grace_s):
                         nursery.start_soon(self._end, generation, grace_s)
+                    case TraceRanks(generation=generation):
+                        nursery.start_soon(self._trace, generation)
                     case _:
                         assert_never(order)
 
@@ -107,6 +119,14 @@ class RankKeeper:
         """Wait until no rank is left."""
         if self._current is not None:
             await self._current.gone.wait()
+
+    async def settle(self) -> None:
+        """Have what ranks have saved written to disk, and wait for it."""
+        await self._host.settle()
+
+    def leave(self) -> None:
+        """Give back the memory of what is on disk."""
+        self._host.leave()
 
     async def _watch_server(self) -> None:
         while True:
@@ -149,6 +169,8 @@ class RankKeeper:
         for rank in generation.ranks:
             nursery.start_soon(self._watch, generation, rank)
         nursery.start_soon(self._show_output, generation)
+        if configured.run.hang_timeout_s:
+            nursery.start_soon(self._watch_signs, generation, configured.run.hang_timeout_s)
         pids = tuple(rank.handle.pid for rank in generation.ranks)
         is_warm = all(rank.handle.is_warm for rank in generation.ranks)
         self._started = RanksStarted(generation=order.generation, pids=pids, is_warm=is_warm)
@@ -179,6 +201,7 @@ class RankKeeper:
 
     async def _finish(self, generation: _Generation) -> None:
         """All ranks are gone."""
+        await self._host.keep_states(is_planned=generation.is_asked)
         if generation.is_ending:
             self._cleared = max(self._cleared, generation.number)
             self._current = None
@@ -202,11 +225,38 @@ class RankKeeper:
             self._say_ready()
             return
         if grace_s:
+            generation.is_asked = True
             for rank in generation.living:
                 rank.handle.ask_to_end()
             with trio.move_on_after(grace_s):
                 await generation.gone.wait()
         _kill(generation.living)
+
+    # --- hangs -------------------------------------------------------------------------------------------------------
+
+    async def _watch_signs(self, generation: _Generation, timeout_s: float) -> None:
+        """Say when ranks have shown no sign of life for long, and when they have again."""
+        signs = NodeSigns(timeout_s=timeout_s, generation=generation.number)
+        while not generation.gone.is_set():
+            living = generation.living
+            count = self._host.num_saved() + sum(rank.handle.written_bytes() for rank in generation.ranks)
+            used_s = {rank.setup.rank: rank.handle.used_s() for rank in living}
+            said = signs.look(trio.current_time(), count=count, used_s=used_s)
+            if said is not None and living and not generation.is_ending:
+                self._say(said)
+            await trio.sleep(min(timeout_s / _LOOKS_EACH_TIMEOUT, _LONGEST_LOOK_S))
+
+    async def _trace(self, number: int) -> None:
+        """Say where ranks are."""
+        generation = self._current
+        if generation is None or generation.number != number:
+            return
+        living = generation.living
+        for rank in living:
+            rank.handle.ask_for_stack()
+        await trio.sleep(_STACK_S)
+        stacks = tuple((rank.setup.rank, rank.handle.stack()) for rank in living)
+        self._say(RankStacks(generation=number, stacks=stacks))
 
     # --- output ------------------------------------------------------------------------------------------------------
 

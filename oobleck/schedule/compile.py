@@ -7,6 +7,7 @@ waits as late and gives as early as it can.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from functools import lru_cache
 from itertools import chain
@@ -17,8 +18,11 @@ from .schedule import Schedule, ScheduleError, ScheduleKind, check_numbers
 
 __all__ = ["SECTIONED_KINDS", "compile_schedule", "section_stops"]
 
-SECTIONED_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
-"""The kinds whose backward passes are whole and in order, so that there is a moment between two sections."""
+SECTIONED_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED)
+"""The kinds whose backward passes are whole and in order, so that there is a moment between two sections.
+
+With several chunks a stage, that is so between two rounds of as many microbatches as there are stages.
+"""
 
 
 @lru_cache(maxsize=64)
@@ -50,10 +54,13 @@ def compile_schedule(
         raise ScheduleError(
             f"num_sections is {num_sections}; {kind.value} takes 1: its gradients are never of a section"
         )
-    if not 1 <= num_sections <= max(1, num_microbatches):
-        raise ScheduleError(f"num_sections is {num_sections} with {num_microbatches} microbatches; each needs one")
+    round_size = num_stages if num_chunks > 1 else 1
+    if not 1 <= num_sections <= max(1, math.ceil(num_microbatches / round_size)):
+        each = f"{num_microbatches} microbatches" + (f" in rounds of {round_size}" if round_size > 1 else "")
+        raise ScheduleError(f"num_sections is {num_sections} with {each}; each needs one")
     shape = PipelineShape(num_stages, num_microbatches, num_chunks)
-    section_ends = frozenset(stop - 1 for stop in section_stops(num_microbatches, num_sections)[:-1])
+    stops = section_stops(num_microbatches, num_sections, round_size=round_size)
+    section_ends = frozenset(stop - 1 for stop in stops[:-1])
     tail = STEP_TAIL if commits else ()
     return Schedule(
         kind=kind,
@@ -66,9 +73,12 @@ def compile_schedule(
     )
 
 
-def section_stops(num_microbatches: int, num_sections: int) -> tuple[int, ...]:
-    """Where each section of a pipeline's share ends, as positions that it does not include."""
-    return tuple(num_microbatches * (number + 1) // num_sections for number in range(num_sections))
+def section_stops(num_microbatches: int, num_sections: int, *, round_size: int = 1) -> tuple[int, ...]:
+    """Where each section of a pipeline's share ends, as positions that it does not include: after whole rounds."""
+    rounds = math.ceil(num_microbatches / round_size)
+    return tuple(
+        min(num_microbatches, round_size * (rounds * (number + 1) // num_sections)) for number in range(num_sections)
+    )
 
 
 def _compile_program(order: Order, shape: PipelineShape, stage: int, section_ends: Collection[int]) -> Program:
@@ -76,7 +86,11 @@ def _compile_program(order: Order, shape: PipelineShape, stage: int, section_end
     return tuple(
         chain.from_iterable(
             _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last)
-            + ((_section_commit(microbatch),) if op is Op.BACKWARD and microbatch in section_ends else ())
+            + (
+                (_section_commit(microbatch),)
+                if op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
+                else ()
+            )
             for op, microbatch, chunk in order(shape, stage)
         )
     )

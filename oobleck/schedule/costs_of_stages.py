@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from oobleck.planner import LayerProfile, PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import cut_seconds, footprint
+from oobleck.planner.costs import chunks_footprint, cut_seconds, footprint
 
 from .cost import StageCost
 
@@ -26,7 +26,7 @@ class _Passes(TypedDict):
 def stage_costs(
     profile: Profile | Sequence[Profile], template: PipelineTemplate, *, reduce_s: float = 0.0, splits: bool = False
 ) -> tuple[StageCost, ...]:
-    """Say what each stage of a template costs; `reduce_s` is the same for all of them.
+    """Say what each stage of a template costs, or each chunk; `reduce_s` is the same for all stages.
 
     `profile` may be one for each node of the pipeline, where these are of several kinds.
 
@@ -40,23 +40,25 @@ def stage_costs(
     for index, (stage, profile) in enumerate(zip(stages, profiles, strict=True)):
         layers = [profile.layers[layer] for layer in stage.layers]
         held = footprint(profile, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
+        is_first_chunk = index < template.num_stages  # what a stage has but once is counted with it
+        static_bytes = chunks_footprint(profile, template.chunks_of(index)).static_bytes if is_first_chunk else 0
         costs.append(
             StageCost(
                 **_passes(layers, stage.num_devices, splits=splits and index > 0),
                 send_forward_s=_send_s(profile, stages, index, index + 1),
                 send_backward_s=_send_s(profile, stages, index, index - 1),
-                reduce_s=reduce_s,
+                reduce_s=reduce_s if is_first_chunk else 0.0,
                 activation_bytes=held.activation_bytes,
-                static_bytes=held.static_bytes,
+                static_bytes=static_bytes,
             )
         )
     return tuple(costs)
 
 
 def profiles_of_stages(profile: Profile | Sequence[Profile], template: PipelineTemplate) -> tuple[Profile, ...]:
-    """Return the profile of each stage's node, from one for all nodes or one for each."""
+    """Return the profile of each stage's node, or each chunk's, from one for all nodes or one for each."""
     if isinstance(profile, Profile):
-        return (profile,) * template.num_stages
+        return (profile,) * len(template.stages)
     return tuple(profile[stage.node_index] for stage in template.stages)
 
 

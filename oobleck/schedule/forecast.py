@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from oobleck.planner import ExecutionPlan, PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import Footprint, footprint
+from oobleck.planner.costs import Footprint, chunks_footprint
 from oobleck.planner.instantiation import reduction_s
 
-from .choice import choose_schedule
-from .compile import compile_schedule
+from .choice import choose_schedule, evaluate, kind_for
 from .costs_of_stages import profiles_of_stages, stage_costs
 from .schedule import ScheduleKind
-from .timeline import Timeline, timeline
+from .timeline import Timeline
 
 __all__ = ["Forecast", "PipelineForecast", "StageMemory", "forecast", "stage_costs"]
 
@@ -110,6 +109,7 @@ def forecast(
 ) -> Forecast:
     """Evaluate every kind of pipeline of a plan event by event; without a `kind`, under the schedule that it chooses.
 
+    Pipelines whose stages have several chunks are interleaved, whatever the `kind`.
     Gradients are reduced once all are there, at the rate that the planner assumes; nothing of it overlaps
     with the backward pass. Where nodes are of several kinds, `profile_of` returns the profile of each node's, with the
     network that all share. O(instructions of the distinct pipelines).
@@ -143,16 +143,15 @@ def _pipeline(
     reduce_s: float,
     reserved_memory_bytes: int,
 ) -> PipelineForecast:
-    each = list(zip(template.stages, profiles_of_stages(profiles, template), strict=True))
+    each = [(template.chunks_of(stage), own) for stage, own in enumerate(profiles_of_stages(profiles, template))]
+    each = each[: template.num_stages]
     return PipelineForecast(
         pipelines=pipelines,
         template=template,
         timeline=_timeline(profiles, template, num_microbatches, kind, reduce_s, reserved_memory_bytes),
-        footprints=tuple(
-            footprint(own, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices) for stage, own in each
-        ),
+        footprints=tuple(chunks_footprint(own, chunks) for chunks, own in each),
         available_bytes=tuple(
-            stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes) for stage, own in each
+            chunks[0].num_devices * (own.device.memory_bytes - reserved_memory_bytes) for chunks, own in each
         ),
         profiles=profiles,
     )
@@ -178,7 +177,4 @@ def _timeline(
         return choose_schedule(
             profile, template, num_microbatches, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
         ).timeline
-    return timeline(
-        compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches),
-        stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE),
-    )
+    return evaluate(kind_for(template, kind), profile, template, num_microbatches, reduce_s=reduce_s)

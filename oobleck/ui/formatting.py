@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 __all__ = [
     "bytes_text",
+    "chunks_text",
     "count_text",
     "duration_text",
     "hours_text",
@@ -58,6 +60,11 @@ def layers_text(first_layer: int, stop_layer: int) -> str:
     """Layers [first_layer, stop_layer) as `3` or `0-3`."""
     last = stop_layer - 1
     return str(first_layer) if last == first_layer else f"{first_layer}-{last}"
+
+
+def chunks_text(chunks: Iterable[tuple[int, int]]) -> str:
+    """The layers of a stage, chunk by chunk: `0-3`, or `0-1, 4-5`."""
+    return ", ".join(layers_text(first, stop) for first, stop in chunks)
 
 
 def one_line(text: str) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from oobleck.control.journal import PipelineView, StageView, WorkState
 
-from .formatting import layers_text, one_line
+from .formatting import chunks_text, one_line
 
 __all__ = ["STATE_STYLES", "pipeline_lines"]
 
@@ -131,13 +131,13 @@ def _boxes(label: str, pipeline: PipelineView, cell: int) -> Row:
 
 def _cell_width(stage: StageView) -> int:
     """What a cell needs for its bar, the node, the mark of trouble, the layers and a gap."""
-    return cell_len(stage.node) + len(layers_text(stage.first_layer, stage.stop_layer)) + 6
+    return cell_len(stage.node) + len(chunks_text(stage.chunks)) + 6
 
 
 def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
     line = Text(label, style="bold")
     for stage in pipeline.stages:
-        layers = layers_text(stage.first_layer, stage.stop_layer)
+        layers = chunks_text(stage.chunks)
         name = f"{one_line(stage.node)}{_mark(stage)}"
         room = cell - 3 - len(layers)
         text = f"{_fit(name, room).rstrip()} {layers}" if room >= 3 else name
@@ -164,8 +164,8 @@ def _trouble(stage: StageView) -> int:
 
 
 def _layers(stage: StageView, room: int) -> str:
-    numbers = layers_text(stage.first_layer, stage.stop_layer)
-    long = f"{'layer' if stage.stop_layer - stage.first_layer == 1 else 'layers'} {numbers}"
+    numbers = chunks_text(stage.chunks)
+    long = f"{'layer' if sum(stop - first for first, stop in stage.chunks) == 1 else 'layers'} {numbers}"
     return long if len(long) <= room else numbers
 
 

@@ -23,6 +23,7 @@ def plan_json(report: PlanReport) -> str:
         "model": profile.model,
         "device": profile.device.name,
         "estimated": profile.estimated,
+        "network": asdict(profile.network),
         "nodes": report.num_nodes,
         "devices_per_node": report.devices_per_node,
         "fault_threshold": report.fault_threshold,
@@ -102,6 +103,7 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "first_layer": stage.first_layer,
                 "stop_layer": stage.stop_layer,
                 "node": stage.node_index,
+                "chunks": [[chunk.first_layer, chunk.stop_layer] for chunk in each.template.chunks_of(index)],
                 "devices": stage.num_devices,
                 "busy_s": found.busy_s[index],
                 "peak_memory_bytes": found.peak_memory_bytes[index],
@@ -109,7 +111,7 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "available_bytes": each.available_bytes[index],
                 "headroom_bytes": each.headroom_bytes[index],
             }
-            for index, stage in enumerate(each.template.stages)
+            for index, stage in enumerate(each.template.stages[: each.template.num_stages])
         ],
     }
 

@@ -16,7 +16,7 @@ from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast, StageMemory
 
-from .formatting import bytes_text, count_text, layers_text, percent_text, seconds_text
+from .formatting import bytes_text, chunks_text, count_text, percent_text, seconds_text
 from .timeline import Figure, timeline_lines
 
 __all__ = ["AfterLosing", "PlanReport", "Priced", "TemplateRow", "figures_of", "plan_report"]
@@ -147,6 +147,10 @@ def _headline(report: PlanReport) -> Text:
     )
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
+    if "inter_node" in profile.network.assumed:
+        text.append(f"\nlinks between nodes are assumed: {profile.network.speed_of('inter_node')}", "yellow")
+    else:
+        text.append(f"\nlinks between nodes: {profile.network.speed_of('inter_node')}")
     text.append(f"\n\n{seconds_text(forecast.step_s)} a step, {count_text(report.tokens_per_s)} tokens/s", "bold")
     if report.mfu is not None:
         text.append(f", MFU {percent_text(report.mfu)}", "bold")
@@ -292,11 +296,12 @@ def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
     title = f"stages of a pipeline of {_forms(kinds) or nodes} node{'s' if nodes != 1 else ''}"
     table = _table(title, ("stage", "layers", "node", "devices", "busy", "memory", "of", "free"), left=0)
     found = each.timeline
-    for index, stage in enumerate(each.template.stages):
+    for index in range(each.template.num_stages):
+        stage = each.template.stages[index]
         headroom, available = each.headroom_bytes[index], each.available_bytes[index]
         table.add_row(
             str(index),
-            layers_text(stage.first_layer, stage.stop_layer),
+            _layers_of(each.template, index),
             f"{stage.node_index} {kinds[stage.node_index]}" if kinds else str(stage.node_index),
             str(stage.num_devices),
             percent_text(found.busy_s[index] / found.makespan_s if found.makespan_s else 0.0),
@@ -379,7 +384,8 @@ def _timeline(each: PipelineForecast, width: int) -> RenderableType:
 
 
 def _stage_labels(each: PipelineForecast) -> tuple[str, ...]:
-    return tuple(
-        f"{index}: {layers_text(stage.first_layer, stage.stop_layer)}"
-        for index, stage in enumerate(each.template.stages)
-    )
+    return tuple(f"{index}: {_layers_of(each.template, index)}" for index in range(each.template.num_stages))
+
+
+def _layers_of(template: PipelineTemplate, stage: int) -> str:
+    return chunks_text((chunk.first_layer, chunk.stop_layer) for chunk in template.chunks_of(stage))

@@ -165,9 +165,9 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
             "--microbatch is 4, and",
         ),
         (
-            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--schedule", "interleaved"),
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--schedule", "dualpipe"),
             ExitCode.USAGE,
-            "--schedule is 'interleaved'; it must be one of 1f1b, gpipe, zero-bubble",
+            "--schedule is 'dualpipe'; it must be one of 1f1b, gpipe, interleaved, zero-bubble",
         ),
         (
             ("--profile", "-", "--nodes", 4, "--global-batch", 8, "--after-losing", "node1,node9"),

@@ -116,7 +116,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
     [
         (["--policy", "magic"], 2, "names 'magic'; it must be of oobleck, restart"),
         (["--policy", ","], 2, "--policy is empty"),
-        (["--schedule", "interleaved"], 2, "must be one of 1f1b, gpipe, zero-bubble, auto"),
+        (["--schedule", "dualpipe"], 2, "must be one of 1f1b, gpipe, interleaved, zero-bubble, auto"),
         (["--mode", "third"], 2, "must be sweep or cluster"),
         (["--plot", "r.pdf"], 2, "must be .svg or .png"),
         (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),

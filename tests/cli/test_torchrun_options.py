@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,7 +78,7 @@ def test_what_has_no_meaning_is_said_to_be_unused():
     ("words", "said"),
     [
         (["--numa-binding=node", "train.py"], "--numa-binding: `oobleck run` has no such option; start the script"),
-        (["--save-at-breakpoint", "train.py"], "--save-at-breakpoint"),
+        (["--comm-perf-test", "train.py"], "--comm-perf-test: `oobleck run` has no such option; `oobleck check`"),
         (["--nprocs", "2", "train.py"], "--nprocs: there is no such option"),
         (["--nnodes", "4:2", "train.py"], "--nnodes: 4:2 is not possible"),
         (["--nnodes", "all", "train.py"], "--nnodes: 'all' is not N or MIN:MAX"),
@@ -96,3 +99,27 @@ def test_a_mistake_is_named(words: list[str], said: str):
 
 def test_variables_are_given_to_ranks():
     assert parsed("--env", "A=1", "--env", "B", "train.py", B="x").environment == {"A": "1", "B": "x"}
+
+
+def test_options_of_dlrover_run_are_taken():
+    line = parsed("--network-check", "--exclude_straggler", "--save_at_breakpoint", "--node_unit=2", "train.py")
+    assert line.flags == {"--network-check", "--exclude-straggler", "--save-at-breakpoint"}
+    assert line.given == {"--node-unit": "2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--exclude-straggler"], "--exclude-straggler: slow nodes are found by --network-check; give both"),
+        (["--local", "3", "--nnodes", "3", "--node-unit", "2"], "--node-unit"),
+        (["--local", "1", "--node-unit", "2"], "--node-unit"),
+        (["--hang-timeout", "long"], "--hang-timeout: 'long' is not a number of seconds"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(words: list[str], said: str, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.touch()
+    command = [sys.executable, "-m", "oobleck", "run", "--base-dir", str(tmp_path), *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (2, 78)
+    assert said in " ".join(done.stderr.split())

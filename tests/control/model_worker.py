@@ -13,7 +13,7 @@ from oobleck.control.commit.worker_effects import Compute
 from oobleck.control.protocol import WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
-from oobleck.schedule import Instruction, Op, compile_schedule
+from oobleck.schedule import Instruction, Op, Wire, compile_schedule
 from oobleck.sim.cluster.agreements import Carry
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
 from oobleck.sim.cluster.moves import Moves
@@ -35,10 +35,12 @@ class SteppedPrograms(Programs):
         schedule = compile_schedule(
             seat.schedule,
             num_stages=seat.num_stages,
+            num_chunks=len(seat.chunks),
             num_microbatches=len(program.microbatches),
             num_sections=program.num_sections,
             commits=False,
         )
+        self._wires = schedule.wires_of(seat.stage)
         try:
             for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
@@ -57,12 +59,12 @@ class SteppedPrograms(Programs):
             case Op.LOAD:
                 yield Wait("load", lambda: not stopped(), stopped)
             case Op.RECV_F | Op.RECV_B:
-                yield from self._receive(instruction.op, microbatch, work, seat)
+                yield from self._receive(instruction, microbatch, work, seat)
             case Op.SEND_F | Op.SEND_B:
-                forward = instruction.op is Op.SEND_F
-                target = seat.pipeline.worker_ids[seat.stage + (1 if forward else -1)]
+                wire = self._wires[instruction.op, instruction.chunk]
+                target = seat.pipeline.worker_ids[wire.link.target]
                 yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(seat.lane_key))
-                tag = 2 * microbatch + (not forward)
+                tag = self._tag(wire, microbatch, seat)
                 self.fabric.send(seat.lane_key, self.worker_id, target, tag, (work.step, microbatch))
             case Op.BACKWARD_INPUT:
                 yield Wait("backward_input", lambda: not stopped(), stopped)
@@ -71,15 +73,19 @@ class SteppedPrograms(Programs):
                 if seat.lane_key in self.spoiled:
                     group = label(seat.lane_key)
                     raise Violation(f"{self.worker_id} computes over {group}, which was given up half-way before")
-                self.commit_state.note_microbatch()
-                work.microbatches.append(microbatch)
+                if instruction.chunk == 0:
+                    self.commit_state.note_microbatch()
+                    work.microbatches.append(microbatch)
 
-    def _receive(self, op: Op, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
-        forward = op is Op.RECV_F
-        source = seat.pipeline.worker_ids[seat.stage + (-1 if forward else 1)]
-        tag = 2 * microbatch + (not forward)
+    def _tag(self, wire: Wire, microbatch: int, seat: PlaceInPlan) -> int:
+        return 2 * (microbatch * len(seat.chunks) + wire.source_chunk) + (not wire.link.is_forward)
+
+    def _receive(self, instruction: Instruction, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
+        wire = self._wires[instruction.op, instruction.chunk]
+        source = seat.pipeline.worker_ids[wire.link.source]
+        tag = self._tag(wire, microbatch, seat)
         yield Wait(
-            f"{op.value} of microbatch {microbatch} of step {work.step}",
+            f"{instruction} of microbatch {microbatch} of step {work.step}",
             lambda: self.fabric.has_mail(seat.lane_key, source, self.worker_id, tag),
             self.commit_state.is_pipeline_stopped,
             lambda: self.fabric.lacks_a_member(seat.lane_key),

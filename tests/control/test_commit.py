@@ -24,6 +24,7 @@ SHAPES = (
     Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, schedule="zero-bubble"),
     Shape(num_nodes=5, layers_per_device=2, schedule="gpipe"),
+    Shape(num_nodes=5, num_layers=6, layers_per_device=4, schedule="interleaved"),
     Shape(num_nodes=4, num_pipelines=2, eval_steps=2),
     Shape(num_nodes=5, layers_per_device=2, scales_loss=True),  # newcomers are told the loss scale
 )

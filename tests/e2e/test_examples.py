@@ -30,7 +30,8 @@ def _entries(runner: Runner, kind: str) -> list[dict[str, object]]:
 
 
 def test_every_example_is_tested() -> None:
-    tests = "".join(path.read_text() for path in (Path(__file__), Path(__file__).with_name("test_run_scripts.py")))
+    others = [Path(__file__).with_name(name) for name in ("test_launch.py", "test_run_scripts.py")]
+    tests = "".join(path.read_text() for path in (Path(__file__), *others))
     jobs = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
     assert len(jobs) >= 5
     assert [name for name in jobs if name not in tests] == []

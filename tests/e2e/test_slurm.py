@@ -1,4 +1,4 @@
-"""Training on the nodes of a real Slurm cluster: a node is lost, all have notice together, and the job is requeued."""
+"""Training on the nodes of a real Slurm cluster: they are lost and added, and time limits and killed masters come."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from oobleck.exit_codes import ExitCode
 from tests.slurm import Slurm, needs_slurm, serve_slurm
 
-from .elastic import ENDLESS, PACED, TOLERANCE, Reference, recoveries_in
-from .harness import TAG, Runner, Up, oobleck
+from .elastic import (
+    ENDLESS,
+    PACED,
+    TOLERANCE,
+    Reference,
+    assert_all_is_right,
+    nodes_of,
+    recoveries,
+    recoveries_in,
+    stopped,
+)
+from .harness import TAG, Runner, Up, oobleck, started_at, worker_pids
 
 pytestmark = needs_slurm
 
@@ -25,9 +36,18 @@ SCRIPT = """\
 #!/bin/sh
 {command}
 code=$?
+echo "oobleck up has ended with $code"
 [ $code -ne 75 ] || scontrol requeue $SLURM_JOB_ID
 exit $code
 """
+TAKEN_OVER = """\
+#!/bin/sh
+until {command}
+do
+    [ $? -eq 137 ] || exit
+done
+"""
+"""Of a batch job whose master may be killed: the same line takes over."""
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +57,22 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @contextmanager
-def batch_job(runner: Runner, slurm: Slurm, directory: Path, *options: str) -> Iterator[tuple[str, Up]]:
-    """Submit a script with `oobleck up --slurm` on three nodes; yields the job's id, and what it says."""
-    summary, output, script = (directory / name for name in ("summary.json", "output", "script"))
+def batch_job(
+    runner: Runner, slurm: Slurm, directory: Path, *asked: str, script: str = SCRIPT
+) -> Iterator[tuple[str, Up]]:
+    """Submit a script with `oobleck up --slurm` on three nodes; yields the job's id, and what it says.
+
+    `asked` is what Slurm is asked for on top.
+    """
+    summary, output, path = (directory / name for name in ("summary.json", "output", "script"))
     where = ("--slurm", "--dial-in", "127.0.0.1:0", PACED, "--base-dir", str(runner.base_dir))
-    command = [sys.executable, "-m", "oobleck", "up", *where, "--plain", "--summary", str(summary), *options]
-    script.write_text(SCRIPT.format(command=shlex.join(command)))
+    options = (*given(runner), "--plain", "--summary", str(summary))
+    path.write_text(script.format(command=shlex.join([sys.executable, "-m", "oobleck", "up", *where, *options])))
     output.touch()
-    (directory / ".oobleck").symlink_to(runner.base_dir)  # nodes keep logs and checkpoints where other runs do
-    exported = {"TMPDIR": str(runner.temporary), "HOME": str(directory)}
+    exported = {"TMPDIR": str(runner.temporary), "HOME": str(home(runner, directory))}
     environment = ",".join(["ALL", *(f"{name}={value}" for name, value in exported.items())])
-    submit = ["sbatch", "--parsable", "--nodes", "3", "--no-kill", "--requeue", "--open-mode", "append"]
-    job = slurm.run(*submit, "--output", str(output), "--export", environment, str(script))
+    submit = ["sbatch", "--parsable", "--nodes", "3", "--no-kill", "--requeue", "--open-mode", "append", *asked]
+    job = slurm.run(*submit, "--output", str(output), "--export", environment, str(path))
     tail = subprocess.Popen(["tail", "-n", "+1", "-F", str(output)], stdout=subprocess.PIPE, text=True)
     try:
         yield job, Up(tail, summary)
@@ -59,64 +83,200 @@ def batch_job(runner: Runner, slurm: Slurm, directory: Path, *options: str) -> I
             slurm.run("scancel", "--full", "--signal", "KILL", job)
 
 
-def test_a_lost_node_costs_no_step_and_a_requeued_job_goes_on_from_the_very_step(
+def given(runner: Runner) -> tuple[str, ...]:
+    """The job of every run here."""
+    job = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--no-check")
+    return (*job, "--set", "checkpoint.enabled=true")
+
+
+def home(runner: Runner, directory: Path) -> Path:
+    """A home in which nodes keep logs and checkpoints where other runs do."""
+    (directory / ".oobleck").symlink_to(runner.base_dir)
+    return directory
+
+
+def test_nodes_lost_and_back_cost_no_step_and_a_requeued_job_goes_on_from_the_very_step(
     runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
 ) -> None:
-    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--no-check", "--set", "checkpoint.enabled=true")
-    with batch_job(runner, slurm, tmp_path, *given) as (job, up):
+    with batch_job(runner, slurm, tmp_path) as (job, up):
         up.wait_for_step(5)
-        slurm.power_off("n3")
-        runner.signal("n3")
+        power_off(runner, slurm, "n3")
+        slurm.power_on("n3")  # before Slurm misses it, which would take it out of the job
         up.wait_for("n3 lost; ")
-        for left in (runner.agent_directory("n3"), runner.memory / "n3"):
-            shutil.rmtree(left, ignore_errors=True)  # of a machine that does not come back
+        up.wait_for("n3 taken in; ")
         up.wait_for_steps(5)
+        assert [(cause, lost) for cause, _, lost in recoveries_in(runner.journal())] == [
+            ("connection_lost", ("n3",)),
+            ("joined", ("n3",)),
+        ]
         slurm.run("scancel", "--signal", "TERM", job)  # as Slurm does before a time limit, if it is asked to
-        up.wait_for("all nodes are to be taken away")
-        first = steps(runner)
-        up.wait_for("] step ")
-        assert recoveries_in(runner.journal()) == []
-        up.wait_for_steps(5)
-        done = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
-        assert done.returncode == 0, done.stderr
-        slurm.wait_for_end(job)
-        second = steps(runner)
+        first, second = continued(runner, slurm, job, up)
     assert runner.left_over() == []
-    assert min(second) == max(first) + 1, "from the very step"
-    expected = endless_reference(max(second))
-    assert max(abs(loss - expected[step - 1]) for step, loss in {**first, **second}.items()) < TOLERANCE
+    assert_equal_to(endless_reference, first, second)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow  # Slurm counts time limits in minutes, and looks after them twice in one
+def test_a_job_that_reaches_its_time_limit_is_requeued_and_goes_on_from_the_very_step(
+    runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
+) -> None:
+    with batch_job(runner, slurm, tmp_path, "--time", "2", "--signal", "TERM@30") as (job, up):
+        first, second = continued(runner, slurm, job, up)
+    assert runner.left_over() == []
+    assert_equal_to(endless_reference, first, second)
+
+
+@pytest.mark.slow
+def test_in_a_batch_job_the_same_line_takes_over_from_a_killed_master(
+    runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
+) -> None:
+    with batch_job(runner, slurm, tmp_path, script=TAKEN_OVER) as (job, up):
+        up.wait_for_step(5)
+        workers = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
+        kill_master(runner)
+        up.wait_for("a new master takes over")
+        up.wait_for_steps(5)
+        assert workers == {node: started_at(pid) for node, pid in worker_pids(runner).items()}
+        stop_job(runner, slurm, job)
+        trained = steps(runner)
+    assert runner.left_over() == []
+    assert min(trained) == 1
+    assert_equal_to(endless_reference, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_outside_has_the_nodes_of_all_jobs_of_a_name_as_they_come_and_go(
+    runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
+) -> None:
+    variables = {"PATH": slurm.environment["PATH"], "SLURM_CONF": slurm.environment["SLURM_CONF"]}
+    variables["HOME"] = str(home(runner, tmp_path))
+    outside = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    where = ("--slurm-job", "llama", "--dial-in", "127.0.0.1:0", PACED)
+    with jobs_of_name(slurm, tmp_path, "llama") as submit:
+        alpha, _ = submit("n1"), submit("n2")
+        with runner.up(*given(runner), nodes=where, within=outside) as first:
+            first.wait_for_step(5)
+            submit("n3")
+            first.wait_for("n3 taken in; ")
+            slurm.run("scancel", "--signal", "TERM", alpha)
+            first.wait_for("n1 has left")
+            slurm.run("scancel", "--full", alpha)
+            slurm.wait_for_end(alpha)
+            first.wait_for_steps(3)
+            submit("n1")  # another job on the machine that was given back
+            first.wait_for("n1 taken in; ")
+            power_off(runner, slurm, "n3")
+            first.wait_for("n3 lost; ")
+            first.wait_for_steps(3)
+            workers = {node: started_at(pid) for node, pid in worker_pids(runner).items() if node != "n3"}
+            first.process.kill()
+            first.process.wait()
+            with runner.up(*given(runner), nodes=where, within=outside) as second:
+                second.wait_for_steps(5)
+                submit("n4")
+                second.wait_for("n4 taken in; ")
+                second.wait_for_steps(3)
+                now = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
+                assert {node: now[node] for node in workers} == workers
+                outcome = stopped(runner, second)
+        slurm.power_on("n3")
+    assert_all_is_right(outcome, endless_reference)
+    assert [(cause, lost) for cause, _, lost in recoveries(outcome)] == [
+        ("joined", ("n3",)),
+        ("drained", ("n1",)),
+        ("joined", ("n1",)),
+        ("connection_lost", ("n3",)),
+        ("joined", ("n4",)),
+    ]
+    assert nodes_of(outcome) == ["n1", "n2", "n4"]
+    assert runner.left_over() == []
 
 
 @pytest.mark.slow
 def test_the_nodes_of_all_jobs_of_a_name_are_checked_from_outside(runner: Runner, slurm: Slurm, tmp_path: Path) -> None:
-    submit = [
-        "sbatch",
-        "--parsable",
-        "--exclusive",
-        "--no-kill",
-        "--job-name",
-        "probe",
-        "--output",
-        str(tmp_path / "out"),
-        "--chdir",
-    ]
-    jobs = [slurm.run(*submit, str(tmp_path), "--wrap", "sleep 300") for _ in range(2)]
-    listed = ("squeue", "--noheader", "--states", "RUNNING", "--name", "probe", "--format", "%A")
-    try:
-        while sorted(slurm.run(*listed).split()) != sorted(jobs):
-            time.sleep(0.2)
+    with jobs_of_name(slurm, tmp_path, "probe") as submit:
+        submit("n1")
+        submit("n2")
         asked = ("--slurm-job", "probe", "--dial-in", "127.0.0.1:0", "--slow-factor", "1000", "--json")
         command = [sys.executable, "-m", "oobleck", "check", *asked, "--base-dir", str(runner.base_dir)]
         environment = {**slurm.environment, "TMPDIR": str(runner.temporary), "HOME": str(tmp_path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         nodes = [node["verdict"]["node"] for node in json.loads(done.stdout)["nodes"]]
-        assert len(nodes) == len(set(nodes)) == 2
+        assert sorted(nodes) == ["n1", "n2"]
+
+
+@contextmanager
+def jobs_of_name(slurm: Slurm, directory: Path, name: str) -> Iterator[Callable[[str], str]]:
+    """Yields what submits a job of this name, which holds a node and does nothing, and returns its id once it runs."""
+    asked = ("--parsable", "--exclusive", "--no-kill", "--job-name", name, "--chdir", str(directory))
+    listed = ("squeue", "--noheader", "--states", "RUNNING", "--name", name, "--format", "%A")
+
+    def submit(node: str) -> str:
+        job = slurm.run("sbatch", *asked, "--nodelist", node, "--output", str(directory / "out"), "--wrap", "sleep 600")
+        deadline_s = time.monotonic() + 60.0
+        while job not in slurm.run(*listed).split():
+            assert time.monotonic() < deadline_s, slurm.run("squeue")
+            time.sleep(0.2)
+        jobs.append(job)
+        return job
+
+    jobs: list[str] = []
+    try:
+        yield submit
     finally:
-        slurm.run("scancel", "--full", *jobs)
+        with suppress(AssertionError):  # some have ended
+            slurm.run("scancel", "--full", *jobs)
+        for job in jobs:
+            slurm.wait_for_end(job)
+
+
+def power_off(runner: Runner, slurm: Slurm, node: str) -> None:
+    """Cut a node's power, and what its memory held is gone."""
+    slurm.power_off(node)
+    runner.signal(node)
+    for left in (runner.agent_directory(node), runner.memory / node):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def kill_master(runner: Runner) -> None:
+    """Kill the `oobleck up` of a batch job."""
+    masters = [process for process in runner.processes() if process.cmdline()[1:4] == ["-m", "oobleck", "up"]]
+    assert len(masters) == 1, masters
+    masters[0].kill()
+
+
+def continued(runner: Runner, slurm: Slurm, job: str, up: Up) -> tuple[dict[int, float], dict[int, float]]:
+    """Have a job have notice and be requeued, and stop it then; the steps before and after, and their losses."""
+    up.wait_for("all nodes are to be taken away")
+    up.wait_for(f"has ended with {ExitCode.RESUMABLE:d}")
+    first = steps(runner)
+    up.wait_for("] step ")
+    assert recoveries_in(runner.journal()) == []
+    up.wait_for_steps(5)
+    stop_job(runner, slurm, job)
+    second = steps(runner)
+    assert min(second) == max(first) + 1, "from the very step"
+    return first, second
+
+
+def stop_job(runner: Runner, slurm: Slurm, job: str) -> None:
+    done = oobleck("stop", TAG, "--base-dir", str(runner.base_dir))
+    assert done.returncode == 0, done.stderr
+    slurm.wait_for_end(job)
 
 
 def steps(runner: Runner) -> dict[int, float]:
-    """The steps of the newest run, and their losses."""
+    """The steps of the newest run, each committed once and none left out, and their losses."""
     entries = [entry["record"] for entry in runner.journal() if entry["@type"] == "StepDone"]
-    return {entry["step"]: entry["loss"] for entry in entries}
+    losses = {entry["step"]: entry["loss"] for entry in entries}
+    assert list(losses) == list(range(min(losses), min(losses) + len(entries)))
+    return losses
+
+
+def assert_equal_to(reference: Reference, *parts: dict[int, float]) -> None:
+    """Compare losses of steps with those of one process."""
+    losses = {step: loss for part in parts for step, loss in part.items()}
+    expected = reference(max(losses))
+    assert max(abs(loss - expected[step - 1]) for step, loss in losses.items()) < TOLERANCE

@@ -52,6 +52,35 @@ def test_owners_of_a_layer_are_one_worker_of_each_pipeline() -> None:
     ]
 
 
+def test_a_stage_of_several_chunks_is_one_worker_with_the_layers_of_all_of_them() -> None:
+    chunked = template((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))
+    assert (chunked.num_stages, chunked.num_chunks, chunked.num_nodes, chunked.round_size) == (2, 2, 2, 2)
+    pipeline = Pipeline(template=chunked, nodes=("c", "a"), num_microbatches=3)
+    assert [(str(stage.worker_ids[0]), stage.layers) for stage in pipeline.stages] == [
+        ("c:0", (0, 3, 4)),
+        ("a:0", (1, 2, 5)),
+    ]
+    assert [stage.chunks for stage in pipeline.stages] == [(range(1), range(3, 5)), (range(1, 3), range(5, 6))]
+    assert pipeline.layers_at == {stage.worker_ids[0]: frozenset(stage.layers) for stage in pipeline.stages}
+    found = ExecutionPlan(pipelines=(pipeline,))
+    assert [found.locate(worker_id) for worker_id in pipeline.worker_ids] == [(0, 0), (0, 1)]
+    assert found.owners_of(4) == pipeline.stages[0].worker_ids
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ((0, 1, 0), (1, 2, 0)),
+        ((0, 1, 0), (1, 2, 1), (2, 3, 0)),
+        ((0, 1, 0), (1, 2, 1), (2, 3, 1), (3, 4, 0)),
+    ],
+    ids=["two on the same devices", "more on one than on another", "not in turn"],
+)
+def test_chunks_that_are_not_in_turn_are_refused(stages: tuple[tuple[int, int, int], ...]) -> None:
+    with pytest.raises(ConfigError, match="as many chunks each, in turn"):
+        template(*stages)
+
+
 def test_stages_of_several_devices_have_several_places() -> None:
     wide = PipelineTemplate(
         stages=(StageTemplate(first_layer=0, stop_layer=1, node_index=0, first_device=2, num_devices=2),)

@@ -28,8 +28,9 @@ def timing(profile: Profile, pipeline: Pipeline, slow: Mapping[str, float]) -> t
     for stage in pipeline.stages:
         layers = [profile.layers[layer] for layer in stage.layers]
         compute_s = sum(layer.forward_s[1] + layer.backward_s[1] for layer in layers)
-        sent = [profile.layers[stage.first_layer - 1].output_bytes] if stage.first_layer else []
-        sent += [layers[-1].output_bytes] if stage.stop_layer < profile.num_layers else []
+        first, last = stage.layers[0], stage.layers[-1]
+        sent = [profile.layers[first - 1].output_bytes] if first else []
+        sent += [layers[-1].output_bytes] if last + 1 < profile.num_layers else []
         network = profile.network
         sends_s = sum(network.inter_node_latency_s + size / network.inter_node_bytes_per_s for size in sent)
         seconds.append(compute_s * slow.get(stage.worker_ids[0].node, 1.0) + sends_s)

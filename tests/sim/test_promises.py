@@ -68,6 +68,8 @@ SHAPES = (
     replace(PLAIN, layers_per_device=2, schedule="auto"),
     replace(PLAIN, reductions=4),
     replace(PLAIN, num_layers=6, layers_per_device=3, slowness=20.0, reductions=4),
+    replace(PLAIN, num_layers=6, layers_per_device=4, schedule="interleaved"),
+    replace(PLAIN, num_layers=6, layers_per_device=4, slowness=20.0, reductions=2, schedule="interleaved"),
 )
 ALL = (
     Lost, Joined, Frozen, Thawed, Slowed, WorkerCrashed, AgentCrashed, AgentFrozen, Noticed, MasterCrashed,

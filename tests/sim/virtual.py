@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from oobleck.job import ControlSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import Profile
+from oobleck.planner.profiles import LINKS
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.cluster.tempo import Delays
 from oobleck.sim.trace import Trace, TraceEvent
@@ -41,6 +42,8 @@ class Setting:
     relay_nodes: int = 0
     relay_fanout: int = 2
     has_profile: bool = True
+    assumes_network: bool = False
+    """Links have to be timed first."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
     slowness: float = 1.0
     """How many times as long steps take: long ones are quicker to simulate."""
@@ -83,7 +86,8 @@ class Setting:
             )
             for layer in profile.layers
         )
-        return replace(profile, layers=layers)
+        assumed = LINKS if self.assumes_network else ()
+        return replace(profile, layers=layers, network=replace(profile.network, assumed=assumed))
 
     @property
     def delays(self) -> Delays:

@@ -42,7 +42,12 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "fastest_plan.py": ("random N=64: ", "3 random profiles: chosen plans take 0.", "; 0 of them over 1 %"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "journal.py": ("160 nodes, a step every 60 s", "| 0.5 | 719 | 7 |", "| 1 | 1,439 | 15 |"),
-    "mixed.py": ("| gpt3-2.7b | 4 + 4 | 1 | ", "| gpt3-2.7b | 4 + 4 | 8 | "),
+    "mixed.py": (
+        "| gpt3-2.7b | 4 + 4 | 1 | ",
+        "| gpt3-2.7b | 4 + 4 | 8 | ",
+        "| 50 layers, 1 H100 + 1 A100 + 1 A40 | ",
+        "| 50 layers, 16 A100, one 2 times slower | ",
+    ),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),
     "relays.py": ("| 6 | none |", "| 6 | 2 |", "| 16 | none |", "| 16 | 2 |"),
@@ -63,7 +68,15 @@ SMOKES: dict[str, tuple[str, ...]] = {
     ),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
-    "throughput.py": ("torch", "same cut: layers 0-1 | 2-3; bubble", "own plan", "alone", "auto takes"),
+    "throughput.py": (
+        "torch",
+        "same cut: layers 0-2 | 3-5; bubble",
+        "torch chunks",
+        "chunks: layers 0-1 | 2-2 | 3-3 | 4-5; bubble",
+        "own plan",
+        "alone",
+        "auto takes",
+    ),
 }
 """What each says, at least. Those that train compare losses themselves, and fail where they differ."""
 

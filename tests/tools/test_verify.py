@@ -11,7 +11,7 @@ import torch
 
 from tests.training.comm.fake_nccl import FakeLibrary
 from tests.training.fake_cuda import FakeCuda
-from tools.gpu import correct, edges, ranks, runs, speed, training, verify
+from tools.gpu import correct, edges, ranks, runs, sanitized, speed, training, verify
 from tools.gpu.checks import ROOT, Check, run
 
 TINY = training.Size(hidden=32, blocks=2, length=16, num_steps=4, num_microbatches=2)
@@ -23,6 +23,8 @@ GOOD = {
     "CUDA in forked workers": {"exit_code": 0},
     "failures of the device": {"assert": 40, "oom": 41},
     "NVML": {"is_read": True, "max_mhz": 1980, "lanes": 16},
+    "torch's CUDA sanitizer": {"exit_code": 0},
+    "compute-sanitizer": {"exit_code": 0},
     "losses of four workers": {
         "steps": 60,
         "difference": 1e-12,
@@ -34,7 +36,13 @@ GOOD = {
     "from a kill to the next step": {"next_step_s": 0.6, "stall_s": 0.2},
     "losses beside a plain loop": {**dict.fromkeys(training.WAYS, 1e-4), "skipped": 5},
     "memory beside the plan": {"over_plan": 0.97, "growth": 1.0, "pinned_growth": 1.0},
-    "Llama of 1B beside a plain loop": {"of_plain": 1.01, "step_s": 1.0, "flops_per_s": 3e14, "mfu": 0.5},
+    "Llama of 1B beside a plain loop": {
+        "of_plain": 1.01,
+        "step_s": 1.0,
+        "digest_share": 0.002,
+        "flops_per_s": 3e14,
+        "mfu": 0.5,
+    },
     "two workers beside Schedule1F1B": {"of_torch": 1.2, "difference": 1e-5},
     "messages between stages": {"communicators": 4, "wrong": 0, "abort_s": 0.2},
     **{
@@ -53,6 +61,8 @@ BAD = {
     "CUDA in forked workers": [{"exit_code": 1}],
     "failures of the device": [{"assert": 42}, {"oom": 42}, {"assert": 0}],
     "NVML": [{"is_read": False}, {"max_mhz": 0}, {"lanes": 0}],
+    "torch's CUDA sanitizer": [{"exit_code": 1}],
+    "compute-sanitizer": [{"exit_code": 97}],
     "losses of four workers": [
         {"steps": 59},
         {"difference": 1e-6},
@@ -64,7 +74,7 @@ BAD = {
     "from a kill to the next step": [{"next_step_s": 5.0}],
     "losses beside a plain loop": [{"skipped": 0}, *({way: 0.1} for way in training.WAYS)],
     "memory beside the plan": [{"over_plan": 1.2}, {"growth": 1.5}, {"pinned_growth": 7.0}],
-    "Llama of 1B beside a plain loop": [{"of_plain": 0.9}],
+    "Llama of 1B beside a plain loop": [{"of_plain": 0.9}, {"digest_share": 0.05}],
     "two workers beside Schedule1F1B": [{"of_torch": 0.9}, {"difference": 0.1}],
     "messages between stages": [{"communicators": 0}, {"wrong": 1}, {"abort_s": 3.0}],
     **{
@@ -86,20 +96,34 @@ def check_named(name: str) -> Check:
 def test_every_check_can_fail() -> None:
     assert [check.name for check in verify.CHECKS] == list(GOOD) == list(BAD)
     for check in verify.CHECKS:
-        good = GOOD[check.name]
-        assert run(replace(check, measure=lambda good=good: good), num_gpus=8).outcome == "passed"
+        good, runnable = GOOD[check.name], replace(check, why_not=lambda: None)
+        assert run(replace(runnable, measure=lambda good=good: good), num_gpus=8).outcome == "passed"
         for wrong in BAD[check.name]:
             measured = {**good, **wrong}
-            result = run(replace(check, measure=lambda measured=measured: measured), num_gpus=8)
+            result = run(replace(runnable, measure=lambda measured=measured: measured), num_gpus=8)
             assert result.outcome == "failed", (check.name, wrong)
             assert next(iter(wrong)) in result.detail
+
+
+@pytest.mark.slow
+def test_what_sanitizers_watch_trains_here_and_its_failure_is_seen() -> None:
+    assert sanitized.measure_sanitized("cpu") == {"exit_code": 0}
+    assert sanitized.measure_sanitized("no device")["exit_code"] != 0
+    assert sanitized.measure_sanitized("cpu", command=["false"])["exit_code"] == 1
+
+
+def test_a_sanitizer_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run(check_named("compute-sanitizer"), num_gpus=1)
+    assert result.outcome == "not run"
+    assert "compute-sanitizer is not on PATH" in result.detail
 
 
 def test_a_check_that_cannot_measure_fails() -> None:
     def broken() -> dict[str, float]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    result = run(replace(verify.CHECKS[1], measure=broken), num_gpus=8)
+    result = run(replace(check_named("NCCL alone"), measure=broken), num_gpus=8)
     assert result.outcome == "failed"
     assert "illegal memory access" in result.detail
 
@@ -188,7 +212,7 @@ def test_memory_and_speed_are_measured_on_a_cpu_as_on_a_gpu() -> None:
     assert all(memory[name] > 0 for name in ("over_plan", "growth"))
     assert check_named("memory beside the plan").judge(memory) is not None, "a process is more than a tiny model"
     alone = training.measure_speed("cpu", size=TINY, rounds=1)
-    assert all(alone[name] > 0 for name in ("of_plain", "step_s", "flops_per_s"))
+    assert all(alone[name] > 0 for name in ("of_plain", "step_s", "digest_share", "flops_per_s"))
     beside = training.measure_pipeline("cpu", size=TINY, rounds=1)
     assert beside["of_torch"] > 0
     assert beside["difference"] < 2e-3

@@ -211,7 +211,9 @@ def _shards() -> st.SearchStrategy[Shard]:
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
     degree = draw(st.sampled_from([1, 1, 2, 8]))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "auto", *(["zero-bubble"] if degree == 1 else [])]))
+    schedule = draw(
+        st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == 1 else [])])
+    )
     return draw(
         built(
             JobSpec,

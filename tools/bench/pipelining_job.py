@@ -13,6 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oobleck.job import JobSpec
@@ -34,53 +35,58 @@ StepTimes = list[tuple[float, float]]
 """(seconds, loss) of each step."""
 
 
-class _FirstStage(nn.Module):
-    def __init__(self, model: Any, num_blocks: int, job: JobSpec) -> None:
+class _Chunk(nn.Module):
+    """Some blocks, with the embedding before the first of all, and the head after the last."""
+
+    def __init__(self, model: Any, blocks: range, job: JobSpec) -> None:
         super().__init__()
-        self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
-        self.blocks = model.transformer.h[:num_blocks]
+        self.is_first, self.is_last = blocks.start == 0, blocks.stop == len(model.transformer.h)
+        if self.is_first:
+            self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+        self.blocks = model.transformer.h[blocks.start : blocks.stop]
+        if self.is_last:
+            self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
         self._job = job
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        input_ids = input_ids.to(self._job.device)
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        hidden = received.to(self._job.device)
         with _autocast(self._job):
-            hidden: torch.Tensor = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]).to(input_ids.device))
+            if self.is_first:
+                hidden = self.wte(hidden) + self.wpe(torch.arange(hidden.shape[1]).to(hidden.device))
             for block in self.blocks:
                 hidden = block(hidden)
+            if self.is_last:
+                logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
+                return logits
         return hidden.cpu()
 
 
-class _LastStage(nn.Module):
-    def __init__(self, model: Any, num_blocks: int, job: JobSpec) -> None:
-        super().__init__()
-        self.blocks = model.transformer.h[num_blocks:]
-        self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
-        self._job = job
+def train_pipelined(rank: int, job: JobSpec, cuts: Sequence[int], threads: int, directory: Path) -> StepTimes:
+    """Train one of two stages, with the model cut after so many of its blocks.
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.to(self._job.device)
-        with _autocast(self._job):
-            for block in self.blocks:
-                hidden = block(hidden)
-            logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
-        return logits
-
-
-def train_pipelined(rank: int, job: JobSpec, num_blocks: int, threads: int, directory: Path) -> StepTimes:
-    """Train one of two stages under Schedule1F1B, the first with the embedding and `num_blocks` blocks."""
+    One cut makes a chunk for each stage, under Schedule1F1B; three make two each, under ScheduleInterleaved1F1B.
+    """
     torch.set_num_threads(threads)
     store = FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
     dataset, model = _prepare(job, directory)
-    module = (_FirstStage, _LastStage)[rank](model, num_blocks, job)
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    bounds = list(pairwise((0, *cuts, len(model.transformer.h))))
+    chunks = [_Chunk(model, range(*each), job) for each in bounds]
+    stages = [
+        PipelineStage(chunks[index], index, len(bounds), torch.device("cpu")) for index in range(rank, len(bounds), 2)
+    ]
+    own = nn.ModuleList(chunks[rank::2])
     num_items = job.global_batch_size * dataset.items_per_sample
 
     def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         predictions, targets = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
         return nn.functional.cross_entropy(predictions.float(), targets.to(logits.device), reduction="sum") / num_items
 
-    schedule = Schedule1F1B(stage, job.num_microbatches, loss_fn=loss_of, scale_grads=False)
+    schedule = (
+        ScheduleInterleaved1F1B(list(stages), job.num_microbatches, loss_fn=loss_of, scale_grads=False)
+        if len(stages) > 1
+        else Schedule1F1B(stages[0], job.num_microbatches, loss_fn=loss_of, scale_grads=False)
+    )
 
     def run_step(samples: Sequence[int], _scaler: torch.amp.GradScaler) -> float:
         batch = dataset.batch(samples)
@@ -94,7 +100,7 @@ def train_pipelined(rank: int, job: JobSpec, num_blocks: int, threads: int, dire
     def agree(values: torch.Tensor) -> None:
         dist.all_reduce(values)
 
-    return _train(job, list(module.parameters()), dataset, run_step, agree)
+    return _train(job, list(own.parameters()), dataset, run_step, agree)
 
 
 def train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:

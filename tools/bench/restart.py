@@ -4,9 +4,11 @@
 
 The script (`restart_job.py`) is the same for both: DDP on Gloo, a checkpoint of its own every five steps. Times count
 from the SIGKILL to the end of the first step of the next generation, by the machine's clock. Ranks are killed one after
-the other in one run; a lost node of four is added again before the next is killed. `redone` are steps that were taken
-again, because the script had not saved them. `kept` says whether all other nodes kept their agents. Each row of
-`oobleck run` begins once later ranks are forked warm, some seconds after the first step. The table is Markdown.
+the other in one run; a lost node of four is added again before the next is killed, and the memory in which it kept
+states goes with it. `redone` are steps that all ranks had come to the end of, and that were taken again, for they had
+not been saved. With flash checkpoints, the script saves after every step by `oobleck.checkpoint`. `kept` says whether
+all other nodes kept their agents. Each row of `oobleck run` begins once later ranks are forked warm, some seconds after
+the first step. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class NoSuchStep(Exception):
 class Job:
     """The script, under either launcher."""
 
-    def __init__(self, command: Sequence[str], directory: Path) -> None:
+    def __init__(self, command: Sequence[str], directory: Path, *, is_flash: bool = False) -> None:
         self.directory = directory
         for left in (*directory.glob("rank*.jsonl"), directory / "checkpoint.pt"):
             left.unlink(missing_ok=True)
@@ -68,7 +70,7 @@ class Job:
         self._log = directory / "launcher.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, str(_JOB), str(directory)],
+                [*command, str(_JOB), str(directory), *(["flash"] if is_flash else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -98,6 +100,14 @@ class Job:
         self.wait_for(rank, lambda step: step.restart == restart)
         first = next(step for step in self.steps(rank) if step.restart == restart)
         return self.wait_for(rank, lambda step: step.restart == restart and step.step >= first.step + _AGAIN_AFTER)
+
+    def world_before(self, restart: int) -> int:
+        """How many ranks the last generation before this one had."""
+        return [step.world for step in self.steps(0) if step.restart < restart][-1]
+
+    def furthest(self, rank: int, restart: int) -> int:
+        """The last step of a rank before this generation."""
+        return max((step.step for step in self.steps(rank) if step.restart < restart), default=0)
 
     def end(self) -> None:
         """End it, whatever happens."""
@@ -141,18 +151,18 @@ def _restarted(
         return step.t > at_s and step.restart >= restart and world in (None, step.world)
 
     first = job.wait_for(0, is_first, limit_s=limit_s)
-    furthest = max((step.step for step in job.steps(0) if step.restart < first.restart), default=0)
+    furthest = min(job.furthest(rank, first.restart) for rank in range(job.world_before(first.restart)))
     return Restart(seconds=first.t - at_s, redone=max(0, furthest - first.step + 1))
 
 
 class OobleckJob(Job):
     """The script under `oobleck run`."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, is_flash: bool) -> None:
         self._base_dir = directory / "base"
         shutil.rmtree(self._base_dir, ignore_errors=True)
         command = [sys.executable, "-m", "oobleck", "run", *options, "--tag", _TAG, "--base-dir", str(self._base_dir)]
-        super().__init__([*command, "--max-restarts", "1000"], directory)
+        super().__init__([*command, "--max-restarts", "1000"], directory, is_flash=is_flash)
 
     def wait_until_warm(self) -> None:
         """Wait until later ranks are forked from what the first ones have imported."""
@@ -171,6 +181,7 @@ class OobleckJob(Job):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(AgentDir(run_id, node).memory, ignore_errors=True)  # as it would be with the machine
         return at_s
 
     def add(self, node: str) -> None:
@@ -216,33 +227,38 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obr"))
     try:
-        print(_one_node(directory, given.runs), flush=True)
-        print(_lost_node(directory, given.runs, given.nodes), flush=True)
+        for is_flash in (False, True):
+            print(_one_node(directory, given.runs, is_flash=is_flash), flush=True)
+            print(_lost_node(directory, given.runs, given.nodes, is_flash=is_flash), flush=True)
         print(_torchrun(directory, given.runs), flush=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _one_node(directory: Path, runs: int) -> str:
-    job = OobleckJob(directory, "--nproc-per-node", "2")
+def _one_node(directory: Path, runs: int, *, is_flash: bool) -> str:
+    job = OobleckJob(directory, "--nproc-per-node", "2", is_flash=is_flash)
     try:
         job.wait_until_warm()
         restarts = kill_ranks(job, runs)
         kept = "all" if not job.lost() else "NOT ALL"
     finally:
         job.end()
-    return row("oobleck run, a killed rank of two", restarts, kept, "median < 0.5")
+    return row(f"oobleck run, a killed rank of two{_how(is_flash)}", restarts, kept, "median < 0.5")
 
 
-def _lost_node(directory: Path, runs: int, nodes: int) -> str:
-    job = OobleckJob(directory, "--local", str(nodes))
+def _lost_node(directory: Path, runs: int, nodes: int, *, is_flash: bool) -> str:
+    job = OobleckJob(directory, "--local", str(nodes), is_flash=is_flash)
     try:
         job.wait_until_warm()
         restarts = lose_nodes(job, runs, nodes)
         kept = "all" if set(job.lost()) == {"node1"} else "NOT ALL"
     finally:
         job.end()
-    return row(f"oobleck run, a lost node of {nodes}", restarts, kept, "median < 2")
+    return row(f"oobleck run, a lost node of {nodes}{_how(is_flash)}", restarts, kept, "median < 2")
+
+
+def _how(is_flash: bool) -> str:
+    return ", flash checkpoints" if is_flash else ""
 
 
 def _torchrun(directory: Path, runs: int) -> str:

@@ -2,13 +2,15 @@
 
     python tools/bench/throughput.py --rounds 5
 
-Five ways take turns, several times over, each in fresh processes:
+Seven ways take turns, several times over, each in fresh processes:
 
-    torch     torch.distributed.pipelining's Schedule1F1B, two stages cut by hand
-    same cut  Oobleck's workers with the same two stages
-    bubbles   the same, with the zero-bubble schedule
-    own plan  Oobleck's workers with the plan that its planner makes from a profile measured here
-    alone     one process without a pipeline, which has all cores to itself
+    torch         torch.distributed.pipelining's Schedule1F1B, two stages cut by hand
+    same cut      Oobleck's workers with the same two stages
+    bubbles       the same, with the zero-bubble schedule
+    torch chunks  torch's ScheduleInterleaved1F1B, two stages of two chunks each, cut by hand
+    chunks        Oobleck's workers with the same four chunks, interleaved
+    own plan      Oobleck's workers with the plan that its planner makes from a profile measured here
+    alone         one process without a pipeline, which has all cores to itself
 
 The step time of a turn is the median of its steps, warm-up left out; that of a way the median over its turns; the
 ratios are medians of the ratios within a round, so that a machine that slows down for a while slows all of them.
@@ -27,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +62,8 @@ __all__ = ["Setting", "Turn", "main", "measure"]
 
 _NODES = ("node0", "node1")
 _PLACES = tuple(WorkerId(node=node, device=0) for node in _NODES)
+_NUM_CHUNKS = 2
+_SCHEDULES = {"bubbles": ScheduleKind.ZERO_BUBBLE, "chunks": ScheduleKind.INTERLEAVED}
 _LOSS_TOLERANCE = 1e-3
 """Float32 sums in different orders, through some steps of training."""
 
@@ -74,15 +79,19 @@ class Setting:
     directory: Path
     context: ForkServerContext
 
-    @property
-    def hand_cut(self) -> ExecutionPlan:
+    def cuts(self, num_chunks: int) -> tuple[int, ...]:
+        """The blocks after which each chunk but the last ends, where two stages have so many each."""
+        count = 2 * num_chunks
+        return tuple(self.num_blocks * number // count for number in range(1, count))
+
+    def hand_cut(self, num_chunks: int = 1) -> ExecutionPlan:
         """Two stages with half of the blocks each."""
-        middle = 1 + self.num_blocks // 2
+        ends = (0, *(1 + cut for cut in self.cuts(num_chunks)), self.num_blocks + 2)
         stages = (
-            StageTemplate(first_layer=0, stop_layer=middle, node_index=0),
-            StageTemplate(first_layer=middle, stop_layer=self.num_blocks + 2, node_index=1),
+            StageTemplate(first_layer=first, stop_layer=stop, node_index=index % 2)
+            for index, (first, stop) in enumerate(pairwise(ends))
         )
-        template = PipelineTemplate(stages=stages)
+        template = PipelineTemplate(stages=tuple(stages))
         return ExecutionPlan(
             pipelines=(Pipeline(template=template, nodes=_NODES, num_microbatches=self.job.num_microbatches),)
         )
@@ -102,10 +111,20 @@ def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn
     """Let the ways take turns; returns the profile, the turns and the plans, by way."""
     with _workers(setting, _PLACES[:1]) as workers:
         profile = workers.profile()
-    plans = {"same cut": setting.hand_cut, "bubbles": setting.hand_cut, "own plan": _own_plan(setting, profile)}
+    plans = {
+        "same cut": setting.hand_cut(),
+        "bubbles": setting.hand_cut(),
+        "chunks": setting.hand_cut(_NUM_CHUNKS),
+        "own plan": _own_plan(setting, profile),
+    }
+    ours = {way: partial(_oobleck_turn, setting, _schedule_of(way), plan) for way, plan in plans.items()}
     ways: dict[str, Callable[[], Turn]] = {
-        "torch": partial(_torch_turn, setting),
-        **{way: partial(_oobleck_turn, setting, _schedule_of(way), plan) for way, plan in plans.items()},
+        "torch": partial(_torch_turn, setting, 1),
+        "same cut": ours["same cut"],
+        "bubbles": ours["bubbles"],
+        "torch chunks": partial(_torch_turn, setting, _NUM_CHUNKS),
+        "chunks": ours["chunks"],
+        "own plan": ours["own plan"],
         "alone": partial(_alone_turn, setting),
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
@@ -116,7 +135,7 @@ def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn
 
 
 def _schedule_of(way: str) -> ScheduleKind:
-    return ScheduleKind.ZERO_BUBBLE if way == "bubbles" else ScheduleKind.ONE_F_ONE_B
+    return _SCHEDULES.get(way, ScheduleKind.ONE_F_ONE_B)
 
 
 def _own_plan(setting: Setting, profile: Profile) -> ExecutionPlan:
@@ -145,7 +164,7 @@ def _oobleck_turn(setting: Setting, kind: ScheduleKind, plan: ExecutionPlan) -> 
     )
 
 
-def _torch_turn(setting: Setting) -> Turn:
+def _torch_turn(setting: Setting, num_chunks: int) -> Turn:
     with (
         tempfile.TemporaryDirectory(dir=setting.directory) as directory,
         ProcessPoolExecutor(2, mp_context=setting.context) as pool,
@@ -154,7 +173,7 @@ def _torch_turn(setting: Setting) -> Turn:
         run = partial(
             _train_pipelined,
             job=setting.job,
-            num_blocks=setting.num_blocks // 2,
+            cuts=setting.cuts(num_chunks),
             threads=1,
             directory=Path(directory),
         )
@@ -167,10 +186,10 @@ def _alone_turn(setting: Setting) -> Turn:
 
 
 # What trains loads torch; this process only starts it.
-def _train_pipelined(rank: int, *, job: JobSpec, num_blocks: int, threads: int, directory: Path) -> StepTimes:
+def _train_pipelined(rank: int, *, job: JobSpec, cuts: Sequence[int], threads: int, directory: Path) -> StepTimes:
     from tools.bench.pipelining_job import train_pipelined
 
-    return train_pipelined(rank, job, num_blocks, threads, directory)
+    return train_pipelined(rank, job, cuts, threads, directory)
 
 
 def _train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:
@@ -187,14 +206,19 @@ def _turn(setting: Setting, times: StepTimes) -> Turn:
 
 
 def _print_table(turns: dict[str, list[Turn]], tokens: int) -> None:
-    print(f"{'way':<10}{'step s, median (all turns)':<52}{'tokens/s':>10}{'of torch':>10}")
+    print(f"{'way':<14}{'step s, median (all turns)':<52}{'tokens/s':>10}{'of torch':>10}")
     for way, measured in turns.items():
         step_s = statistics.median(turn.step_s for turn in measured)
-        ratio = statistics.median(
-            torch.step_s / turn.step_s for torch, turn in zip(turns["torch"], measured, strict=True)
-        )
         each = " ".join(f"{turn.step_s:.3f}" for turn in measured)
-        print(f"{way:<10}{f'{step_s:.4f} ({each})':<52}{tokens / step_s:>10.0f}{ratio:>10.3f}")
+        print(
+            f"{way:<14}{f'{step_s:.4f} ({each})':<52}{tokens / step_s:>10.0f}{_ratio(turns['torch'], measured):>10.3f}"
+        )
+    print(f"chunks: {_ratio(turns['torch chunks'], turns['chunks']):.3f} of torch's throughput with the same chunks")
+
+
+def _ratio(others: Sequence[Turn], measured: Sequence[Turn]) -> float:
+    """How many times the throughput of others, in the median over the rounds."""
+    return statistics.median(other.step_s / turn.step_s for other, turn in zip(others, measured, strict=True))
 
 
 def _print_bubbles(profile: Profile, turns: dict[str, list[Turn]], plans: dict[str, ExecutionPlan]) -> None:
@@ -261,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens in a sample")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
-    chosen = parse_arguments(parser, arguments, rounds=1, steps=5, hidden=64, blocks=2, length=16, microbatches=4)
+    chosen = parse_arguments(parser, arguments, rounds=1, steps=5, hidden=64, blocks=4, length=16, microbatches=4)
     with tempfile.TemporaryDirectory() as temporary:
         setting = _setting(chosen, Path(temporary))
         profile, turns, plans = measure(setting, chosen.rounds)

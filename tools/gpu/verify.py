@@ -1,7 +1,8 @@
 """Verifies on one GPU what no test without one can: `python tools/gpu/verify.py --tier A --output DIR`.
 
     A   correct: NCCL's manners, copies, forked workers, failures of the device (`correct.py`); losses of disturbed runs
-        (`runs.py`); losses beside a plain loop, memory beside the plan (`training.py`)
+        (`runs.py`); losses beside a plain loop, memory beside the plan (`training.py`); all of it under torch's and
+        CUDA's sanitizers (`sanitized.py`)
     B   real NCCL: three ranks on one GPU, one of which is lost (`ranks.py`); messages between two GPUs (`edges.py`)
     C   fast: digests, copies, saves, the data sheet (`speed.py`); from a kill to the next step (`runs.py`); whole
         models beside plain loops (`training.py`)
@@ -27,12 +28,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from tools.gpu import correct, edges, ranks, runs, speed, training
+from tools.gpu import correct, edges, ranks, runs, sanitized, speed, training
 from tools.gpu.checks import Check, run
 
 __all__ = ["CHECKS", "main"]
 
-CHECKS: Sequence[Check] = (*correct.CHECKS, *runs.CHECKS, *training.CHECKS, *edges.CHECKS, *ranks.CHECKS, *speed.CHECKS)
+CHECKS: Sequence[Check] = (
+    *correct.CHECKS,
+    *sanitized.CHECKS,
+    *runs.CHECKS,
+    *training.CHECKS,
+    *edges.CHECKS,
+    *ranks.CHECKS,
+    *speed.CHECKS,
+)
 IMPOSSIBLE = "NVLink, NVLS, InfiniBand, errors of a remote NIC, and speed between GPUs: no single GPU shows them"
 
 

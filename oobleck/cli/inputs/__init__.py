@@ -34,6 +34,7 @@ from .options import (
     base_dir_of,
 )
 from .planning_options import (
+    ChunksOption,
     DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
@@ -58,6 +59,7 @@ __all__ = [
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
     "BaseDirOption",
+    "ChunksOption",
     "DeviceOption",
     "DevicesPerNodeOption",
     "DialIn",

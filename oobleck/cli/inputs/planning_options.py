@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from oobleck.job import MAX_DEVICES, MAX_NODES
+from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES
 
 from .numbers import whole
 from .options import MAX_BATCH, MAX_TOKENS
 
 __all__ = [
+    "ChunksOption",
     "DeviceOption",
     "DevicesPerNodeOption",
     "FaultThresholdOption",
@@ -92,6 +93,13 @@ PrecisionOption = Annotated[
 
 RecomputeOption = Annotated[
     bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
+]
+
+ChunksOption = Annotated[
+    int,
+    typer.Option(
+        "--chunks", metavar="V", parser=whole(2, MAX_CHUNKS), help="Chunks of layers in each interleaved stage."
+    ),
 ]
 
 PipelinesOption = Annotated[

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import linecache
 import symtable
 import sys
@@ -20,13 +21,14 @@ from oobleck.errors import ConfigError
 
 __all__ = ["cell_text", "is_of_a_cell"]
 
+_MAIN = "__main__"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def is_of_a_cell(value: object) -> bool:
     """Whether this is a function or class that a notebook's cell defines."""
     shell = _shell()
-    return shell is not None and getattr(value, "__module__", None) == "__main__" and _cell_of(value) is not None
+    return shell is not None and getattr(value, "__module__", None) == _MAIN and _cell_of(value) is not None
 
 
 def cell_text(values: Sequence[object]) -> str:
@@ -54,11 +56,7 @@ class _Collected:
 
     def _text(self, name: str, value: object, user: str) -> str:
         if isinstance(value, types.ModuleType):
-            return (
-                f"import {value.__name__} as {name}"
-                if "." in value.__name__ or value.__name__ != name
-                else (f"import {name}")
-            )
+            return _import(name, value)
         if _is_plain(value):
             return f"{name} = {value!r}"
         if is_of_a_cell(value):
@@ -67,13 +65,28 @@ class _Collected:
                 if (found := _namespace().get(needed, _MISSING)) is not _MISSING and needed != name:
                     self.take(needed, found, name)
             return text
-        module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        if isinstance(module, str) and isinstance(own, str) and getattr(sys.modules.get(module), own, None) is value:
+        module, own = str(getattr(value, "__module__", _MAIN)), str(getattr(value, "__qualname__", ""))
+        if module != _MAIN and getattr(sys.modules.get(module), own, None) is value:
             return f"from {module} import {own} as {name}"
         raise ConfigError(
             f"{user} uses {name}, a {type(value).__name__} that lives in this notebook alone; make it in the function, "
             "or put all of it into a file with `%%writefile job.py`, and give launch() its path"
         )
+
+
+def _import(name: str, module: types.ModuleType) -> str:
+    """The import that gives a module its name; of a package, with all of its modules that cells import by `import`."""
+    if module.__name__ != name:
+        return f"import {module.__name__} as {name}"
+    inner = {
+        alias.name
+        for cell in _cells()
+        for node in ast.walk(_parsed(cell))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname is None and alias.name.startswith(f"{name}.")
+    }
+    return "\n".join(f"import {each}" for each in (name, *sorted(inner)))
 
 
 _MISSING = object()
@@ -85,20 +98,28 @@ def _shell() -> object | None:
 
 
 def _namespace() -> dict[str, object]:
-    return vars(sys.modules["__main__"])
+    return vars(sys.modules[_MAIN])
 
 
 def _cell_of(value: object) -> str | None:
     """The text of the cell that a function or class was defined in."""
     name = getattr(value, "__name__", "")
-    files = [code.co_filename for code in _codes(value)] if isinstance(value, type | types.FunctionType) else []
-    texts = ("".join(linecache.getlines(file)) for file in files)
-    return next((text for text in texts if text and _node(text, name) is not None), None)
+    files = dict.fromkeys(code.co_filename for code in _codes(value))
+    texts = ["".join(linecache.getlines(file)) for file in files]
+    if isinstance(value, type):
+        texts += reversed(_cells())  # a class without methods does not know where it is from
+    return next((text for text in texts if _node(text, name) is not None), None)
+
+
+def _cells() -> list[str]:
+    """The cells that were run, the oldest first, as IPython keeps them for people."""
+    cells = _namespace().get("In")
+    return [text for text in cells if isinstance(text, str)] if isinstance(cells, list) else []
 
 
 def _codes(value: object) -> Iterator[types.CodeType]:
     if isinstance(value, types.FunctionType):
-        yield value.__code__
+        yield inspect.unwrap(value).__code__
     for member in vars(value).values() if isinstance(value, type) else ():
         if isinstance(code := getattr(member, "__code__", None), types.CodeType):
             yield code
@@ -106,12 +127,18 @@ def _codes(value: object) -> Iterator[types.CodeType]:
 
 def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
     """The last definition of a name at the top level of a cell."""
-    try:
-        body = ast.parse(text).body
-    except SyntaxError:
-        return None
-    found = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    found = [
+        node for node in _parsed(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
     return next((node for node in reversed(found) if node.name == name), None)
+
+
+def _parsed(text: str) -> ast.Module:
+    """A cell's syntax; none for what is no Python, a cell with an error in it."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
 
 
 def _definition(value: object) -> str:

@@ -29,13 +29,15 @@ class _Shown(Protocol):
 class Display:
     """Shows an object in the cell that is being run, and again twice a second; does nothing where there is no cell."""
 
-    def __init__(self, shown: _Shown) -> None:
+    def __init__(self, shown: _Shown, *, changes: bool) -> None:
+        """Without `changes`, because it has come to its end, it is not shown."""
         self._shown = shown
+        self._changes = changes
         self._handle: Any = None
         self._due_s = 0.0
 
     def __enter__(self) -> Display:
-        if _is_in_a_notebook():
+        if self._changes and _is_in_a_notebook():
             self._handle = sys.modules["IPython"].display.display(self._shown, display_id=True)
             self._due_s = time.monotonic() + _INTERVAL_S
         return self
@@ -70,6 +72,8 @@ def snapshot_html(snapshot: RunSnapshot) -> str:
 
     from oobleck.ui.dashboard import Dashboard
 
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH, height=_HEIGHT, force_terminal=True)
+    console = Console(
+        record=True, file=io.StringIO(), width=_WIDTH, height=_HEIGHT, force_terminal=True, force_jupyter=False
+    )
     console.print(Dashboard(snapshot, fill=False))
     return console.export_html(inline_styles=True, code_format=_FORMAT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +33,8 @@ from .master import MasterProcess
 __all__ = ["Run"]
 
 _POLL_S = 0.1
+_ENDS_WELL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""Somebody wanted the end, and the newest state is on disk."""
 
 
 class Run:
@@ -71,7 +74,7 @@ class Run:
         Raises KeyboardInterrupt after the end where an interrupt came meanwhile. A failure of the run raises nothing
         here: that is for `wait`.
         """
-        with Interrupts(self._master.interrupt) as interrupts, Display(self) as display:
+        with Interrupts(self._master.interrupt) as interrupts, Display(self, changes=self.is_active) as display:
             for entry in self._entries():
                 if entry is not None:
                     interrupts.is_waiting = False
@@ -83,18 +86,19 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Summary:
         """Wait for the end and return the closing summary, which is also what `summary=FILE` writes.
 
-        A run that was stopped has one too. Raises RunFailed with the reason, and the traceback of the worker that
-        failed; ConfigError or UsageError where the job is at fault; TimeoutError after `timeout_s` seconds, with the
-        run left as it is.
+        A run that was stopped or interrupted has one too. Raises RunFailed with the reason, and the traceback of the
+        worker that failed; ConfigError or UsageError where the job is at fault; TimeoutError after `timeout_s` seconds,
+        with the run left as it is.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        with Interrupts(self._master.interrupt) as interrupts, Display(self) as display:
+        with Interrupts(self._master.interrupt) as interrupts, Display(self, changes=self.is_active) as display:
             while not self._master.wait(_POLL_S):
                 display.update()
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise TimeoutError(f"run {self.tag} is still active after {timeout_s:g} s")
         interrupts.raise_late()
-        if self._master.exit_code != ExitCode.DONE:
+        code = self._master.exit_code
+        if code != ExitCode.DONE and not (code in _ENDS_WELL and self._has_journal):
             raise self._failure()
         return summarize(read_journal(self._directory.journal))
 
@@ -132,9 +136,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the run, after its step, and wait for that."""
+        """End the run, after its step, and wait for that; an interrupt ends it at once."""
         self.stop()
-        with Interrupts(self._master.interrupt) as interrupts:
+        with Interrupts(partial(self.stop, now=True)) as interrupts:
             self._master.wait()
         interrupts.raise_late()
 

@@ -55,10 +55,10 @@ def remote_paths(directory: RunDirectory, launcher: Launcher, python: str | None
 
 
 async def check_first(
-    nodes: tuple[NodeSpec, ...], connections: NodeConnections, paths: RemotePaths
+    nodes: tuple[NodeSpec, ...], connections: NodeConnections, paths: RemotePaths, *, leaves_out_slow: bool = False
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Check nodes; returns those to begin with, and what is to be said."""
     report = await check_nodes(
         nodes, connections, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
     )
-    return choose_nodes(nodes, report)
+    return choose_nodes(nodes, report, leaves_out_slow=leaves_out_slow)

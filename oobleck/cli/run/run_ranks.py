@@ -59,6 +59,8 @@ class RanksRun:
     base_dir: Path
     check: bool
     """Check nodes, unless they are virtual, before anything is started there."""
+    leaves_out_slow: bool
+    """Those that the check finds slow do not take part."""
 
 
 def run_ranks(run: RanksRun) -> int:
@@ -102,7 +104,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         remarks: tuple[NodeLeftOut | Remark, ...] = ()
         if run.check and not launcher.are_virtual:
             say(output, f"oobleck run: checking {len(known)} nodes")
-            chosen, remarks = await check_first(known, connections, paths)
+            chosen, remarks = await check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
         set_aside(directory.journal)
 
         def tell_of_gap(gap: JournalGap) -> None:

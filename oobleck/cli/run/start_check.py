@@ -5,7 +5,7 @@ Virtual nodes are not checked: they are one machine, whose faults all of them wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from oobleck.control.events import NodeLeftOut, Remark
 from oobleck.control.node_check import CheckedNode, CheckReport, Health
@@ -15,20 +15,21 @@ __all__ = ["choose_nodes"]
 
 
 def choose_nodes(
-    nodes: Sequence[NodeSpec], report: CheckReport
+    nodes: Sequence[NodeSpec], report: CheckReport, *, leaves_out_slow: bool = False
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Return the nodes to begin with, and what the journal should say.
 
     Nodes that were reached and found faulty are left out, unless none would be left. A node that was not reached is
-    the run's to try again. Slow nodes take part: they get fewer microbatches.
+    the run's to try again. Slow nodes take part, as they get fewer microbatches, unless they are to be left out.
     """
-    at_fault = {checked.verdict.node for checked in report.nodes if _is_at_fault(checked)}
+    reasons = {Health.FAULTY, Health.SLOW} if leaves_out_slow else {Health.FAULTY}
+    at_fault = {checked.verdict.node for checked in report.nodes if _is_at_fault(checked, reasons)}
     kept = tuple(spec for spec in nodes if spec.name not in at_fault)
     return kept or tuple(nodes), tuple(_remarks(report, at_fault if kept else set()))
 
 
-def _is_at_fault(checked: CheckedNode) -> bool:
-    return checked.facts is not None and checked.verdict.health is Health.FAULTY
+def _is_at_fault(checked: CheckedNode, reasons: Set[Health]) -> bool:
+    return checked.facts is not None and checked.verdict.health in reasons
 
 
 def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[NodeLeftOut | Remark]:

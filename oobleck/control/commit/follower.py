@@ -317,7 +317,7 @@ class Follower:
         self._transferred = keys = transfer_keys(update.transfers, update.generation, self._worker_id)
         if seat is not None and committee is not None:
             keys += (seat.lane_key, seat.stage_key)
-        layers = range(0) if seat is None else seat.layers
+        layers = () if seat is None else seat.layers
         yield FormGroups(keys, committee)
         if update.restore is not None:
             assert not update.partial.microbatches, "a checkpoint is of a whole step"
@@ -326,7 +326,7 @@ class Follower:
         is_current = self._commit_state.applied == update.boundary
         yield ShareLossScale(committee, is_current or update.restore is not None)
         keep = self._to_keep(update, layers) if is_current else ()
-        self._commit_state.adopt(update, tuple(layers), keep)
+        self._commit_state.adopt(update, layers, keep)
         yield Adopt(update, seat, committee, layers, keep)
         self.partial_commit.adopt(update, is_spare=seat is None)
         self._seat, self._committee = seat, committee
@@ -343,7 +343,7 @@ class Follower:
         kept = {} if self._committee is None else self._committee.keys
         return Committee(plan, update.generation, lost, kept=kept, regrouped=frozenset(update.regrouped))
 
-    def _to_keep(self, update: PlanUpdate, layers: range) -> tuple[int, ...]:
+    def _to_keep(self, update: PlanUpdate, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that others are to receive and that this worker no longer holds.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan

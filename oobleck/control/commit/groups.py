@@ -23,7 +23,7 @@ Members = tuple[WorkerId, ...]
 class GroupKey:
     """What the members of a group agree on without talking."""
 
-    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer"]
+    purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer", "link"]
     generation: int
     """The one whose plan update had it formed; a group may outlive that."""
     members: tuple[WorkerId, ...]
@@ -106,7 +106,12 @@ class PlaceInPlan:
         )
 
     @property
-    def layers(self) -> range:
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each chunk of its stage."""
+        return self.pipeline.stages[self.stage].chunks
+
+    @property
+    def layers(self) -> tuple[int, ...]:
         return self.pipeline.stages[self.stage].layers
 
     @property
@@ -115,6 +120,7 @@ class PlaceInPlan:
 
     @property
     def is_first(self) -> bool:
+        """Its stage has the model's first layer."""
         return self.stage == 0
 
     @property

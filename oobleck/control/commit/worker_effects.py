@@ -271,7 +271,7 @@ class ReadCheckpoint:
     """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
 
     update: PlanUpdate
-    layers: range
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class Adopt:
     seat: PlaceInPlan | None
     """None for a spare."""
     committee: Committee | None
-    layers: range
+    layers: tuple[int, ...]
     keep: tuple[int, ...]
 
 

@@ -28,6 +28,7 @@ from oobleck.control.events import (
     EndRun,
     Event,
     KillRequested,
+    LinkFound,
     MessageReceived,
     NodeFailed,
     NodeLeftOut,
@@ -140,6 +141,7 @@ class Coordinator:
         return min(
             [
                 parts.startup.deadline_s,
+                parts.link_timing.deadline_s,
                 parts.reconfiguration.deadline_s,
                 parts.progress.hangs_s,
                 parts.lifecycle.retries_s,
@@ -197,6 +199,9 @@ class Coordinator:
             case ProfileFound():
                 self._do(parts.preparation.take_profile(event), now_s)
                 self._reports.train_when_ready(now_s)
+            case LinkFound():
+                self._do(parts.link_timing.take_found(event, now_s), now_s)
+                self._reports.train_when_ready(now_s)
             case StopRequested():
                 self._stop_requested(event, now_s)
             case AddRequested(spec=spec, by_itself=by_itself):
@@ -224,6 +229,9 @@ class Coordinator:
         recovery, progress, silence = parts.reconfiguration, parts.progress, parts.silence
         if recovery.is_begun:  # a start has a time limit of its own
             self._do(silence.give_up_silent(now_s), now_s)
+        if late := parts.link_timing.handle_deadline(now_s):
+            self._do(late, now_s)
+            self._reports.train_when_ready(now_s)
         self._do(parts.startup.handle_deadline(now_s), now_s)
         self._do(recovery.give(TimePassed(is_suspicious=silence.is_suspicious), now_s), now_s)
         if now_s >= progress.hangs_s and silence.is_suspicious:

@@ -58,8 +58,10 @@ def plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float,
 
 def _with_schedules(job: JobSpec, reason: str, schedules: Sequence[ScheduleKind]) -> str:
     """A plan's reason, with the schedules of its pipelines where it chose them."""
-    num_split = sum(kind is ScheduleKind.ZERO_BUBBLE for kind in schedules)
-    if job.schedule != "auto" or not num_split:
+    if job.schedule != "auto":
         return reason
-    which = "" if num_split == len(schedules) else f" in {num_split} of {len(schedules)} pipelines"
-    return f"{reason}; the zero-bubble schedule{which}"
+    for kind in (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED):
+        if number := schedules.count(kind):
+            which = "" if number == len(schedules) else f" in {number} of {len(schedules)} pipelines"
+            reason = f"{reason}; the {kind.value} schedule{which}"
+    return reason

@@ -11,6 +11,7 @@ from oobleck.control.commit import Progress, ReplicaCheck
 from oobleck.control.data import Sharding
 from oobleck.control.membership import Leases, Membership, NodeRetry
 from oobleck.control.scaling import Scaling
+from oobleck.control.speed import LinkTiming
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
@@ -38,6 +39,7 @@ class Parts:
     """Who is there: the one table that several parts keep. The lifecycles say who comes and goes."""
     progress: Progress
     preparation: Preparation
+    link_timing: LinkTiming
     saving: Saving
     restoring: Restoring
     sharding: Sharding
@@ -62,9 +64,11 @@ def make_parts(
     num_devices = nodes[0].num_devices
     progress = Progress(job)
     preparation = Preparation(job, members, python_version=python_version, run=run)
+    link_timing = LinkTiming(job, members)
     restoring = Restoring(run=run, directory=None if resume in ("auto", "never") else resume)
     sharding = Sharding(job, progress, worker_ids=training_places)
     saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
+    resuming = Resuming(job, saving, restoring, sharding, resume=resume)
     make_planner = partial(planner_for, job, devices_per_node=num_devices)
     scaling = Scaling(job, members, progress)
     replanning = Replanning(members, progress, scaling, sharding, make_planner=make_planner)
@@ -74,12 +78,13 @@ def make_parts(
         members=members,
         progress=progress,
         preparation=preparation,
+        link_timing=link_timing,
         saving=saving,
         restoring=restoring,
         sharding=sharding,
         replanning=replanning,
         reconfiguration=reconfiguration,
-        startup=Startup(job, nodes, members, preparation, Resuming(job, saving, restoring, sharding, resume=resume)),
+        startup=Startup(job, nodes, members, preparation, link_timing, resuming),
         shutdown=Shutdown(job, members, progress, saving, sharding),
         replica_check=ReplicaCheck(degree=job.tensor_parallel),
         lifecycle=NodeLifecycle(members, NodeRetry(first_wait_s=job.control.rejoin_after_s), num_devices=num_devices),

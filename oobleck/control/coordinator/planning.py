@@ -9,7 +9,9 @@ from oobleck.planner import ExecutionPlan, PlannerSettings, Profile
 from oobleck.schedule import ScheduleKind
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner
+    from collections.abc import Callable
+
+    from oobleck.planner import Cutter, Planner
 
 __all__ = ["fixed_schedule", "planner_for", "schedules_for"]
 
@@ -28,12 +30,21 @@ def planner_for(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Pla
         fault_threshold=job.fault_threshold,
         num_pipelines=job.num_pipelines,
     )
-    return TensorParallelPlanner(profile, settings, job.tensor_parallel)
+    return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
+
+
+def _cutter_for(job: JobSpec) -> Callable[[Profile], Cutter] | None:
+    """What cuts the pipelines of a job into chunks; None where none is interleaved."""
+    from oobleck.schedule.interleaving import make_cutter
+
+    return make_cutter(fixed_schedule(job), job.num_chunks)
 
 
 def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
     """Return the schedule of all pipelines of a job; None where each plan chooses.
 
+    Interleaved are those of several chunks a stage; a pipeline that has too few layers for that, or too little memory,
+    runs 1F1B.
     Devices that share stages, and compiled blocks, take a backward pass whole: there is nothing to choose.
     """
     if job.schedule != "auto":
@@ -44,6 +55,10 @@ def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
 def schedules_for(job: JobSpec, profile: Profile, plan: ExecutionPlan) -> tuple[ScheduleKind, ...]:
     """Return the schedule of each pipeline of a plan; O(instructions of the distinct ones) where plans choose."""
     kind = fixed_schedule(job)
+    if kind is ScheduleKind.INTERLEAVED:
+        from oobleck.schedule.choice import kind_for
+
+        return tuple(kind_for(pipeline.template, kind) for pipeline in plan.pipelines)
     if kind is not None:
         return (kind,) * len(plan.pipelines)
     from oobleck.schedule.forecast import forecast

@@ -12,8 +12,8 @@ from oobleck.job import JobSpec
 
 __all__ = ["profile_key"]
 
-_MEASURES = 2
-"""Raised when profiles measure more or otherwise. 2: copies, what passes take, and messages apart from activations."""
+_MEASURES = 3
+"""Raised when profiles measure more or otherwise. 3: they say which links are assumed."""
 
 
 def profile_key(

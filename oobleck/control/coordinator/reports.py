@@ -46,6 +46,7 @@ from oobleck.control.protocol import (
     LayersMoving,
     LayersPersisted,
     Leaving,
+    LinkTimed,
     Pace,
     PeerFailed,
     PlanNeeded,
@@ -196,6 +197,10 @@ class Reports:
             case Profiled():
                 self._do(parts.preparation.take_measurement(message), now_s)
                 self.train_when_ready(now_s)
+            case LinkTimed():
+                timer = WorkerId(node=node, device=message.device)
+                self._do(parts.link_timing.take(timer, message, now_s), now_s)
+                self.train_when_ready(now_s)
             case WorkerExited():
                 is_begun = parts.reconfiguration.is_begun
                 self._do(parts.workers.worker_exited(member, message, now_s, is_begun=is_begun), now_s)
@@ -235,6 +240,7 @@ class Reports:
         if worker is not None:
             self._routing.record(worker)
             self._do(parts.preparation.note_ready(member, message), now_s)
+            parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
             self._do(parts.sharding.know(message.shards, now_s), now_s)
             parts.members.note_ready(worker, generation=recovery.generations.current)
             if recovery.is_begun and parts.members[worker.node].is_ready:

@@ -9,7 +9,7 @@ from oobleck.control.checkpoints import Candidate, KnownCheckpoint
 from oobleck.control.events import Command, EndRun, ExpectSteps, NodeUp, Repair
 from oobleck.control.journal import Loss, LossCause
 from oobleck.control.protocol import Raised
-from oobleck.planner import Profile, WorkerId
+from oobleck.planner import NetworkProfile, Profile, WorkerId
 
 from .choice import Choice
 from .recovery.states import (
@@ -31,6 +31,7 @@ __all__ = [
     "Effects",
     "KeepDraining",
     "KnowCheckpoints",
+    "LinksWanted",
     "LocateCheckpoints",
     "NodeDropped",
     "NodeHere",
@@ -116,6 +117,13 @@ class PlanWithout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinksWanted:
+    """Have the links timed that this network assumes, and look again once that is over."""
+
+    network: NetworkProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocateCheckpoints:
     """Ask workers which checkpoints they can read."""
 
@@ -163,6 +171,7 @@ Effect = (
     | GiveUp
     | KeepDraining
     | KnowCheckpoints
+    | LinksWanted
     | LocateCheckpoints
     | NodeDropped
     | NodeGone

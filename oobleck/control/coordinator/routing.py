@@ -17,12 +17,14 @@ from oobleck.control.events import (
     End,
     EndRun,
     ExpectSteps,
+    LookUpLink,
     LookUpProfile,
     Record,
     Repair,
     Send,
     SendAll,
     SendOrders,
+    StoreLink,
     StoreProfile,
     notice,
 )
@@ -56,6 +58,7 @@ from .requests import (
     Effects,
     KeepDraining,
     KnowCheckpoints,
+    LinksWanted,
     LocateCheckpoints,
     NodeDropped,
     NodeHere,
@@ -111,7 +114,7 @@ class Routing:
         match effect:
             case Record() | Send() | SendAll() | SendOrders() | Connect() | Disconnect() | End():
                 self._commands.append(effect)
-            case LookUpProfile() | StoreProfile():
+            case LookUpProfile() | StoreProfile() | LookUpLink() | StoreLink():
                 self._commands.append(effect)
             case EndRun():
                 raise RunOver(effect)
@@ -148,6 +151,10 @@ class Routing:
             # Steps and plans
             case ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
+            case LinksWanted(network=network):
+                self.carry_out(parts.link_timing.go_on(network), now_s)
+                if not parts.link_timing.is_needed(network):
+                    self.carry_out(parts.startup.look(now_s), now_s)
             case BeginTraining():
                 self._begin_training(effect, now_s)
             case PlanWithout(node=node, loss=loss, detect_s=detect_s):

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from oobleck.control.events import EndRun, Record
 from oobleck.control.journal import Loss, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures, starting_s
+from oobleck.control.speed import LinkTiming
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import profile_to_json
 
 from .preparation import Preparation
-from .requests import Effects
+from .requests import Effects, LinksWanted
 from .resuming import Resuming
 
 __all__ = ["Startup"]
@@ -35,12 +36,14 @@ class Startup:
         nodes: Sequence[NodeSpec],
         members: Membership,
         preparation: Preparation,
+        link_timing: LinkTiming,
         resuming: Resuming,
     ) -> None:
         self._job = job
         self._nodes = nodes
         self._members = members
         self._preparation = preparation
+        self._link_timing = link_timing
         self._resuming = resuming
         self._failures = StartupFailures(len(nodes))
         self.deadline_s = math.inf
@@ -88,6 +91,9 @@ class Startup:
             return (EndRun(exit_code=ExitCode.CONFIG, reason=text),)
         if not self._resuming.is_known(self._members):
             return self._resuming.questions(self._members)
+        if self._link_timing.is_needed(profile.network):
+            return (LinksWanted(network=profile.network),)
+        profile = self._link_timing.applied_to(profile)
         self.deadline_s = math.inf
         entry = ProfileKnown(t_s=now_s, profile_json=profile_to_json(profile))
         return (Record(entry=entry), *self._resuming.begin(profile, now_s))

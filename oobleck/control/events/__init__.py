@@ -13,6 +13,8 @@ from .inputs import (
     End,
     Event,
     KillRequested,
+    LinkFound,
+    LookUpLink,
     LookUpProfile,
     MessageReceived,
     NodeFailed,
@@ -26,6 +28,7 @@ from .inputs import (
     SendAll,
     SendOrders,
     StopRequested,
+    StoreLink,
     StoreProfile,
 )
 
@@ -41,6 +44,8 @@ __all__ = [
     "Event",
     "ExpectSteps",
     "KillRequested",
+    "LinkFound",
+    "LookUpLink",
     "LookUpProfile",
     "MessageReceived",
     "NodeFailed",
@@ -55,6 +60,7 @@ __all__ = [
     "SendAll",
     "SendOrders",
     "StopRequested",
+    "StoreLink",
     "StoreProfile",
     "notice",
 ]

@@ -37,6 +37,8 @@ __all__ = [
     "End",
     "Event",
     "KillRequested",
+    "LinkFound",
+    "LookUpLink",
     "LookUpProfile",
     "MessageReceived",
     "NodeFailed",
@@ -50,6 +52,7 @@ __all__ = [
     "SendAll",
     "SendOrders",
     "StopRequested",
+    "StoreLink",
     "StoreProfile",
 ]
 
@@ -100,6 +103,14 @@ class ProfileFound:
     """The answer to LookUpProfile; None when nothing is cached under the key."""
 
     profile_json: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFound:
+    """The answer to LookUpLink; None when nothing is cached under the key."""
+
+    key: str
+    link_json: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +167,7 @@ Event = (
     | BatchReceived
     | DrainRequested
     | KillRequested
+    | LinkFound
     | NodeFailed
     | NodeLeftOut
     | NodeUp
@@ -254,6 +266,21 @@ class StoreProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpLink:
+    """Look for the cached speed of a link; answered by LinkFound."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLink:
+    """Cache the speed of a link that was timed."""
+
+    key: str
+    link_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """The run is over."""
 
@@ -261,4 +288,16 @@ class End:
     reason: str
 
 
-Command = Connect | Send | SendAll | SendOrders | Disconnect | Record | LookUpProfile | StoreProfile | End
+Command = (
+    Connect
+    | Send
+    | SendAll
+    | SendOrders
+    | Disconnect
+    | Record
+    | LookUpProfile
+    | StoreProfile
+    | LookUpLink
+    | StoreLink
+    | End
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .coordinator import RanksCoordinator
+from .hang import NodeSigns, hung_rank
 from .machine import TRANSITIONS, Transition, deadline, step
 from .rank_setup import RankSetup, is_shown, rank_environment, shown_text
 from .states import (
@@ -42,6 +43,7 @@ __all__ = [
     "Input",
     "Leave",
     "LetGo",
+    "NodeSigns",
     "Over",
     "RankSetup",
     "RanksCoordinator",
@@ -54,6 +56,7 @@ __all__ = [
     "TimePassed",
     "Transition",
     "deadline",
+    "hung_rank",
     "is_shown",
     "rank_environment",
     "shown_text",

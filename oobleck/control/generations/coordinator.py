@@ -52,6 +52,7 @@ from oobleck.control.journal import (
     NodeUnfit,
     ProtocolBroken,
     RankDown,
+    RanksHung,
     ScriptStarted,
     Silent,
     TerminationNoticed,
@@ -70,15 +71,19 @@ from oobleck.control.protocol import (
     RankFailed,
     RankOutput,
     RanksFinished,
+    RanksQuiet,
     RanksReady,
     RanksStarted,
+    RankStacks,
     StartRanks,
     StopAgent,
+    TraceRanks,
 )
 from oobleck.errors import PeerError
 from oobleck.job import NodeSpec
 from oobleck.ranks import RanksSpec
 
+from .hang import HangWatch
 from .machine import deadline, start, step
 from .states import (
     Begin,
@@ -107,6 +112,10 @@ _PATIENCE_S = 30.0
 """For an agent that kills its ranks: a process in the kernel's hands may take its time."""
 
 
+_MOST_CULPRITS = 4
+"""In an entry, with their stacks."""
+
+
 @dataclass(slots=True)
 class _Formed:
     """The newest generation, as far as it is on its way."""
@@ -114,6 +123,7 @@ class _Formed:
     begin: Begin
     since_s: float
     """When the one before ended."""
+    hang: HangWatch
     port: int = 0
     address: str = ""
     warm: dict[str, bool] = field(default_factory=dict)
@@ -129,6 +139,7 @@ class RanksCoordinator:
         self._run = run
         self._nodes = nodes
         self._started_at = started_at
+        self._run_digits = "".join(each for each in started_at if each.isdecimal())
         self._python_version = python_version
         self._members = Membership(nodes)
         self._lifecycle = NodeLifecycle(
@@ -139,6 +150,7 @@ class RanksCoordinator:
             min_nodes=run.min_nodes,
             max_nodes=run.max_nodes,
             max_restarts=run.max_restarts,
+            node_unit=run.node_unit,
             waits_for_all_s=run.control.start_timeout_s,
             waits_for_min_s=run.join_timeout_s,
             grace_s=run.shutdown_timeout_s,
@@ -177,7 +189,9 @@ class RanksCoordinator:
         """The latest time at which `handle_deadline` must be called; infinity for never."""
         if isinstance(self._state, Over):
             return math.inf
-        return min(deadline(self._state, self._rules), self._lifecycle.retries_s, self._silence.due_s)
+        hang_due_s = self._formed.hang.due_s if self._formed is not None else None
+        due_s = min(deadline(self._state, self._rules), self._lifecycle.retries_s, self._silence.due_s)
+        return due_s if hang_due_s is None else min(due_s, hang_due_s)
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
@@ -190,6 +204,7 @@ class RanksCoordinator:
         self._do(self._silence.give_up_silent(now_s), now_s)
         self._do(self._lifecycle.retry_lost(now_s), now_s)
         self._give(TimePassed(), now_s)
+        self._end_hang(now_s)
         return self._take()
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -249,6 +264,8 @@ class RanksCoordinator:
                 self._note_failed(node, message, now_s)
             case RankOutput():
                 pass  # for people
+            case RanksQuiet() | RankStacks():
+                self._note_quiet(node, message, now_s)
             case RanksFinished(generation=generation):
                 self._give(Finished(node=node, generation=generation), now_s)
             case Leaving(reason=reason):
@@ -293,6 +310,51 @@ class RanksCoordinator:
         detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
         given = Failed(node=node, generation=message.generation, reason=f"{sentence(entry)}{detail}")
         self._give(given, now_s)
+
+    # --- hangs -------------------------------------------------------------------------------------------------------
+
+    def _note_quiet(self, node: str, message: RanksQuiet | RankStacks, now_s: float) -> None:
+        """Ask all ranks where they are, once none shows a sign of life."""
+        formed = self._formed
+        if formed is None or message.generation != formed.begin.generation:
+            return
+        if isinstance(message, RankStacks):
+            formed.hang.answer(node, message)
+            self._end_hang(now_s)
+            return
+        formed.hang.hear(node, message)
+        nodes = self._unfinished
+        if formed.hang.suspects(nodes) and formed.hang.ask(now_s):
+            order = TraceRanks(generation=message.generation)
+            self._commands += [Send(node=each, message=order) for each in nodes]
+
+    def _end_hang(self, now_s: float) -> None:
+        """Have all start again once it is known where ranks are, or will not be."""
+        formed, nodes = self._formed, self._unfinished
+        if formed is None or not nodes or not formed.hang.is_answered(nodes, now_s):
+            return
+        formed.hang.due_s = None
+        if not formed.hang.suspects(nodes):
+            return
+        ranks = formed.hang.ranks()
+        num_waiting = sum(each.is_waiting for each in ranks)
+        others = tuple(each for each in ranks if not each.is_waiting)
+        entry = RanksHung(
+            t_s=now_s,
+            generation=formed.begin.generation,
+            quiet_s=self._run.hang_timeout_s,
+            culprits=others[:_MOST_CULPRITS] if num_waiting else (),
+            num_waiting=num_waiting,
+        )
+        self._record(entry)
+        node = entry.culprits[0].node if entry.culprits else nodes[0]
+        self._give(Failed(node=node, generation=entry.generation, reason=sentence(entry), is_hang=True), now_s)
+
+    @property
+    def _unfinished(self) -> tuple[str, ...]:
+        """Nodes of the generation whose ranks have not all ended well."""
+        state = self._state
+        return tuple(node for node in state.names if node not in state.finished) if isinstance(state, Running) else ()
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -378,6 +440,7 @@ class RanksCoordinator:
             self._ended_s,
             port=self._run.master_port or self._ready[first].port,
             address=self._members[first].address,
+            hang=HangWatch(begin.generation),
         )
         self._formed = formed
         for each in begin.nodes:
@@ -405,6 +468,7 @@ class RanksCoordinator:
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
+                start=f"{self._run_digits}-{formed.begin.generation:06d}",
             )
             for number, each in enumerate(nodes)
         }

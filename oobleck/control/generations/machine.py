@@ -65,7 +65,7 @@ TRANSITIONS = (
     Transition(Running, Ready, (Running, Ending), "a node has come: all start again with it"),
     Transition(Running, Gone, (Running, Ending, Gathering), "a node of the generation is lost"),
     Transition(Running, Leave, (Running, Ending), "a node of the generation is to leave"),
-    Transition(Running, Failed, (Running, Ending), "a rank has failed"),
+    Transition(Running, Failed, (Running, Ending), "a rank has failed, or all hang"),
     Transition(Running, Finished, (Running, Over), "the last one may have finished"),
     Transition(Running, StopAsked, (Ending, Over), "its ranks are asked to end"),
     Transition(Ending, Ready, (Ending, Gathering, Running, Over), "the last one may be gone"),
@@ -133,15 +133,16 @@ def _gathering(state: Gathering, given: Input, now_s: float, roster: Roster, rul
 
 def _form(state: Gathering, now_s: float, roster: Roster, rules: Rules) -> Step:
     """Begin a generation if the nodes that are there are enough, and none is worth waiting for."""
-    chosen = roster.candidates[: rules.max_nodes]
+    chosen = roster.candidates[: rules.most_of(len(roster.candidates))]
     waited_s = now_s - state.since_s
     is_start = state.cause is GenerationCause.START
     is_worth_waiting = is_start and roster.num_expected > 0 and waited_s < rules.waits_for_all_s
-    if len(chosen) >= rules.min_nodes and (len(chosen) == rules.max_nodes or not is_worth_waiting):
+    are_enough = len(chosen) >= max(rules.min_nodes, rules.node_unit)
+    if are_enough and (len(chosen) == rules.most_nodes or not is_worth_waiting):
         return _begin(state, chosen)
     is_hopeless = is_start and not roster.num_expected
-    if len(chosen) < rules.min_nodes and (is_hopeless or waited_s >= rules.waits_for_min_s):
-        return _over(state, EndRun(reason=_too_few(len(chosen), rules, waited_s)))
+    if not are_enough and (is_hopeless or waited_s >= rules.waits_for_min_s):
+        return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
     return state, ()
 
 
@@ -161,6 +162,8 @@ def _begin(state: Gathering, chosen: tuple[Candidate, ...]) -> Step:
 def _too_few(num_nodes: int, rules: Rules, waited_s: float) -> str:
     waited = f", after {waited_s:.0f} s" if waited_s >= 1 else ""
     there = f"{num_nodes} node{' is' if num_nodes == 1 else 's are'} there{waited}"
+    if num_nodes >= rules.min_nodes:
+        return f"{there}; a multiple of {rules.node_unit} must be (--node-unit), and at least {rules.min_nodes}"
     return f"{there}; at least {rules.min_nodes} must be (--nnodes MIN:MAX allows fewer)"
 
 
@@ -171,8 +174,9 @@ def _running(state: Running, given: Input, now_s: float, roster: Roster, rules: 
     generation = state.past.generation
     match given:
         case Ready(node=node):
-            is_another = node not in state.names and any(each.node == node for each in roster.candidates)
-            if not is_another or len(state.nodes) >= rules.max_nodes or state.finished:
+            others = [each.node for each in roster.candidates if each.node not in state.names]
+            num_possible = rules.most_of(len(state.nodes) + len(others))
+            if node not in others or num_possible <= len(state.nodes) or state.finished:
                 return state, ()
             return _end(state, GenerationCause.NODE_JOINED, now_s, rules, about=(node,))
         case Gone(node=node):
@@ -213,11 +217,13 @@ def _fail(state: Running, given: Failed, now_s: float, rules: Rules) -> Step:
     then = None
     if state.past.num_failures >= rules.max_restarts:
         restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
-        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and a rank has failed again")
+        again = "it hangs again" if given.is_hang else "a rank has failed again"
+        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
         if not rules.max_restarts:
             then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
-    return _end(failed, GenerationCause.RANK_FAILED, now_s, rules, about=(given.node,), then=then)
+    cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
+    return _end(failed, cause, now_s, rules, about=(given.node,), then=then)
 
 
 def _end(

@@ -51,6 +51,18 @@ class Rules:
     """How long ranks may take that are asked to end, where none has failed."""
     patience_s: float
     """How long an agent may take beyond that to report that they are gone."""
+    node_unit: int = 1
+    """A generation has a multiple of so many nodes."""
+
+    @property
+    def most_nodes(self) -> int:
+        """The largest generation."""
+        return self.most_of(self.max_nodes)
+
+    def most_of(self, num_nodes: int) -> int:
+        """How many of so many nodes can take part."""
+        usable = min(num_nodes, self.max_nodes)
+        return usable - usable % self.node_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +171,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A rank of a node has failed; `reason` says which and how, for people."""
+    """A rank of a node has failed, or holds all others up; `reason` says which and how, for people."""
 
     node: str
     generation: int
     reason: str
+    is_hang: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,10 @@ from .ranks import (
     GenerationEnded,
     GenerationFormed,
     GenerationRuns,
+    HungRank,
     NodeRanks,
     RankDown,
+    RanksHung,
     ScriptStarted,
 )
 from .run_entries import (
@@ -98,6 +100,7 @@ __all__ = [
     "HangExplained",
     "History",
     "HistoryAccount",
+    "HungRank",
     "Incident",
     "JobEnded",
     "JobStarted",
@@ -136,6 +139,7 @@ __all__ = [
     "ProfileKnown",
     "ProtocolBroken",
     "RankDown",
+    "RanksHung",
     "RecordsDealt",
     "RecoveryDone",
     "RecoveryStarted",

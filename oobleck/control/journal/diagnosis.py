@@ -6,6 +6,7 @@ earliest finding that no peer caused; the others follow it. Pure.
     entry                             finding                                       caused by a peer
     WorkerDown                        by how the worker ended                       if a collective ended it
     RankDown                          by how the rank ended                         if another failed before it
+    RanksHung                         the rank that all wait for                    no, where one stands out
     NodeLost                          by why it was lost                            the same
     RecoveryStarted                   a failed collective, a hang: no node lost     yes
     HangExplained                     the worker that all wait for, a node cut off  no
@@ -36,7 +37,7 @@ from .incidents import Evidence, Finding, Incident, Measure, Response
 from .losses import Silent
 from .node_entries import ForkServerDown, NodeAdded, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
 from .sentences import sentence
 from .state_entries import SaveFailed, ShardQuarantined
@@ -158,6 +159,8 @@ class Diagnosis:
                 self._end_recovery(entry)
             case RankDown():
                 self._find_rank(entry)
+            case RanksHung(culprits=culprits):
+                self._find(Failure.STUCK if culprits else Failure.HANG, entry, *(each.node for each in culprits[:1]))
             case GenerationEnded():
                 if self._open is not None:
                     self._open.is_recovering = True

@@ -20,7 +20,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
@@ -62,6 +62,7 @@ JournalEntry = (
     | GenerationFormed
     | GenerationRuns
     | RankDown
+    | RanksHung
     | GenerationEnded
     | Notice
     | JobEnded

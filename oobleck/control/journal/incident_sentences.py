@@ -11,9 +11,9 @@ from .incidents import Finding, Incident, Measure, Response
 from .losses import WorkerEnded
 from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import HangExplained, PlanCause, RecoveryStarted
-from .ranks import RankDown
+from .ranks import RankDown, RanksHung
 from .run_entries import JobEnded, JournalGap, MasterResumed
-from .sentences import end_text, fork_server_text, loss_text, rank_end_text, sentence
+from .sentences import end_text, fork_server_text, hang_text, loss_text, rank_end_text, sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
@@ -147,6 +147,8 @@ def evidence_text(finding: Finding) -> str:
             return end_text(entry.end)
         case RankDown():
             return f"rank {entry.rank}: {rank_end_text(entry)}"
+        case RanksHung():
+            return hang_text(entry)
         case NodeUnfit():
             return entry.fault
         case TerminationNoticed():
@@ -209,6 +211,8 @@ def evidence_detail(finding: Finding) -> str:
             return traceback
         case RankDown(error=error) if error is not None:
             return error.detail
+        case RanksHung(culprits=(first, *_)):
+            return first.stack
         case HangExplained(stacks=stacks) if finding.worker_id is not None:
             return dict(stacks).get(finding.worker_id, "")
         case _:

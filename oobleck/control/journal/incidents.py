@@ -13,7 +13,7 @@ from oobleck.planner import WorkerId
 from .failures import Failure, Remedy, remedy_of
 from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import HangExplained, RecoveryStarted
-from .ranks import RankDown
+from .ranks import RankDown, RanksHung
 from .run_entries import JobEnded, JournalGap, MasterResumed
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
@@ -25,6 +25,7 @@ _REPEATED_TIMES = 3
 Evidence = (
     WorkerDown
     | RankDown
+    | RanksHung
     | NodeLost
     | NodeUnfit
     | TerminationNoticed

@@ -44,6 +44,7 @@ from .ranks import (
     GenerationFormed,
     GenerationRuns,
     RankDown,
+    RanksHung,
     ScriptStarted,
 )
 from .run_entries import (
@@ -64,6 +65,7 @@ __all__ = [
     "error_text",
     "fork_server_text",
     "given_up_text",
+    "hang_text",
     "loss_text",
     "rank_end_text",
     "sentence",
@@ -95,7 +97,7 @@ def sentence(entry: JournalEntry) -> str:
             return _of_a_step(entry)
         case CheckpointSaved() | SaveFailed() | ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
             return _of_the_state(entry)
-        case ScriptStarted() | GenerationFormed() | GenerationRuns() | RankDown() | GenerationEnded():
+        case ScriptStarted() | GenerationFormed() | GenerationRuns() | RankDown() | RanksHung() | GenerationEnded():
             return _of_ranks(entry)
         case _:
             assert_never(entry)
@@ -381,7 +383,9 @@ def _of_the_state(
             assert_never(entry)
 
 
-def _of_ranks(entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | GenerationEnded) -> str:
+def _of_ranks(
+    entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded,
+) -> str:
     match entry:
         case ScriptStarted():
             return f"{entry.run.kinds} starts on {_counted(len(entry.nodes), 'node')}"
@@ -393,6 +397,8 @@ def _of_ranks(entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDow
             return f"generation {entry.generation} runs, {entry.away_s:.2f} s later ({how})"
         case RankDown():
             return f"rank {entry.rank} on {entry.node} failed: {rank_end_text(entry)}"
+        case RanksHung():
+            return f"generation {entry.generation} hangs: {hang_text(entry)}"
         case GenerationEnded():
             return f"generation {entry.generation} ends: {_why(entry.cause, ', '.join(entry.nodes))}"
         case _:
@@ -405,6 +411,18 @@ def rank_end_text(entry: RankDown) -> str:
     return f"{end_text(entry.end)}{said}"
 
 
+def hang_text(entry: RanksHung) -> str:
+    """Why a generation is taken to hang, and which rank holds the others up."""
+    quiet = f"no rank has printed or saved anything for {entry.quiet_s:.0f} s"
+    if not entry.culprits:
+        return f"{quiet}; none stands out"
+    first = entry.culprits[0]
+    others = f" and {len(entry.culprits) - 1} more" if len(entry.culprits) > 1 else ""
+    where = f" at {first.place}" if first.place else ""
+    wait = "1 rank waits" if entry.num_waiting == 1 else f"{entry.num_waiting} ranks wait"
+    return f"{quiet}; {wait} for rank {first.rank} on {first.node}{others}{where}"
+
+
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -415,6 +433,8 @@ def _why(cause: GenerationCause, names: str) -> str:
             return "it begins"
         case GenerationCause.RANK_FAILED:
             return "a rank has failed"
+        case GenerationCause.HANG:
+            return "it hangs"
         case GenerationCause.NODE_LOST:
             return f"{names} lost"
         case GenerationCause.NODE_JOINED:

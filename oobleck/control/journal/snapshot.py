@@ -49,18 +49,25 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageView:
-    """Layers [first_layer, stop_layer) on a node."""
+    """Layers [first_layer, stop_layer) on a node, and those of further chunks."""
 
     node: str
     first_layer: int
     stop_layer: int
+    more_chunks: tuple[tuple[int, int], ...] = ()
+    """[first layer, stop layer) of each chunk after the first, where the pipeline is interleaved."""
     num_devices: int
     state: WorkState
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """All of its chunks."""
+        return (self.first_layer, self.stop_layer), *self.more_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineView:
-    """A pipeline's stages, from the first layer to the last, and its microbatches in each step."""
+    """A pipeline's stages, in the order of their first layers, and its microbatches in each step."""
 
     num_microbatches: int
     stages: tuple[StageView, ...]

@@ -96,7 +96,7 @@ class NodeSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """Layers [first_layer, stop_layer) on a node's devices."""
+    """Layers [first_layer, stop_layer) on a node's devices: a stage, or one chunk of it."""
 
     node: str
     devices: tuple[int, ...]
@@ -108,6 +108,7 @@ class StageSummary:
 class PipelineSummary:
     num_microbatches: int
     stages: tuple[StageSummary, ...]
+    """From the first layer to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,10 +342,13 @@ def _plan(plan: ExecutionPlan) -> PlanSummary:
                     StageSummary(
                         node=stage.worker_ids[0].node,
                         devices=tuple(worker_id.device for worker_id in stage.worker_ids),
-                        first_layer=stage.first_layer,
-                        stop_layer=stage.stop_layer,
+                        first_layer=layers.start,
+                        stop_layer=layers.stop,
                     )
-                    for stage in pipeline.stages
+                    for layers, stage in sorted(
+                        ((layers, stage) for stage in pipeline.stages for layers in stage.chunks),
+                        key=lambda each: each[0].start,
+                    )
                 ),
             )
             for pipeline in plan.pipelines

@@ -32,7 +32,7 @@ from .node_entries import (
     WorkerUp,
 )
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksView, ScriptStarted
+from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, RanksView, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .sentences import sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
@@ -201,7 +201,7 @@ class RunView:
             case GenerationFormed():
                 self._ranks.apply(entry)
                 self._form(entry)
-            case GenerationRuns() | RankDown() | GenerationEnded():
+            case GenerationRuns() | RankDown() | RanksHung() | GenerationEnded():
                 self._ranks.apply(entry)
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
@@ -254,8 +254,8 @@ class RunView:
         return RunState.TRAINING if self._step else RunState.STARTING
 
     def _adopt(self, entry: PlanAdopted) -> None:
-        before = {_key(stage) for pipeline in self._plan.pipelines for stage in pipeline.stages}
-        after = {_key(stage) for pipeline in entry.plan.pipelines for stage in pipeline.stages}
+        before = {key for pipeline in self._plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
+        after = {key for pipeline in entry.plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
         self._changing = frozenset(after - before)
         self._plan = entry.plan
         self._generation = entry.generation
@@ -296,8 +296,9 @@ class RunView:
                 stages=tuple(
                     StageView(
                         node=_node(stage),
-                        first_layer=stage.first_layer,
-                        stop_layer=stage.stop_layer,
+                        first_layer=stage.chunks[0].start,
+                        stop_layer=stage.chunks[0].stop,
+                        more_chunks=tuple((layers.start, layers.stop) for layers in stage.chunks[1:]),
                         num_devices=len(stage.worker_ids),
                         state=self._work_state(stage, broken),
                     )
@@ -313,7 +314,7 @@ class RunView:
             return WorkState.ENDED
         if not self._step:
             return WorkState.STARTING
-        return WorkState.RECONFIGURING if broken or _key(stage) in self._changing else WorkState.TRAINING
+        return WorkState.RECONFIGURING if broken or not self._changing.isdisjoint(_keys(stage)) else WorkState.TRAINING
 
     def _node_view(self, name: str, now_s: float) -> NodeView:
         state = self._nodes[name]
@@ -341,7 +342,7 @@ def level_of(entry: JournalEntry) -> str:
             return "warning" if entry.unfinished else "info"
         case GenerationEnded():
             return "warning" if entry.cause.is_failure else "info"
-        case NodeLost() | WorkerDown() | RankDown() | MasterResumed() | HangExplained():
+        case NodeLost() | WorkerDown() | RankDown() | RanksHung() | MasterResumed() | HangExplained():
             return "warning"
         case NodeUnfit() | TerminationNoticed() | ForkServerDown():
             return "warning"
@@ -361,5 +362,6 @@ def _node(stage: Stage) -> str:
     return stage.worker_ids[0].node
 
 
-def _key(stage: Stage) -> StageKey:
-    return _node(stage), stage.first_layer, stage.stop_layer
+def _keys(stage: Stage) -> list[StageKey]:
+    """Of each chunk."""
+    return [(_node(stage), chunk.start, chunk.stop) for chunk in stage.chunks]

@@ -10,11 +10,12 @@ workers and the coordinator agree without talking. Pure functions; no state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan
+from oobleck.planner import ExecutionPlan, Pipeline
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind, section_stops
 
 __all__ = ["PARTIAL_COMMIT_COPIES", "apportion", "committed_after", "num_sections_of", "sections_wanted", "shares_of"]
@@ -35,7 +36,7 @@ def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_roo
     plans choose their schedules, it depends on those as well.
     """
     never_in_sections = job.schedule != "auto" and ScheduleKind(job.schedule) not in SECTIONED_KINDS
-    fewest = min(pipeline.num_microbatches for pipeline in plan.pipelines)
+    fewest = _fewest_rounds(plan, [pipeline.num_microbatches for pipeline in plan.pipelines])
     if len(plan.pipelines) == 1 or never_in_sections or job.data.shards:
         return 1
     if job.reductions_per_step == "auto":
@@ -59,12 +60,12 @@ def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Seque
 def num_sections_of(plan: ExecutionPlan, partial: Collection[int], num_sections: int) -> int:
     """Into how many sections the rest of a step is cut, if a whole one is cut into `num_sections`.
 
-    Sections are of like length, and every pipeline has a microbatch in each.
+    Sections are of like length, and every pipeline has a microbatch in each, or a round of them (`section_stops`).
     """
     if num_sections == 1:
         return 1
     left = plan.num_microbatches - len(partial)
-    fewest = min(map(len, shares_of(plan, partial)))
+    fewest = _fewest_rounds(plan, list(map(len, shares_of(plan, partial))))
     return max(1, min(round(num_sections * left / plan.num_microbatches), fewest))
 
 
@@ -75,8 +76,23 @@ def committed_after(plan: ExecutionPlan, partial: tuple[int, ...], num_sections:
     sections = num_sections_of(plan, partial, num_sections)
     assert number < sections, f"section {number} of {sections} ends with the step"
     shares = shares_of(plan, partial)
-    added = (microbatch for share in shares for microbatch in share[: section_stops(len(share), sections)[number - 1]])
+    added = (
+        microbatch
+        for pipeline, share in zip(plan.pipelines, shares, strict=True)
+        for microbatch in share[: _stops_of(pipeline, len(share), sections)[number - 1]]
+    )
     return tuple(sorted((*partial, *added)))
+
+
+def _stops_of(pipeline: Pipeline, num_microbatches: int, num_sections: int) -> tuple[int, ...]:
+    return section_stops(num_microbatches, num_sections, round_size=pipeline.template.round_size)
+
+
+def _fewest_rounds(plan: ExecutionPlan, counts: Sequence[int]) -> int:
+    """The fewest rounds in which a pipeline takes its share; a microbatch is one, but for interleaved pipelines."""
+    return min(
+        math.ceil(count / pipeline.template.round_size) for pipeline, count in zip(plan.pipelines, counts, strict=True)
+    )
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:

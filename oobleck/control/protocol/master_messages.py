@@ -43,6 +43,7 @@ __all__ = [
     "SetUpWorker",
     "StartWorker",
     "StopAgent",
+    "TimeLink",
     "WorkerBound",
     "WorkerCommand",
 ]
@@ -110,6 +111,15 @@ class StopAgent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest(ForWorker):
     """Measure the model's layers on this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLink(ForWorker):
+    """Time messages to a peer, which is asked for the same; the one that leads answers with a `LinkTimed`."""
+
+    peer: WorkerAddress
+    leads: bool
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +224,7 @@ class SetUpWorker:
 
 WorkerCommand = (
     ProfileRequest
+    | TimeLink
     | Fence
     | PlanOrder
     | FinishStep

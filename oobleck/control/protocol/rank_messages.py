@@ -6,6 +6,8 @@ master ── StartRanks ──> agent ── RanksStarted ──> master
 agent  ── RankFailed ──> master         a rank has failed; the agent has killed the node's others already
 master ── EndRanks ──> agents ── RanksReady ──> master
 agent  ── RanksFinished ──> master      all ranks of the node have ended well
+agent  ── RanksQuiet ──> master         whether they have shown no sign of life for long
+master ── TraceRanks ──> agent ── RankStacks ──> master
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from oobleck.ranks import RanksSpec
 from .ends import ProcessEnd
 
 __all__ = [
+    "TRACE_SIGNAL",
     "BecomeRank",
     "ConfigureRanks",
     "EndRanks",
@@ -27,13 +30,19 @@ __all__ = [
     "RankError",
     "RankFailed",
     "RankOutput",
+    "RankStacks",
     "RanksFinished",
     "RanksOrder",
+    "RanksQuiet",
     "RanksReady",
     "RanksReport",
     "RanksStarted",
     "StartRanks",
+    "TraceRanks",
 ]
+
+TRACE_SIGNAL = 59
+"""A signal of real time that nobody uses: a rank writes down where its threads are."""
 
 
 class ForRanks:
@@ -74,6 +83,8 @@ class StartRanks(ForRanks):
     master_address: str
     """Where rank 0 listens, whose node is number 0."""
     master_port: int
+    start: str
+    """Unlike that of any other generation, of any run: what ranks save belongs to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +150,33 @@ class RanksFinished(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksQuiet(FromRanks):
+    """Whether the node's ranks have shown no sign of life for as long as is allowed; said when it changes."""
+
+    generation: int
+    is_quiet: bool
+    has_shown: bool
+    """Whether there ever was a sign in this generation: something printed, or saved."""
+    idle: tuple[int, ...]
+    """Ranks that have used next to no processor since the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRanks(ForRanks):
+    """Say where the ranks of a generation are."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStacks(FromRanks):
+    """Where the node's ranks are: the threads of each, by rank; empty where it does not say."""
+
+    generation: int
+    stacks: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput(FromRanks):
     """What a rank has written, to be shown where the run was started."""
 
@@ -164,5 +202,5 @@ class BecomeRank:
     """Whether it notes what it imports, for the process that forks later ones."""
 
 
-RanksOrder = ConfigureRanks | StartRanks | EndRanks
-RanksReport = RanksReady | RanksStarted | RankFailed | RanksFinished | RankOutput
+RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks
+RanksReport = RanksReady | RanksStarted | RankFailed | RanksFinished | RanksQuiet | RankStacks | RankOutput

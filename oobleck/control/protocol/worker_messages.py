@@ -19,6 +19,7 @@ __all__ = [
     "EvaluationDone",
     "Finished",
     "LayersMoving",
+    "LinkTimed",
     "Pace",
     "PeerFailed",
     "Profiled",
@@ -66,6 +67,18 @@ class Profiled(FromWorker):
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     profile_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimed(FromWorker):
+    """What one of two workers has timed on the link to the other."""
+
+    needs_orders: ClassVar[bool] = False
+    outlives_worker: ClassVar[bool] = True
+    seconds: tuple[tuple[int, float], ...] = ()
+    """(bytes of a message, the least seconds that it took)."""
+    error: str = ""
+    """Why there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +204,7 @@ class WorkerFailed:
 WorkerReport = (
     WorkerReady
     | Profiled
+    | LinkTimed
     | StepCommitted
     | Evaluating
     | EvaluationDone

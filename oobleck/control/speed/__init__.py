@@ -1,9 +1,19 @@
-"""How fast nodes compute, and when a slow one is tried again."""
+"""How fast nodes compute and links are, and when a slow node is tried again."""
 
 from __future__ import annotations
 
+from .link_timing import LINK_KEYS, LinkTiming
 from .pace_meter import PaceMeter
 from .slow_node_retry import SlowNodeRetry
 from .speed_tracker import REPORTS_NEEDED, SpeedTracker, found_out_s, microbatch_s
 
-__all__ = ["REPORTS_NEEDED", "PaceMeter", "SlowNodeRetry", "SpeedTracker", "found_out_s", "microbatch_s"]
+__all__ = [
+    "LINK_KEYS",
+    "REPORTS_NEEDED",
+    "LinkTiming",
+    "PaceMeter",
+    "SlowNodeRetry",
+    "SpeedTracker",
+    "found_out_s",
+    "microbatch_s",
+]

@@ -120,23 +120,22 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
     noise = median(max(ratios) / min(ratios) - 1 for ratios in known.values())
     clear = min(_SLOW, max(_SLOWER_THAN_PEERS, 1 + _NOISES * noise))
     middles = {worker_id: median(ratios) for worker_id, ratios in known.items()}
-    peers: dict[tuple[int, int], list[float]] = defaultdict(list)
+    peers: dict[tuple[range, ...], list[float]] = defaultdict(list)
     stages = [
         (stage, worker_id) for pipeline in plan.pipelines for stage in pipeline.stages for worker_id in stage.worker_ids
     ]
     for stage, worker_id in stages:
-        peers[stage.first_layer, stage.stop_layer].append(middles[worker_id])
+        peers[stage.chunks].append(middles[worker_id])
     # The lower of the two in the middle: half of them slow are found then, and found still when the others are left out
     # or lost. Between the two, each plan would change the verdict that it was made from.
     usual = {layers: median_low(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
     usual_of_all = median_low(middles.values())
     seen: dict[str, _Seen] = {}
     for stage, worker_id in stages:
-        layers = stage.first_layer, stage.stop_layer
-        against = usual.get(layers, usual_of_all)
+        against = usual.get(stage.chunks, usual_of_all)
         ratios = known[worker_id]
         middle = middles[worker_id] / against
-        mine = middle, min(ratios) / against, max(ratios) / against, clear if layers in usual else _SLOW
+        mine = middle, min(ratios) / against, max(ratios) / against, clear if stage.chunks in usual else _SLOW
         before = seen.get(worker_id.node)
         seen[worker_id.node] = _Seen(*mine) if before is None else _Seen(*map(max, mine, before))
     return seen
@@ -153,5 +152,5 @@ def found_out_s(step_s: float, num_workers: int) -> float:
 def microbatch_s(profile: Profile, stage: Stage) -> float:
     """Seconds in which a stage's devices compute a microbatch, forward and backward, as the profile says."""
     devices = len(stage.worker_ids)
-    layers = profile.layers[stage.first_layer : stage.stop_layer]
+    layers = [profile.layers[layer] for layer in stage.layers]
     return math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)

@@ -12,6 +12,7 @@ from .devices import (
 )
 from .estimate import estimate_profile
 from .flops import training_flops
+from .links import LINKS, LINKS_IN_WORDS, LinkSpeed, fit_link, link_from_json, link_to_json, median_link
 from .profile import (
     DeviceProfile,
     LayerProfile,
@@ -27,9 +28,12 @@ __all__ = [
     "ASSUMED_COMMUNICATION_BYTES",
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
+    "LINKS",
+    "LINKS_IN_WORDS",
     "DeviceProfile",
     "DeviceSheet",
     "LayerProfile",
+    "LinkSpeed",
     "ModelShape",
     "NetworkProfile",
     "Profile",
@@ -37,6 +41,10 @@ __all__ = [
     "device_sheet",
     "device_sheet_from_json",
     "estimate_profile",
+    "fit_link",
+    "link_from_json",
+    "link_to_json",
+    "median_link",
     "model_shape",
     "profile_from_json",
     "profile_to_json",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
 from oobleck.json_table import JsonTable, parse_json
+
+from .links import LINKS, LinkSpeed
 
 __all__ = [
     "PROFILE_VERSION",
@@ -136,12 +138,30 @@ class NetworkProfile:
     inter_node_latency_s: float
     intra_node_bytes_per_s: float
     intra_node_latency_s: float
+    assumed: tuple[str, ...] = ()
+    """Which of `LINKS` nobody has measured or estimated."""
 
     def __post_init__(self) -> None:
+        if unknown := [link for link in self.assumed if link not in LINKS]:
+            raise ConfigError(f"network: assumed is {shown(unknown[0])}; it must be of {', '.join(LINKS)}")
         for key in ("inter_node_bytes_per_s", "intra_node_bytes_per_s"):
             _check_number(f"network: {key}", getattr(self, key), least=1, most=_MAX_BYTES_PER_S)
         for key in ("inter_node_latency_s", "intra_node_latency_s"):
             _check_number(f"network: {key}", getattr(self, key), most=_MAX_SECONDS)
+
+    def with_link(self, link: str, speed: LinkSpeed) -> NetworkProfile:
+        """Return it with one of `LINKS` as it was measured, if that is assumed."""
+        if link not in self.assumed:
+            return self
+        return replace(
+            self,
+            **{f"{link}_bytes_per_s": speed.bytes_per_s, f"{link}_latency_s": speed.latency_s},
+            assumed=tuple(each for each in self.assumed if each != link),
+        )
+
+    def speed_of(self, link: str) -> LinkSpeed:
+        """Return the speed of one of `LINKS`."""
+        return LinkSpeed(bytes_per_s=getattr(self, f"{link}_bytes_per_s"), latency_s=getattr(self, f"{link}_latency_s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +228,7 @@ def profile_to_json(profile: Profile) -> str:
             for layer in profile.layers
         ],
         "device": _device_table(profile.device),
-        "network": {name: getattr(profile.network, name) for name in _NETWORK_KEYS},
+        "network": _network_table(profile.network),
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -248,7 +268,7 @@ def _read_profile(table: JsonTable) -> Profile:
     layers = table.list("layers")
     device, network = table.table("device"), table.table("network")
     device.check_keys(("name", "memory_bytes"), optional=("communication_bytes",))
-    network.check_keys(_NETWORK_KEYS)
+    network.check_keys(_NETWORK_KEYS, optional=("assumed",))
     return Profile(
         version=table.integer("version"),
         model=table.text("model"),
@@ -261,7 +281,10 @@ def _read_profile(table: JsonTable) -> Profile:
             memory_bytes=device.integer("memory_bytes"),
             communication_bytes=_integer_or_0(device, "communication_bytes"),
         ),
-        network=NetworkProfile(**{key: network.number(key) for key in _NETWORK_KEYS}),
+        network=NetworkProfile(
+            **{key: network.number(key) for key in _NETWORK_KEYS},
+            assumed=network.texts("assumed") if "assumed" in network.items else (),
+        ),
     )
 
 
@@ -285,6 +308,11 @@ def _read_layer(value: object, index: int) -> LayerProfile:
 
 def _integer_or_0(table: JsonTable, key: str) -> int:
     return table.integer(key) if key in table.items else 0
+
+
+def _network_table(network: NetworkProfile) -> dict[str, float | list[str]]:
+    numbers = {name: getattr(network, name) for name in _NETWORK_KEYS}
+    return {**numbers, **({"assumed": list(network.assumed)} if network.assumed else {})}
 
 
 def _device_table(device: DeviceProfile) -> dict[str, str | int]:

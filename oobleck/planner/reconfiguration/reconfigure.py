@@ -61,7 +61,9 @@ def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:
     # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
     for proposal in sorted(proposals, key=lambda proposal: proposal.least):
         if best is None or beats(proposal.least, best.score):
-            outcome = _carry_out(catalog, living, intact, proposal, _templates(catalog, continued, proposal.move))
+            outcome = _carry_out(
+                catalog, living, intact, proposal, _templates(catalog, continued, proposal.move, living.num_nodes)
+            )
             if best is None or beats(outcome.score, best.score):
                 best = outcome
     assert best is not None, "a rebuild with all nodes is possible"
@@ -145,12 +147,14 @@ def _continued(catalog: Catalog, living: LivingNodes) -> dict[int, PipelineTempl
     }
 
 
-def _templates(catalog: Catalog, continued: Mapping[int, PipelineTemplate], move: Move) -> list[PipelineTemplate]:
+def _templates(
+    catalog: Catalog, continued: Mapping[int, PipelineTemplate], move: Move, num_nodes: int
+) -> list[PipelineTemplate]:
     """Return the template of each pipeline of a move."""
     templates = []
     for origin, size in move.pipelines:
         own = None if origin is None else continued.get(origin)
-        templates.append(own if own is not None and own.num_nodes == size else catalog.template(size))
+        templates.append(own if own is not None and own.num_nodes == size else catalog.template_in(num_nodes, size))
     return templates
 
 

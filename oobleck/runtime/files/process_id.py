@@ -57,7 +57,7 @@ class ProcessId:
         found = _look(self.pid)
         return found is not None and found[0] != "Z" and found[1] == self.started_ticks and _boot() == self.boot
 
-    def send(self, number: signal.Signals) -> bool:
+    def send(self, number: int) -> bool:
         """Send it a signal; False when it is gone. Another process that has its number now is left alone.
 
         Raises PermissionError.
@@ -78,7 +78,7 @@ class ProcessId:
             os.close(descriptor)
         return True
 
-    def _signal_by_number(self, number: signal.Signals) -> bool:
+    def _signal_by_number(self, number: int) -> bool:
         with suppress(ProcessLookupError):
             if self.lives:
                 os.kill(self.pid, number)

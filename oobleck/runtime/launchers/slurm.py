@@ -91,8 +91,8 @@ class SlurmTasks:
         self._callers = callers
         self._interval_s = interval_s
         self._first_s = first_s
-        self._again_s: dict[str, float] = {}
-        """When a node may be started again that was started before."""
+        self._again_s: dict[tuple[str, str], float] = {}
+        """When a node of a job may be started again that was started before."""
 
     async def run(self) -> None:
         """Ask which nodes there are, again and again, and start what is missing."""
@@ -111,16 +111,20 @@ class SlurmTasks:
                 else:
                     said = ""
                     for job_id, nodes in sorted(jobs.items()):
-                        if missing := self._missing(nodes):
+                        if missing := self._missing(job_id, nodes):
                             nursery.start_soon(self._start, job_id, missing)
                 await trio.sleep(self._interval_s)
 
-    def _missing(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those to start now: none that has left, and none too soon that may have died without Slurm's notice."""
-        here = {*(node.name for node in self._callers.nodes), *self._callers.released}
+    def _missing(self, job_id: str, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those to start now: none that has left the job, and none too soon that may have died without Slurm's notice.
+
+        Another job gives a node again that was given back under the one before.
+        """
+        here = {node.name for node in self._callers.nodes}
+        here |= {node for node, grant in self._callers.released.items() if grant in ("", job_id)}
         now_s = trio.current_time()
-        missing = tuple(node for node in nodes if node not in here and self._again_s.get(node, now_s) <= now_s)
-        self._again_s.update(dict.fromkeys(missing, now_s + _AGAIN_S))
+        missing = tuple(node for node in nodes if node not in here and self._again_s.get((job_id, node), 0) <= now_s)
+        self._again_s.update({(job_id, node): now_s + _AGAIN_S for node in missing})
         return missing
 
     async def _start(self, job_id: str, nodes: tuple[str, ...]) -> None:

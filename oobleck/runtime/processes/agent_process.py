@@ -36,6 +36,7 @@ from oobleck.wire import FrameDecoder
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
 from .patient_clock import PatientClock
+from .rank_states import RankStates
 from .ranks import RankProcesses
 from .workers import ForkingWorkerHost
 
@@ -174,10 +175,12 @@ async def _serve(
         tag=arguments.tag,
         accept=accept,
         workers=workers,
-        ranks=RankProcesses(directory, logs=logs / "ranks") if arguments.ranks else None,
+        ranks=RankProcesses(directory, logs=logs / "ranks", states=RankStates(checkpoints))
+        if arguments.ranks
+        else None,
         hello=hello,
         cache_dir=cache_dir,
-        checkpoints=checkpoints,
+        checkpoints=None if arguments.ranks else checkpoints,
         await_notice=await_notice,
         relays=RelaySockets(),
     )

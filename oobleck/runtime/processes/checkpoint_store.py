@@ -75,11 +75,15 @@ class NodeCheckpoints:
         """Complete a checkpoint, then remove older ones. Raises OSError."""
         await trio.to_thread.run_sync(self._commit, manifest, remove, abandon_on_cancel=True)
 
+    def keep_memory(self) -> None:
+        """Leave the node's shared memory where it is: it has what no disk has."""
+        with suppress(OSError):
+            (self._memory / _ONLY_COPY).touch(mode=0o600)
+
     def discard_memory(self) -> None:
         """Give the node's shared memory back, unless it has a state that is newer than all on disk."""
         if self._has_what_the_disk_lacks():
-            with suppress(OSError):
-                (self._memory / _ONLY_COPY).touch(mode=0o600)
+            self.keep_memory()
             return
         shutil.rmtree(self._memory, ignore_errors=True)
         for empty in (self._memory.parent, self._memory.parent.parent):

@@ -63,7 +63,7 @@ class ForkedProcess:
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: int) -> None:
         """Send it a signal; nothing where it has ended."""
         if not self.ended.is_set() and self._id is not None:  # else it had ended before we could look
             self._id.send(number)

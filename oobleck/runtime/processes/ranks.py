@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,14 +14,16 @@ from pathlib import Path
 
 import trio
 
+from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.generations import RankSetup, rank_environment
-from oobleck.control.protocol import BecomeRank, ForkServerEnded, ProcessEnd, RankError
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer
+from .rank_states import RankStates
 
 __all__ = ["Rank", "RankProcesses"]
 
@@ -28,6 +31,7 @@ _MODULE = "oobleck.training.process.rank_server"
 _CHUNK_BYTES = 1 << 15
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
+_log = logging.getLogger("oobleck.agent")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -53,6 +57,11 @@ class _Output:
         self._offset += len(self._pending)
         self._pending = b""
 
+    def size(self) -> int:
+        with suppress(OSError):
+            return self._path.stat().st_size
+        return 0
+
     def tail(self) -> str:
         """The last lines of all."""
         with suppress(OSError), self._path.open("rb") as file:
@@ -64,13 +73,19 @@ class _Output:
 class Rank:
     """A rank's process, from its agent's side."""
 
-    def __init__(self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool) -> None:
-        """`guard` ends the process when it is closed, be it by our own end."""
+    def __init__(
+        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool, can_trace: bool
+    ) -> None:
+        """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
+        to show, and would end by the signal.
+        """
         self.pid = process.pid
         self.is_warm = is_warm
         self._process = process
         self._guard = guard
         self._error_file = logs / "error.json"
+        self._stack_file = logs / "stacks.log"
+        self._can_trace = can_trace
         self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
 
     async def wait(self) -> ProcessEnd:
@@ -100,6 +115,26 @@ class Rank:
         tail = self._output[True].tail().rstrip()
         return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
 
+    def written_bytes(self) -> int:
+        return sum(output.size() for output in self._output.values())
+
+    def used_s(self) -> float:
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def ask_for_stack(self) -> None:
+        if self._can_trace:
+            self._process.send(TRACE_SIGNAL)
+
+    def stack(self) -> str:
+        with suppress(OSError):
+            stack = self._stack_file.read_text(encoding="utf-8", errors="replace")
+            _log.info("process %d hangs with the others:\n%s", self.pid, stack)
+            return stack
+        return ""
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return self._output[is_error].new(is_last=is_last)
 
@@ -110,9 +145,10 @@ class Rank:
 class RankProcesses:
     """Where an agent starts ranks. `run` must be running."""
 
-    def __init__(self, directory: AgentDir, *, logs: Path) -> None:
+    def __init__(self, directory: AgentDir, *, logs: Path, states: RankStates) -> None:
         """`logs` is where ranks' output lies, unless the user names another directory."""
         self._directory = directory
+        self._states = states
         self._logs = logs
         self._server: ForkServer | None = None
         self._has_server = trio.Event()
@@ -123,7 +159,9 @@ class RankProcesses:
         """Keep the fork server, for ever, once it is known what runs."""
         await self._has_server.wait()
         assert self._server is not None
-        await self._server.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._states.run)
+            await self._server.run()
 
     async def server_ended(self) -> ForkServerEnded:
         """Wait until the fork server ends; returns how it ended, and whether there is another."""
@@ -135,6 +173,7 @@ class RankProcesses:
         """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
         _check_command(run)
         self._num_ranks = _num_ranks(run.ranks_per_node, devices)
+        self._states.open(run)
         if run.log_dir is not None:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
@@ -147,6 +186,22 @@ class RankProcesses:
         self._server = ForkServer(self._directory, command, environment=environment)
         self._has_server.set()
         return self._num_ranks
+
+    def num_saved(self) -> int:
+        """Return a number that grows with each save of a rank."""
+        return self._states.num_saved()
+
+    async def keep_states(self, *, is_planned: bool) -> None:
+        """Have what ranks have left in memory written to disk; they are gone."""
+        await self._states.keep(is_planned=is_planned)
+
+    async def settle(self) -> None:
+        """Have what ranks have left in memory written to disk, and wait for it."""
+        await self._states.settle()
+
+    def leave(self) -> None:
+        """Give back the memory of states that are on disk."""
+        self._states.leave()
 
     def reserve_port(self) -> int:
         """Return a port that is free, and keep it: bound, not listening, so that a rank can listen there."""
@@ -171,12 +226,13 @@ class RankProcesses:
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await guard.send_all(encode_frame(self._told(setup, logs)))
-        return Rank(process, guard, logs, is_warm=is_warm)
+        return Rank(process, guard, logs, is_warm=is_warm, can_trace=setup.run.entry != "program")
 
     def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
+        environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
         return BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),

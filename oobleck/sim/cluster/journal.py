@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 from oobleck.control.journal import JournalEntry
+from oobleck.control.speed import LINK_KEYS
 from oobleck.wire import encode_json
 
 __all__ = ["MemoryJournal", "MemoryProfiles", "journal_digest"]
@@ -22,16 +23,20 @@ class MemoryJournal:
 
 
 class MemoryProfiles:
-    """Implements `roles.ports.ProfileCache`, with one profile for every key."""
+    """Implements `roles.ports.ProfileCache`, with one profile for every key of a profile."""
 
     def __init__(self, profile_json: str | None) -> None:
         self.profile_json = profile_json
+        self._links: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
-        return self.profile_json
+        return self._links.get(key) if key.startswith(LINK_KEYS) else self.profile_json
 
     def store(self, key: str, profile_json: str) -> None:
-        self.profile_json = profile_json
+        if key.startswith(LINK_KEYS):
+            self._links[key] = profile_json
+        else:
+            self.profile_json = profile_json
 
 
 def journal_digest(entries: Iterable[JournalEntry]) -> str:

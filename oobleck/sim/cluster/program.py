@@ -93,7 +93,9 @@ class Programs:
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0
-            for stop in section_stops(len(microbatches), program.num_sections):
+            for stop in section_stops(
+                len(microbatches), program.num_sections, round_size=seat.pipeline.template.round_size
+            ):
                 is_last = stop == len(microbatches)
                 ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
                 yield from self._run_section(work, seat, ends_s - began_s)

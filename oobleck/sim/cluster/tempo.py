@@ -10,6 +10,7 @@ from oobleck.control.protocol import PlanUpdate
 from oobleck.control.speed import microbatch_s
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile, WorkerId
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
+from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
 __all__ = ["Delays", "ProgramTimes", "Tempo"]
@@ -71,7 +72,7 @@ class Tempo:
 
     def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
         """What one stage does of a program that all stages of its pipeline begin together."""
-        factors = tuple(self._factors[worker_id.node] for worker_id in pipeline.worker_ids)
+        factors = tuple(self._factors[node] for node in pipeline.nodes)
         key = pipeline.template, factors, num_microbatches, kind
         if key not in self._programs:
             self._programs[key] = self._evaluate(*key)
@@ -85,13 +86,23 @@ class Tempo:
     def _evaluate(
         self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind
     ) -> tuple[ProgramTimes, ...]:
-        costs = costs_on(self._profile, template, kind, factors)
-        schedule = compile_schedule(kind, num_stages=len(costs), num_microbatches=num_microbatches, commits=False)
+        costs = costs_on(self._profile, template, kind, [factors[stage.node_index] for stage in template.stages])
+        schedule = compile_schedule(
+            kind_for(template, kind),
+            num_stages=template.num_stages,
+            num_chunks=template.num_chunks,
+            num_microbatches=num_microbatches,
+            commits=False,
+        )
         evaluated = timeline(schedule, costs)
         return tuple(
             ProgramTimes(
                 end_s=end_s,
-                backward_ends_s=tuple(span.end_s for span in spans if span.instruction.op in _LAST_OF_BACKWARD),
+                backward_ends_s=tuple(
+                    span.end_s
+                    for span in spans
+                    if span.instruction.op in _LAST_OF_BACKWARD and span.instruction.chunk == 0
+                ),
             )
             for end_s, spans in zip(evaluated.ends_s, evaluated.spans, strict=True)
         )

@@ -12,10 +12,12 @@ from oobleck.control.protocol import (
     CommitMessage,
     ForkServerEnded,
     Killed,
+    LinkTimed,
     ProcessEnd,
     Profiled,
     ProfileRequest,
     SetUpWorker,
+    TimeLink,
     WorkerAddress,
     WorkerBound,
     WorkerMessage,
@@ -23,6 +25,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId, profile_to_json
+from oobleck.planner.profiles import LINKS
 
 from .ports import WorkerPorts
 from .worker import VirtualWorker
@@ -31,6 +34,7 @@ from .world import Gate, World
 __all__ = ["VirtualWorkerHost", "WorkerProcess"]
 
 _KILLED = Killed(signal=9)
+_TIMED_BYTES = (1 << 10, 1 << 20)
 
 
 class WorkerProcess:
@@ -141,6 +145,10 @@ class WorkerProcess:
             match message:
                 case ProfileRequest():
                     self._profiling.set()
+                case TimeLink(peer=peer) if message.leads:
+                    self._time_link(peer.worker_id)
+                case TimeLink():
+                    pass  # the other answers
                 case _:
                     self._worker.take(message)
 
@@ -163,6 +171,13 @@ class WorkerProcess:
                 worker.hear(source, message)
             else:
                 self._letters.append(letter)
+
+    def _time_link(self, peer: WorkerId) -> None:
+        """Say what the profile says; nothing where a partition lies between the two."""
+        if self._world.fabric.is_whole((self.worker_id, peer)):
+            link = self._world.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
+            seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
+            self._say.send_nowait(LinkTimed(device=self.worker_id.device, seconds=seconds))
 
     async def _profile(self) -> None:
         await self._profiling.wait()

@@ -9,6 +9,7 @@ from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile, 
 from oobleck.planner.costs import GRADIENT_COPIES
 from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
+from oobleck.schedule.choice import kind_for
 from oobleck.schedule.forecast import stage_costs
 
 __all__ = ["StepTimes", "costs_on"]
@@ -64,7 +65,7 @@ class StepTimes:
         return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed)
 
     def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Seconds in which a 1F1B pipeline of a template, on nodes of usual speed, takes so many microbatches."""
+        """Seconds in which a pipeline on nodes of usual speed takes so many microbatches: 1F1B, or interleaved."""
         return self._compute_s(template, num_microbatches, _PLAIN, ())
 
     def reduce_s(self, plan: ExecutionPlan) -> float:
@@ -97,7 +98,12 @@ class StepTimes:
     ) -> float:
         key = template.stages, num_microbatches, kind, factors
         if key not in self._seconds:
-            schedule = compile_schedule(kind, num_stages=template.num_stages, num_microbatches=num_microbatches)
+            schedule = compile_schedule(
+                kind_for(template, kind),
+                num_stages=template.num_stages,
+                num_chunks=template.num_chunks,
+                num_microbatches=num_microbatches,
+            )
             slowed = [factors[stage.node_index] for stage in template.stages] if factors else None
             self._seconds[key] = timeline(schedule, costs_on(self._profile, template, kind, slowed)).makespan_s
         return self._seconds[key]
@@ -106,7 +112,7 @@ class StepTimes:
 def costs_on(
     profile: Profile, template: PipelineTemplate, kind: ScheduleKind, factors: Sequence[float] | None
 ) -> Sequence[StageCost]:
-    """What each stage of a template costs under a schedule, where it takes so many times as long as usual."""
+    """What each stage of a template costs under a schedule, or each chunk, where it takes so many times as long."""
     costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
     if factors is None:
         return costs

@@ -279,7 +279,10 @@ class AnalyticWorkers:
         assert self._stopped_s is not None
         shares = shares_of(plan, self._partial.microbatches)
         number = num_sections_of(plan, self._partial.microbatches, self._num_sections)
-        stops = [section_stops(len(share), number) for share in shares]
+        stops = [
+            section_stops(len(share), number, round_size=pipeline.template.round_size)
+            for pipeline, share in zip(plan.pipelines, shares, strict=True)
+        ]
         ends_s = [
             max(
                 self._pace.compute_s(pipeline, stop[section], self._factors, kind)
@@ -390,7 +393,7 @@ def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[Wo
         alike[id(pipeline.template), pipeline.num_microbatches].append(pipeline)
     teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
     for (_, num_microbatches), pipelines in alike.items():
-        for index, stage in enumerate(pipelines[0].template.stages):
-            team = teams[tuple(stage.layers), num_microbatches]
+        for index, stage in enumerate(pipelines[0].stages):
+            team = teams[stage.layers, num_microbatches]
             team.extend(chain.from_iterable([pipeline.stages[index].worker_ids for pipeline in pipelines]))
     return {key: tuple(worker_ids) for key, worker_ids in teams.items()}

@@ -76,7 +76,9 @@ class JobRun:
         )
         self._job = settings.job(most_steps(trace, settings))
         self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
-        self._profile_json = profile_to_json(settings.profile)
+        # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
+        known = replace(settings.profile, network=replace(settings.profile.network, assumed=()))
+        self._profile_json = profile_to_json(known)
         self.crew = AnalyticWorkers(
             settings.profile,
             num_samples=settings.global_batch_size,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
-from oobleck.planner import ExecutionPlan, Profile, StageTemplate, WorkerId
+from oobleck.planner import ExecutionPlan, Profile, WorkerId
 
 __all__ = ["Reports"]
 
@@ -44,13 +44,13 @@ class Reports:
         Who stops listening, for a plan is made again, has heard only those that have said it often enough.
         """
         untold = frozenset(self.untold(plan, factors))
-        groups: dict[tuple[StageTemplate, float], list[WorkerId]] = defaultdict(list)
-        paces: dict[tuple[StageTemplate, float], Pace] = {}
+        groups: dict[tuple[tuple[range, ...], int, float], list[WorkerId]] = defaultdict(list)
+        paces: dict[tuple[tuple[range, ...], int, float], Pace] = {}
         for pipeline in plan.pipelines:
-            for template, stage in zip(pipeline.template.stages, pipeline.stages, strict=True):
+            for stage in pipeline.stages:
                 for worker_id in untold.intersection(stage.worker_ids):
                     factor = factors.get(worker_id.node, 1.0)
-                    key = template, factor
+                    key = stage.chunks, len(stage.worker_ids), factor
                     groups[key].append(worker_id)
                     if key not in paces:
                         compute_s = factor * microbatch_s(self._profile, stage)
@@ -59,4 +59,4 @@ class Reports:
             for key, worker_ids in groups.items():
                 yield tuple(worker_ids), paces[key]
                 if number == REPORTS_NEEDED - 1:
-                    self._told.update(dict.fromkeys(worker_ids, key[1]))
+                    self._told.update(dict.fromkeys(worker_ids, key[-1]))

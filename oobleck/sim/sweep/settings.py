@@ -31,6 +31,8 @@ class SweepSettings:
     num_pipelines: int | None = None
     reductions_per_step: int | Literal["auto"] = "auto"
     schedule: ScheduleName = "1f1b"
+    num_chunks: int = 2
+    """Of each stage where pipelines are interleaved."""
     costs: Costs = COST_MODELS[DEFAULT_MODEL]
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training continues."""
@@ -61,6 +63,7 @@ class SweepSettings:
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions_per_step,
             schedule=self.schedule,
+            num_chunks=self.num_chunks,
             device_memory_bytes=self.profile.device.memory_bytes,
             torch_threads=1,
         )

@@ -45,9 +45,10 @@ from oobleck.training.model import (
     save_adapters,
     tied_parameters,
 )
+from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import model_metadata
-from .state import as_tensor, layer_layout
+from .state import layer_layout
 from .weights import read_weights
 
 __all__ = ["IMPORTED", "export_model", "import_model", "manifest_of", "write_layer"]

@@ -14,7 +14,6 @@ What lies in memory is on its way to the disk: the agent, which outlives this pr
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,27 +40,23 @@ from oobleck.checkpoint import (
 from oobleck.control.protocol import DataPosition
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.training.comm import DeviceSave, start_thread
+from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json
 
 from .parts import Tensors, join_parts
 
-__all__ = ["FlashSaver", "LayerTensors", "SavedLayers", "StateReader", "as_tensor", "layer_layout"]
+__all__ = [
+    "FlashSaver",
+    "LayerTensors",
+    "SavedLayers",
+    "StateReader",
+    "layer_layout",
+]
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
 
 _CPU = torch.device("cpu")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +158,7 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, _no_room(self._directory, layout, error)
+            self._share, self._problem = None, no_room(self._directory, layout, error)
             self._layout = None  # to be tried again
         else:
             slots = memory.slots()
@@ -339,7 +334,7 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout
     """The layout of a slot for these tensors."""
     specs = {
         layer: [
-            TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+            TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
         for layer, tensors in layers.items()
@@ -352,25 +347,5 @@ def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
 
 
-def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
-    """A tensor whose memory these bytes are."""
-    dtype = _TORCH_DTYPES[spec.dtype]
-    if not data:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(spec.shape)
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _no_room(directory: Path, layout: Layout, error: OSError) -> str:
-    """Why there is no memory for a layout: what is wanted, and what is there."""
-    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
-    try:
-        found = shutil.disk_usage(directory)
-    except OSError:
-        there = ""
-    else:
-        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
-    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"

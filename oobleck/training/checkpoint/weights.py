@@ -9,9 +9,9 @@ import torch
 
 from oobleck.checkpoint import CheckpointDirectory, read_layer_file
 from oobleck.errors import CorruptCheckpoint
+from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import Tensors, join_parts
-from .state import as_tensor
 
 __all__ = ["newest_weights", "read_weights"]
 

@@ -6,7 +6,8 @@ from .agreements import PeerAgreements
 from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, start_thread, use_device
 from .group import LARGE_SUM, Group, Reduction
 from .groups import GroupKey, GroupTable
-from .inbox import Inbox
+from .inbox import Inbox, Post
+from .link_timing import time_link
 from .network import open_device
 from .peer_links import PeerLinks
 from .reachability_probe import probe_all
@@ -28,6 +29,7 @@ __all__ = [
     "PeerAgreements",
     "PeerLinks",
     "Pending",
+    "Post",
     "Reduction",
     "RendezvousStore",
     "RendezvousTable",
@@ -40,5 +42,6 @@ __all__ = [
     "open_device",
     "probe_all",
     "start_thread",
+    "time_link",
     "use_device",
 ]

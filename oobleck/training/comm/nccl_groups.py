@@ -31,6 +31,7 @@ from .staging import TRAFFIC_TIMEOUT_S
 __all__ = ["PURPOSES_THAT_SUM", "Communicator", "NcclLibrary", "NcclOpener", "TorchNccl", "communicators_of"]
 
 PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
+_PURPOSES_WITH_WAYS = ("pipeline", "link")
 _EDGE_CTAS = 2
 """Blocks of a GPU that carry a message between stages, at most: enough for a link, and few for what computes."""
 
@@ -48,7 +49,7 @@ class Communicator:
     @property
     def is_way(self) -> bool:
         """Whether it carries messages, from its first member to its second."""
-        return self.key.purpose == "pipeline"
+        return self.key.purpose in _PURPOSES_WITH_WAYS
 
     @property
     def name(self) -> str:
@@ -60,8 +61,8 @@ def communicators_of(keys: Iterable[GroupKey], worker_id: WorkerId, *, degree: i
     """Return those of a worker that its groups ask for, in their order; `degree` is how many devices share a stage."""
     found: list[Communicator] = []
     for key in keys:
-        if key.purpose == "pipeline":
-            found += _ways(key, key.members.index(worker_id), degree)
+        if key.purpose in _PURPOSES_WITH_WAYS:
+            found += _ways(key, key.members.index(worker_id), 1 if key.purpose == "link" else degree)
         elif key.purpose in PURPOSES_THAT_SUM:
             found.append(Communicator(key, (0, 0, 0, 0), tuple(range(len(key.members)))))
     return sorted(found)

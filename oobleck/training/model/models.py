@@ -1,16 +1,17 @@
-"""The part of a model that one worker holds: any range of its layers, which may change at any time.
+"""The part of a model that one worker holds: any ranges of its layers, which may change at any time.
 
 A stage keeps all modules of the model, without memory, and runs the model's own forward code. Modules of
 layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
 layer before takes the place of the first own block's input. So masks and rotary tables are made on every
 stage, and only hidden states travel. Where these do not depend on the tokens, stages after the first have them made
-once (`traced_forward.py`).
+once (`traced_forward.py`). Of several chunks, one is in place at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class StageModel:
-    """Layers [first_layer, stop_layer) of a model; none before the first `adopt`.
+    """Some layers of a model, in chunks of consecutive ones; none before the first `adopt`.
 
     Not safe for use by two threads at once. Takes the generator of its device for itself.
     """
@@ -73,7 +74,10 @@ class StageModel:
         self.dtype = dtype
         self.autocast = autocast
         self.device = torch.device(device)
-        self.layers = range(0)
+        self.chunks: tuple[range, ...] = ()
+        """The layers of each chunk."""
+        self._chunk = range(0)
+        """The layers that are in place; hidden states enter before them, and leave after."""
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
@@ -100,8 +104,8 @@ class StageModel:
         self._hook_up()
         self._received: torch.Tensor | None = None
         self._key: MicrobatchKey | None = None
-        self._traced: dict[tuple[bool, torch.Size], TracedForward | None] = {}
-        """How the held modules are called, by (training, the batch's shape); None: as the model's code does it."""
+        self._traced: dict[tuple[bool, torch.Size, range], TracedForward | None] = {}
+        """How modules are called, by (training, the batch's shape, the chunk); None: as the model's code does it."""
 
     # --- what it holds -------------------------------------------------------------------------------------
 
@@ -125,23 +129,35 @@ class StageModel:
         return tuple(self._modules[root] for root in self.structure.layer_roots(layer))
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers held, in their order."""
+        return tuple(chain.from_iterable(self.chunks))
+
+    @property
     def is_first(self) -> bool:
-        return self.layers.start == 0
+        """Whether the chunk in place has the first layer."""
+        return self._chunk.start == 0
 
     @property
     def is_last(self) -> bool:
-        return self.layers.stop == self.structure.num_layers
+        """Whether the chunk in place has the last layer."""
+        return self._chunk.stop == self.structure.num_layers
 
     def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Hold layers [first_layer, stop_layer) from now on; none if they are equal. Copies nothing on the device.
+        """Hold layers [first_layer, stop_layer) from now on, as `adopt_chunks` does; none if they are equal."""
+        self.adopt_chunks((range(first_layer, stop_layer),), state)
+
+    def adopt_chunks(self, chunks: Sequence[range], state: Mapping[str, torch.Tensor]) -> None:
+        """Hold the layers of these chunks from now on, which are in their order. Copies nothing on the device.
 
         Parameters that are held already stay what they are, the objects and their gradients included. New
         ones become the tensors that `state` has under their names (other names in it are ignored), or
         not-a-number until somebody sets them. Those of no layer any more are let go. O(layers), no forward
         pass may be in progress.
         """
-        assert 0 <= first_layer <= stop_layer <= self.structure.num_layers, (first_layer, stop_layer)
-        before, self.layers = self.layers, range(first_layer, stop_layer)
+        before, self.chunks = self.layers, tuple(chunk for chunk in chunks if chunk)
+        ends = [0, *(end for chunk in self.chunks for end in (chunk.start, chunk.stop)), self.structure.num_layers]
+        assert ends == sorted(ends), f"layers in the order of the model, each once: {chunks}"
         self._traced.clear()
         for layer in before:
             self._unplug(self.structure.sites[layer])
@@ -154,8 +170,7 @@ class StageModel:
         self._parameters = held
         for layer in self.layers:
             self._plug(self.structure.sites[layer], held)
-        for layer in sorted(set(before) ^ set(self.layers)):
-            self._place(layer)
+        self._put_in_place(self.chunks[0] if self.chunks else range(0))
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set the parameters of held layers to their initial values.
@@ -179,18 +194,22 @@ class StageModel:
 
     # --- what it computes ----------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey) -> torch.Tensor:
-        """Run the held layers on one microbatch.
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
+    ) -> torch.Tensor:
+        """Run the layers of a chunk on one microbatch.
 
         Arguments:
             batch: on this stage's device. The same on all stages: each makes its masks of it.
-            hidden: what the stage before returned, [batch, length, hidden]; None on the first stage.
+            hidden: what the chunk before returned, [batch, length, hidden]; None for the first layers.
             num_items: by how much the sum of the token losses is divided.
             key: what dropout and other randomness depends on, together with each layer's number.
+            chunk: which of the held chunks.
 
         Returns:
-            Hidden states [batch, length, hidden]; on the last stage the loss, a scalar.
+            Hidden states [batch, length, hidden]; of the last layers the loss, a scalar.
         """
+        self._put_in_place(self.chunks[chunk])
         assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
         # Within a stage hidden states are added up as precisely as if the model was not cut.
         self._received, self._key = None if hidden is None else hidden.to(self.dtype), key
@@ -212,12 +231,15 @@ class StageModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block nothing is dropped."""
-        self.model.eval()
+        """Within the block nothing is dropped, whichever chunk is in place."""
+        modules = (self.model, *(module for layer in self.layers for module in self.modules_of(layer)))
         try:
+            for module in modules:
+                module.eval()
             yield
         finally:
-            self.model.train()
+            for module in modules:
+                module.train()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         others = {name: value for name, value in self._others(batch).items() if name in self._trunk_takes}
@@ -272,7 +294,7 @@ class StageModel:
         if batch.others:  # masks and positions are of this batch alone
             yield
             return
-        key = (self.model.training, batch.input_ids.shape)
+        key = (self.model.training, batch.input_ids.shape, self._chunk)
         if key not in self._traced:
             self._traced[key] = self._trace_forward(batch)
         if (traced := self._traced[key]) is None:
@@ -301,7 +323,7 @@ class StageModel:
         if not isinstance(model, PreTrainedModel) or self._received is None or model.base_model is model:
             return None
         roots = self._trunk_roots()
-        if len(roots) > sum(map(self.structure.is_block, self.layers)) + 1:
+        if len(roots) > sum(map(self.structure.is_block, self._chunk)) + 1:
             return None  # of several modules after the blocks it is not known what is between them
         ids = batch.input_ids
         for root in roots:
@@ -317,9 +339,9 @@ class StageModel:
                 replace_module(model, root, self._modules[root])
 
     def _trunk_roots(self) -> list[str]:
-        """The held modules that are part of the model without its head."""
+        """The modules in place that are part of the model without its head."""
         trunk = f"{self.model.base_model_prefix}."
-        return [root for root in self._roots(self.layers) if root.startswith(trunk)]
+        return [root for root in self._roots(self._chunk) if root.startswith(trunk)]
 
     # --- modules and their placeholders -----------------------------------------------------------------------
 
@@ -348,7 +370,7 @@ class StageModel:
         """Make the hook that runs when the model's code reaches a layer, held or not."""
 
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if layer in self.layers:
+            if layer in self._chunk:
                 self._seed_layer(layer)
             if not is_block or layer != self._entry:
                 return None
@@ -363,8 +385,8 @@ class StageModel:
         """The block at which what was received takes the place of the hidden states."""
         if self.is_first:
             return None
-        # A stage that holds the head alone lets it in at the last placeholder before it.
-        return min(self.layers.start, self.structure.num_blocks)
+        # A chunk that has the head alone lets it in at the last placeholder before it.
+        return min(self._chunk.start, self.structure.num_blocks)
 
     def _seed_layer(self, layer: int) -> None:
         if not self.structure.draws_at_random:
@@ -373,8 +395,14 @@ class StageModel:
         key = self._key
         seed_device(self.device, derive_seed(key.seed, "forward", key.step, key.microbatch, layer))
 
+    def _put_in_place(self, chunk: range) -> None:
+        """Have the model's code reach the modules of these layers, and stand-ins for all others."""
+        before, self._chunk = self._chunk, chunk
+        for layer in {*before} ^ {*chunk}:
+            self._place(layer)
+
     def _place(self, layer: int) -> None:
-        modules = self._modules if layer in self.layers else self._placeholders
+        modules = self._modules if layer in self._chunk else self._placeholders
         for root in self.structure.layer_roots(layer):
             replace_module(self.model, root, modules[root])
 

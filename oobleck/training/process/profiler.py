@@ -1,7 +1,7 @@
 """Measures what one microbatch costs in each layer, on this device, with the code that training runs.
 
 Layers are measured alone, one after the other, so that a model much larger than the device can be profiled.
-Times of the network are not measured here; they come with the caller or from `ASSUMED_NETWORK`.
+Times of the network are not measured here: they are `ASSUMED_NETWORK` until a run has timed its links.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
-from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES
+from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 from oobleck.training.optim import Optimizer
@@ -26,7 +26,11 @@ from oobleck.training.optim import Optimizer
 __all__ = ["ASSUMED_NETWORK", "bytes_of_nccl", "device_name", "measure_profile", "profile_of_job"]
 
 ASSUMED_NETWORK = NetworkProfile(
-    inter_node_bytes_per_s=1e9, inter_node_latency_s=1e-4, intra_node_bytes_per_s=4e9, intra_node_latency_s=5e-5
+    inter_node_bytes_per_s=1e9,
+    inter_node_latency_s=1e-4,
+    intra_node_bytes_per_s=4e9,
+    intra_node_latency_s=5e-5,
+    assumed=LINKS,
 )
 """An assumption, not a measurement: 10-gigabit Ethernet between nodes, and several times that within one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import importlib
 import json
@@ -16,9 +17,9 @@ import sys
 import threading
 import time
 import traceback
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from oobleck.control.protocol import BecomeRank
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
 from oobleck.wire import FrameDecoder
 
 from .import_log import ImportLog
@@ -30,6 +31,8 @@ _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 
 _guard: socket.socket | None = None
 """The agent's end is closed when the agent ends; kept for as long as the process lives."""
+
+_stacks: TextIO | None = None
 
 
 def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
@@ -54,6 +57,7 @@ def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         os._exit(127)
     _be_fresh()
+    _leave_stack_when_asked(os.path.dirname(setup.stdout))
     if setup.logs_imports:
         sys.meta_path.insert(0, ImportLog(imports))
     _leave(_run_python(command, is_module=setup.entry == "module"))
@@ -105,6 +109,13 @@ def _be_fresh() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
+
+
+def _leave_stack_when_asked(directory: str) -> None:
+    """Have where all threads are written to a file at a signal, whatever they are in, be it native code."""
+    global _stacks
+    _stacks = open(os.path.join(directory, "stacks.log"), "w", encoding="utf-8")  # noqa: SIM115  kept for good
+    faulthandler.register(TRACE_SIGNAL, file=_stacks, all_threads=True)
 
 
 def _run_python(command: list[str], *, is_module: bool) -> int:

@@ -20,12 +20,13 @@ from typing import NoReturn, assert_never
 
 import torch
 
-from oobleck.control.commit import CommitState
+from oobleck.control.commit import CommitState, Interrupted, PeerLost
 from oobleck.control.protocol import (
     Fence,
     FindCheckpoints,
     FinishStep,
     GroupValue,
+    LinkTimed,
     PartUp,
     PeerMessage,
     PlanOrder,
@@ -38,6 +39,7 @@ from oobleck.control.protocol import (
     SetUpWorker,
     Status,
     StepRecords,
+    TimeLink,
     TotalDown,
     WorkerBound,
     WorkerFailed,
@@ -55,6 +57,7 @@ from oobleck.training.comm import (
     choose_device,
     device_memory_bytes,
     probe_all,
+    time_link,
     use_device,
 )
 from oobleck.training.data import ShardScanner
@@ -135,7 +138,7 @@ class _Worker:
             degree=job.tensor_parallel,
             owns_device=self._owns_device,
         )
-        self._profile_requests: queue.SimpleQueue[ProfileRequest] = queue.SimpleQueue()
+        self._measurements: queue.SimpleQueue[ProfileRequest | TimeLink] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
@@ -219,7 +222,11 @@ class _Worker:
                 if self._saving is not None:
                     self._saving.find(message)
             case ProfileRequest():
-                self._profile_requests.put(message)
+                self._measurements.put(message)
+                self._waiter.announce()
+            case TimeLink(peer=peer):
+                self._links.know([peer])
+                self._measurements.put(message)
                 self._waiter.announce()
             case ScanRequest():
                 if self._scanner is not None:
@@ -280,14 +287,42 @@ class _Worker:
 
     def _next_order(self) -> PlanUpdate:
         while True:
-            self._waiter.wait(
-                lambda: self._commit_state.has_update or not self._profile_requests.empty(), lambda: False
-            )
-            if not self._profile_requests.empty():
-                self._profile_requests.get()
-                self._profile()
+            self._waiter.wait(lambda: self._commit_state.has_update or not self._measurements.empty(), lambda: False)
+            if not self._measurements.empty():
+                self._measure(self._measurements.get())
             if (update := self._commit_state.take_update()) is not None:
                 return update
+
+    def _measure(self, wanted: ProfileRequest | TimeLink) -> None:
+        match wanted:
+            case ProfileRequest():
+                self._profile()
+            case TimeLink():
+                self._time_link(wanted)
+            case _:
+                assert_never(wanted)
+
+    def _time_link(self, wanted: TimeLink) -> None:
+        """Time the link to a peer; of the two, the one that leads says what came of it."""
+        peer, seconds, error = wanted.peer.worker_id, {}, ""
+        try:
+            seconds = time_link(
+                self._groups,
+                self._worker_id,
+                peer,
+                leads=wanted.leads,
+                timeout_s=wanted.timeout_s,
+                interrupted=lambda: self._commit_state.has_update,
+            )
+            self._log.info("has timed its link to %s", peer)
+        except PeerLost as failure:
+            error = str(failure)
+        except Interrupted:
+            error = "a plan came first"
+        if error:
+            self._log.warning("has not timed its link to %s: %s", peer, error)
+        if wanted.leads:
+            self._link.send(LinkTimed(device=self._device, seconds=tuple(seconds.items()), error=error))
 
     def _profile(self) -> None:
         profile = profile_of_job(

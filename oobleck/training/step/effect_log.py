@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import assert_never
 
@@ -194,7 +194,6 @@ def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
             assert_never(effect)
 
 
-def _layers(layers: list[int] | range) -> str:
-    if not layers:
-        return "no layers"
-    return f"layers {', '.join(map(str, sorted(set(layers))))}"
+def _layers(layers: Iterable[int]) -> str:
+    numbers = sorted(set(layers))
+    return f"layers {', '.join(map(str, numbers))}" if numbers else "no layers"

@@ -405,7 +405,7 @@ class Engine:
             self._step_timer.begin_step()  # it has rested until now
         self._settle()
         sums = self._layer_store.take(
-            effect.layers,
+            () if seat is None else seat.chunks,
             keep=effect.keep,
             is_initial=update.initial,
             sums=self._sections.sums if update.partial.microbatches else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -90,36 +90,38 @@ class Evaluator:
         total = num_items = 0.0
         told_s = -_PROGRESS_INTERVAL_S
         with self._model.evaluating(), torch.no_grad():
-            for microbatch in range(share[0], self._num_microbatches, share[1]):
+            for microbatch, chunk in _in_rounds(pipeline_rank, range(share[0], self._num_microbatches, share[1])):
                 if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
                     told_s = time.monotonic()
                     self._on_progress(step)
-                hidden = self._received(pipeline_rank, microbatch)
+                hidden = self._received(pipeline_rank, microbatch, chunk)
                 batch = self._load(microbatch)
                 key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
-                output = self._model.forward(batch.to(self._model.device), hidden, num_items=self._divisor, key=key)
-                if not pipeline_rank.is_last:
+                output = self._model.forward(
+                    batch.to(self._model.device), hidden, num_items=self._divisor, key=key, chunk=chunk
+                )
+                if not pipeline_rank.is_last(chunk):
                     if len(sends) == _SENDS_AHEAD:
                         self._waiter.call(partial(_wait_sent, sends[0][0]), self._interrupted)
                         sends.popleft()
-                    sends.append(_send(output.contiguous(), pipeline_rank, microbatch))
+                    sends.append(_send(output.contiguous(), pipeline_rank, microbatch, chunk))
                 elif pipeline_rank.reports:
                     total += float(output)
                     num_items += batch.num_items
         return total, num_items
 
-    def _received(self, pipeline_rank: PipelineRank, tag: int) -> torch.Tensor | None:
+    def _received(self, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> torch.Tensor | None:
         interrupted, model = self._interrupted, self._model
         self._waiter.wait(lambda: not interrupted(), interrupted)
-        if pipeline_rank.is_first:
+        if pipeline_rank.is_first(chunk):
             return None
+        source, source_chunk = pipeline_rank.before(chunk)
+        tag = microbatch * pipeline_rank.num_chunks + source_chunk
         structure, group = model.structure, pipeline_rank.group
         assert group is not None
         shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
         hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
-        self._waiter.call(
-            lambda: group.receive(hidden, pipeline_rank.member(pipeline_rank.stage - 1), tag), interrupted
-        )
+        self._waiter.call(lambda: group.receive(hidden, pipeline_rank.member(source), tag), interrupted)
         return hidden
 
     def _load(self, microbatch: int) -> Batch:
@@ -128,9 +130,21 @@ class Evaluator:
         return self._dataset.batch([number if number < self._num_samples else NO_SAMPLE for number in numbers])
 
 
-def _send(output: torch.Tensor, pipeline_rank: PipelineRank, tag: int) -> _Send:
+def _in_rounds(pipeline_rank: PipelineRank, microbatches: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (microbatch, chunk) in the order of an interleaved schedule: as many microbatches as there are stages go
+    through all chunks before the next do, so that a worker has something to compute while they come round."""
+    size = pipeline_rank.num_stages
+    for start in range(0, len(microbatches), size):
+        for chunk in range(pipeline_rank.num_chunks):
+            for microbatch in microbatches[start : start + size]:
+                yield microbatch, chunk
+
+
+def _send(output: torch.Tensor, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> _Send:
     assert pipeline_rank.group is not None
-    return pipeline_rank.group.send(output, pipeline_rank.member(pipeline_rank.stage + 1), tag), output
+    target, _ = pipeline_rank.after(chunk)
+    tag = microbatch * pipeline_rank.num_chunks + chunk
+    return pipeline_rank.group.send(output, pipeline_rank.member(target), tag), output
 
 
 def _wait_sent(work: Pending) -> None:

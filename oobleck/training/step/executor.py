@@ -1,5 +1,8 @@
 """Executes the compiled program of one stage, instruction by instruction.
 
+What is in flight is kept by microbatch and chunk. Two stages may exchange messages of several chunks in both
+directions of the computation; each has a tag of its own, and a stage takes them in its program's order.
+
 This module decides nothing: the program says what is computed, received and sent, and in which order. Receives are
 posted ahead by helper threads in the program's own order, so that a tensor is often there before it is asked
 for; sends are posted and forgotten, and where nobody else keeps what they send, kept until the step is committed.
@@ -14,7 +17,7 @@ import torch
 
 from oobleck.control.commit import CommitState, Interrupted
 from oobleck.schedule import Instruction, Op, Program
-from oobleck.training.comm import DeviceWork, Inbox, Pending
+from oobleck.training.comm import DeviceWork, Inbox, Pending, Post
 from oobleck.training.data import Batch
 from oobleck.training.model import StageModel, WeightGradients
 
@@ -23,12 +26,14 @@ from .step_work import GlobalBatch, PipelineRank, StepWork
 
 __all__ = ["Execution"]
 
+_Passing = tuple[int, int]
+"""A microbatch in one of the stage's chunks."""
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _COMPUTING_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class Execution:
-    """Runs one program for some microbatches of a step. What is in flight is kept by microbatch number in the step."""
+    """Runs one program for some microbatches of a step. Microbatches have the step's own numbers."""
 
     def __init__(
         self,
@@ -57,12 +62,12 @@ class Execution:
         self._batches: dict[int, Batch] = {}
         self._num_items: dict[int, int] = {}
         """Counted tokens of what was loaded, where losses are reported."""
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._output_gradients: dict[int, torch.Tensor] = {}
-        self._forwards: Inbox | None = None
-        self._backwards: Inbox | None = None
-        self._steps: dict[Op, Callable[[int], None]] = {
+        self._inputs: dict[_Passing, torch.Tensor] = {}
+        self._outputs: dict[_Passing, torch.Tensor] = {}
+        self._output_gradients: dict[_Passing, torch.Tensor] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        """Of the neighbours that messages come from, by their stages."""
+        self._steps: dict[Op, Callable[[int, int], None]] = {
             Op.LOAD: self._load,
             Op.RECV_F: self._receive_forward,
             Op.FORWARD: self._forward,
@@ -87,9 +92,7 @@ class Execution:
         Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, ShardUnreadable; gradients
         are then partial.
         """
-        stage = self._pipeline_rank.stage
-        self._forwards = self._expect(Op.RECV_F, program, microbatches, stage - 1)
-        self._backwards = self._expect(Op.RECV_B, program, microbatches, stage + 1)
+        self._expect(program, microbatches)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
         if self._device_work is not None:
             self._device_work.begin()
@@ -98,109 +101,131 @@ class Execution:
                 if instruction.op.is_tail:
                     break
                 with around_last if at == last else nullcontext(), self._timing(instruction.op):
-                    self._steps[instruction.op](microbatches[_position(instruction)])
+                    self._steps[instruction.op](microbatches[_position(instruction)], instruction.chunk)
                 if self._sections is not None:
                     self._sections.look()
 
     def _timing(self, op: Op) -> AbstractContextManager[object]:
         return self._device_work.piece() if self._device_work is not None and op in _COMPUTING_OPS else nullcontext()
 
-    def _expect(self, op: Op, program: Program, microbatches: Sequence[int], stage: int) -> Inbox | None:
-        """Have all messages of one direction received, in the program's order."""
-        expected = [microbatches[_position(instruction)] for instruction in program if instruction.op is op]
-        if not expected:
-            return None
-        group, source, structure = self._pipeline_rank.group, self._pipeline_rank.member(stage), self._model.structure
+    def _expect(self, program: Program, microbatches: Sequence[int]) -> None:
+        """Have all messages received, those of each neighbour in the program's order."""
+        for instruction in program:
+            op, chunk = instruction.op, instruction.chunk
+            if op is Op.RECV_F:
+                stage, source_chunk = self._pipeline_rank.before(chunk)
+            elif op is Op.RECV_B:
+                stage, source_chunk = self._pipeline_rank.after(chunk)
+            else:
+                continue
+            inbox, post = self._inbox_of(stage)
+            inbox.expect(self._tag(op, microbatches[_position(instruction)], source_chunk), post)
+
+    def _inbox_of(self, stage: int) -> tuple[Inbox, Post]:
+        """The inbox for what a neighbour sends, and what makes room for one of its messages."""
+        group, source, model = self._pipeline_rank.group, self._pipeline_rank.member(stage), self._model
         assert group is not None
-        shape = (self._batch.microbatch_size, structure.sequence_length, structure.hidden_size)
+        shape = (self._batch.microbatch_size, model.structure.sequence_length, model.structure.hidden_size)
 
         def post(tag: int) -> tuple[Pending, torch.Tensor]:
-            return group.post_receive_ahead(shape, self._model.hidden_dtype, self._model.device, source, tag)
+            return group.post_receive_ahead(shape, model.hidden_dtype, model.device, source, tag)
 
-        inbox = group.inbox(source)
-        for microbatch in expected:
-            inbox.expect(_tag(op, microbatch), post)
-        return inbox
+        if stage not in self._inboxes:
+            self._inboxes[stage] = group.inbox(source)
+        return self._inboxes[stage], post
 
     def _check(self) -> None:
         """Raise Interrupted if the pipeline is stopped; called before each piece, as none can be interrupted."""
         if self._interrupted():
             raise Interrupted
 
-    def _take(self, inbox: Inbox | None) -> torch.Tensor:
-        assert inbox is not None
+    def _take(self, stage: int) -> torch.Tensor:
+        inbox = self._inboxes[stage]
         if self._sections is not None:
             self._sections.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
         return inbox.take(self._interrupted)
 
-    def _load(self, microbatch: int) -> None:
+    def _load(self, microbatch: int, _chunk: int) -> None:
         self._check()
         batch = self._batch.load(microbatch)
-        if self._pipeline_rank.is_last and self._pipeline_rank.reports:
+        if self._reports_loss(self._pipeline_rank.num_chunks - 1):
             self._num_items[microbatch] = batch.num_items
         self._batches[microbatch] = batch.to(self._model.device)
 
-    def _receive_forward(self, microbatch: int) -> None:
-        self._inputs[microbatch] = self._take(self._forwards).requires_grad_()
+    def _receive_forward(self, microbatch: int, chunk: int) -> None:
+        stage, _ = self._pipeline_rank.before(chunk)
+        self._inputs[microbatch, chunk] = self._take(stage).requires_grad_()
 
-    def _forward(self, microbatch: int) -> None:
-        self._outputs[microbatch] = self._model.forward(
-            self._batches.pop(microbatch),
-            self._inputs.get(microbatch),
+    def _forward(self, microbatch: int, chunk: int) -> None:
+        self._outputs[microbatch, chunk] = self._model.forward(
+            self._batches[microbatch],
+            self._inputs.get((microbatch, chunk)),
             num_items=self._batch.divisor,
             key=self._batch.key(microbatch),
+            chunk=chunk,
         )
+        if chunk == self._pipeline_rank.num_chunks - 1:
+            del self._batches[microbatch]
 
-    def _send_forward(self, microbatch: int) -> None:
-        self._send(Op.SEND_F, microbatch, self._outputs[microbatch].detach(), self._pipeline_rank.stage + 1)
+    def _send_forward(self, microbatch: int, chunk: int) -> None:
+        stage, _ = self._pipeline_rank.after(chunk)
+        self._send(Op.SEND_F, microbatch, chunk, self._outputs[microbatch, chunk].detach(), stage)
 
-    def _receive_backward(self, microbatch: int) -> None:
-        self._output_gradients[microbatch] = self._take(self._backwards)
+    def _receive_backward(self, microbatch: int, chunk: int) -> None:
+        stage, _ = self._pipeline_rank.after(chunk)
+        self._output_gradients[microbatch, chunk] = self._take(stage)
 
-    def _backward(self, microbatch: int) -> None:
-        self._backward_input(microbatch)
-        self._backward_weight(microbatch)
+    def _backward(self, microbatch: int, chunk: int) -> None:
+        self._backward_input(microbatch, chunk)
+        self._backward_weight(microbatch, chunk)
 
-    def _backward_input(self, microbatch: int) -> None:
+    def _backward_input(self, microbatch: int, chunk: int) -> None:
         """Take a microbatch backward, with all gradients but those of weights that are put off."""
         self._check()
         if self._put_off is not None:
             self._put_off.begin(microbatch)
-        output, gradient = self._outputs.pop(microbatch), self._output_gradients.pop(microbatch, None)
-        if self._pipeline_rank.is_last and self._pipeline_rank.reports:
+        passing = microbatch, chunk
+        output, gradient = self._outputs.pop(passing), self._output_gradients.pop(passing, None)
+        if self._reports_loss(chunk):
             self._work.losses.append(output.detach())
             self._work.num_items += self._num_items.pop(microbatch)
         if output.requires_grad:  # not so on a first stage that trains nothing
             output.backward(gradient)  # type: ignore[no-untyped-call]
 
-    def _backward_weight(self, microbatch: int) -> None:
+    def _backward_weight(self, microbatch: int, chunk: int) -> None:
         if self._put_off is not None:
             self._put_off.finish(microbatch)
-        self._commit_state.note_microbatch()
-        if self._pipeline_rank.is_first and self._pipeline_rank.reports:
+        if chunk == 0:  # the last of a stage's to which a microbatch comes back
+            self._commit_state.note_microbatch()
+        if self._pipeline_rank.is_first(chunk) and self._pipeline_rank.reports:
             self._work.counted.append(microbatch)
 
-    def _send_backward(self, microbatch: int) -> None:
-        gradient = self._inputs.pop(microbatch).grad
+    def _send_backward(self, microbatch: int, chunk: int) -> None:
+        gradient = self._inputs.pop((microbatch, chunk)).grad
         assert gradient is not None
-        self._send(Op.SEND_B, microbatch, gradient, self._pipeline_rank.stage - 1)
+        stage, _ = self._pipeline_rank.before(chunk)
+        self._send(Op.SEND_B, microbatch, chunk, gradient, stage)
 
-    def _begin_section(self, _microbatch: int) -> None:
+    def _reports_loss(self, chunk: int) -> bool:
+        return self._pipeline_rank.is_last(chunk) and self._pipeline_rank.reports
+
+    def _begin_section(self, _microbatch: int, _chunk: int) -> None:
         assert self._sections is not None, "a program with sections needs their sums"
         self._sections.begin(self._work)
 
-    def _send(self, op: Op, microbatch: int, tensor: torch.Tensor, target: int) -> None:
+    def _send(self, op: Op, microbatch: int, chunk: int, tensor: torch.Tensor, target: int) -> None:
         group, member = self._pipeline_rank.group, self._pipeline_rank.member(target)
         assert group is not None
         tensor = tensor.contiguous()
-        if (pending := group.send_off(tensor, member, _tag(op, microbatch))) is not None:
+        if (pending := group.send_off(tensor, member, self._tag(op, microbatch, chunk))) is not None:
             self._work.sends.append((pending, tensor))
+
+    def _tag(self, op: Op, microbatch: int, source_chunk: int) -> int:
+        """What the two ends of a message agree on: as between no two messages of a step from one worker to another."""
+        is_backward = op in (Op.SEND_B, Op.RECV_B)
+        return 2 * (microbatch * self._pipeline_rank.num_chunks + source_chunk) + is_backward
 
 
 def _position(instruction: Instruction) -> int:
     assert instruction.microbatch is not None, instruction
     return instruction.microbatch
-
-
-def _tag(op: Op, microbatch: int) -> int:
-    return 2 * microbatch + (op in (Op.SEND_B, Op.RECV_B))

@@ -7,7 +7,8 @@ on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -112,7 +113,9 @@ class LayerStore:
 
     # --- from one plan to the next -------------------------------------------------------------------------
 
-    def read(self, restore: Restore, layers: range, transfers: Collection[LayerTransfer], saving: LayerSaver) -> None:
+    def read(
+        self, restore: Restore, layers: Collection[int], transfers: Collection[LayerTransfer], saving: LayerSaver
+    ) -> None:
         """Read from a checkpoint what this worker is to hold or send, except what others send it.
 
         Raises CorruptCheckpoint.
@@ -189,19 +192,20 @@ class LayerStore:
             else LossScale(scale=self._job.initial_loss_scale)
         )
 
-    def take(self, layers: range, *, keep: Collection[int], is_initial: bool, sums: Sums | None) -> Sums:
+    def take(self, chunks: Sequence[range], *, keep: Collection[int], is_initial: bool, sums: Sums | None) -> Sums:
         """Hold exactly these layers: with their initial values, with what was received, or as they are here already.
 
         Those to `keep` are kept for others besides; `sums` as in `exchange`. Nothing is copied: what is let go does not
         change any more, and a tied parameter that stays here changes with the next step, up to which the layers are
         kept. Returns the committed sums of the held layers' parameters, received or held here, if there are any.
         """
+        layers = tuple(chain.from_iterable(chunks))
         kept = {layer: self._state_of(layer, sums) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | self._received
         self._kept, self._received = kept, {}
         if is_initial:  # all training before is discarded
             states = {}
-            self._model.adopt(0, 0, {})
+            self._model.adopt_chunks((), {})
             self._optimizer.adopt({})
         given: dict[str, tuple[torch.Tensor, ...]] = {}
         known = dict(sums or {})
@@ -213,7 +217,7 @@ class LayerStore:
                 state, partial = state[:num_own], state[num_own:]
                 known |= dict(zip(trained, partial, strict=True))
             given |= self._optimizer.split_layer(names, state)
-        self._model.adopt(layers.start, layers.stop, {name: tensors[0] for name, tensors in given.items()})
+        self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in given.items()})
         self._optimizer.adopt(self._model.parameters, given)
         if is_initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)

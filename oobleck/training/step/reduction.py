@@ -159,16 +159,21 @@ class GradientReducer:
         self._forget()
 
     @contextmanager
-    def overlapping(self) -> Iterator[None]:
-        """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step."""
-        missing = [len(bucket.parameters) for bucket in self.buckets]
+    def overlapping(self, changing: Collection[str]) -> Iterator[None]:
+        """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step.
+
+        `changing` are the parameters whose gradients it adds to: those of one chunk. All others' are final already.
+        """
+        missing = [sum(name in changing for name in bucket.parameters) for bucket in self.buckets]
         handles = [
             self.parameters[name].register_post_accumulate_grad_hook(self._note(missing, index))  # type: ignore[no-untyped-call]
             for index, bucket in enumerate(self.buckets)
             if len(bucket.key.members) > 1
             for name in bucket.parameters
+            if name in changing
         ]
         try:
+            self._post_before(self._num_complete(missing))
             yield
         finally:
             for handle in handles:
@@ -206,10 +211,13 @@ class GradientReducer:
         def hook(_parameter: torch.Tensor) -> None:
             missing[index] -= 1
             if missing[index] == 0:
-                complete = next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
-                self._post_before(complete)
+                self._post_before(self._num_complete(missing))
 
         return hook
+
+    def _num_complete(self, missing: Sequence[int]) -> int:
+        """How many buckets, from the first on, have all their gradients, or are nobody else's."""
+        return next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
 
     def _is_shared(self, index: int) -> bool:
         return len(self.buckets[index].key.members) > 1

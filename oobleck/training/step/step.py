@@ -135,6 +135,7 @@ class StepInFlight:
         schedule = compile_schedule(
             pipeline_rank.schedule,
             num_stages=pipeline_rank.num_stages,
+            num_chunks=pipeline_rank.num_chunks,
             num_microbatches=len(program.microbatches),
             num_sections=program.num_sections,
             commits=program.posts_sums,
@@ -176,7 +177,9 @@ class StepInFlight:
         self._sections.look()
         # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
         overlaps = not pipeline_rank.splits_backward and self._sections.begin_step_sums()
-        with reducer.overlapping() if overlaps else nullcontext():
+        structure = self._model.structure
+        changing = {name for layer in self._model.chunks[0] for name in structure.trained_parameters(layer)}
+        with reducer.overlapping(changing) if overlaps else nullcontext():
             yield
 
     def reduce(self, reducer: GradientReducer) -> None:

@@ -22,6 +22,8 @@ class PipelineRank:
 
     stage: int
     num_stages: int
+    num_chunks: int = 1
+    """Of each stage."""
     group: Group | None
     """None for a pipeline of one worker."""
     rank: int
@@ -36,6 +38,7 @@ class PipelineRank:
         return cls(
             stage=seat.stage,
             num_stages=seat.num_stages,
+            num_chunks=len(seat.chunks),
             group=group,
             rank=share.rank,
             degree=share.degree,
@@ -46,13 +49,21 @@ class PipelineRank:
         """The neighbour at another stage, as the group counts: the device of like rank."""
         return stage * self.degree + self.rank
 
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
+    def is_first(self, chunk: int = 0) -> bool:
+        """Whether a chunk has the model's first layer; by default, whether any of this stage has."""
+        return (self.stage, chunk) == (0, 0)
 
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk has the model's last layer."""
+        return (self.stage, chunk) == (self.num_stages - 1, self.num_chunks - 1)
+
+    def before(self, chunk: int) -> tuple[int, int]:
+        """(stage, chunk) that hidden states come from; not for the first of all."""
+        return (self.stage - 1, chunk) if self.stage else (self.num_stages - 1, chunk - 1)
+
+    def after(self, chunk: int) -> tuple[int, int]:
+        """(stage, chunk) that hidden states go to; not for the last of all."""
+        return (self.stage + 1, chunk) if self.stage + 1 < self.num_stages else (0, chunk + 1)
 
     @property
     def reports(self) -> bool:
@@ -63,7 +74,7 @@ class PipelineRank:
     @property
     def splits_backward(self) -> bool:
         """Whether it takes its backward passes in two parts: the first stage of a pipeline never does."""
-        return self.schedule is ScheduleKind.ZERO_BUBBLE and not self.is_first
+        return self.schedule is ScheduleKind.ZERO_BUBBLE and not self.is_first()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from oobleck.control.journal import (
     title,
 )
 from oobleck.planner import Pipeline
-from oobleck.ui.formatting import bytes_text, count_text, duration_text, layers_text, percent_text, seconds_text
+from oobleck.ui.formatting import bytes_text, chunks_text, count_text, duration_text, percent_text, seconds_text
 from oobleck.ui.node_hours_text import node_hours_text
 
 from .axes import time_ticks
@@ -303,8 +303,8 @@ def _pipeline(index: int, pipeline: Pipeline) -> str:
 def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
     yield f'<div class="pipeline"><b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>'
     for stage in pipeline.stages:
-        layers = layers_text(stage.first_layer, stage.stop_layer)
-        share = stage.stop_layer - stage.first_layer
+        layers = chunks_text((chunk.start, chunk.stop) for chunk in stage.chunks)
+        share = len(stage.layers)
         yield (
             f'<div class="stage" style="flex-grow:{share}">{escape(stage.worker_ids[0].node)}'
             f"<small>layers {layers}</small></div>"

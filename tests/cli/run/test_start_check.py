@@ -48,6 +48,12 @@ def test_slow_undecided_and_unreachable_nodes_begin_and_are_named():
     assert all(health in remark.text for health, remark in zip(("slow", "undecided", "faulty"), remarks, strict=True))
 
 
+def test_slow_nodes_are_left_out_where_that_is_asked_for():
+    found = report(Health.SLOW, Health.HEALTHY, Health.SLOW, unreached="c")
+    kept, _ = choose_nodes(NODES, found, leaves_out_slow=True)
+    assert [spec.name for spec in kept] == ["b", "c"], "c was not reached: it is tried again"
+
+
 def test_a_link_is_named_and_its_nodes_begin():
     link = LinkVerdict(nodes=("a", "b"), reason="nothing arrives")
     kept, (remark,) = choose_nodes(NODES, report(*3 * [Health.HEALTHY], links=(link,)))

@@ -52,6 +52,20 @@ def test_where_there_is_nothing_to_choose_all_get_the_same(job: JobSpec, kind: S
     assert schedules_for(job, profile, mixed_plan()) == (kind, kind)
 
 
+def test_pipelines_of_several_chunks_are_interleaved_and_others_as_if_they_were_alone() -> None:
+    profile = Shape(layers_per_device=8).profile
+    plain = mixed_plan()
+    two, one = plain.pipelines
+    chunks = tuple(
+        replace(two.template.stages[layer % 2], first_layer=layer, stop_layer=layer + 1) for layer in range(4)
+    )
+    plan = replace(plain, pipelines=(replace(two, template=PipelineTemplate(stages=chunks)), one))
+    for schedule in ("interleaved", "auto"):
+        job = replace(AUTO, schedule=schedule)
+        assert schedules_for(job, profile, plan) == (ScheduleKind.INTERLEAVED, PLAIN)
+    assert schedules_for(replace(AUTO, schedule="interleaved"), profile, plain) == (PLAIN, PLAIN)
+
+
 def test_workers_are_told_with_their_orders_and_readers_of_the_journal_too() -> None:
     bench = Bench(PAIRS, job=replace(AUTO, device_memory_bytes=None))
     bench.prepare()

@@ -31,6 +31,7 @@ from oobleck.control.journal import (
     NodeLeft,
     NodeLost,
     RankDown,
+    RanksHung,
     Unreachable,
 )
 from oobleck.control.protocol import (
@@ -48,10 +49,13 @@ from oobleck.control.protocol import (
     RankFailed,
     RankOutput,
     RanksFinished,
+    RanksQuiet,
     RanksReady,
     RanksStarted,
+    RankStacks,
     StartRanks,
     StopAgent,
+    TraceRanks,
 )
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.ranks import RanksSpec
@@ -289,3 +293,49 @@ def test_a_rank_killed_by_a_signal_without_a_word_is_told_as_that():
     for node in NODES:
         world.ready(node, 1)
     assert world.end.reason.startswith("rank 0 on a failed: killed by signal 9\nno restart is allowed")
+
+
+def quiet(*idle: int, is_quiet: bool = True) -> RanksQuiet:
+    return RanksQuiet(generation=1, is_quiet=is_quiet, has_shown=True, idle=idle)
+
+
+WAITING = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distributed/c10d.py", line 1 in barrier\n'
+SLEEPING = 'Current thread 0x1 (most recent call first):\n  File "/x/train.py", line 7 in load\n'
+
+
+def test_ranks_that_hang_are_asked_where_they_are_and_start_again() -> None:
+    world = World(num_nodes=2)
+    world.begin("a", "b")
+    assert not sent(world.say("a", quiet(0, 1)), TraceRanks), "b may be busy"
+    asked = world.say("b", quiet(2, 3))
+    assert sent(asked, TraceRanks) == {node: TraceRanks(generation=1) for node in ("a", "b")}
+    world.say("a", RankStacks(generation=1, stacks=((0, WAITING), (1, WAITING))))
+    ended = world.say("b", RankStacks(generation=1, stacks=((2, WAITING), (3, SLEEPING))))
+    assert sent(ended, EndRanks).keys() == {"a", "b"}
+    (hung,) = world.entries(RanksHung)
+    assert [(each.node, each.rank, each.place) for each in hung.culprits] == [("b", 3, "/x/train.py:7 in load")]
+    assert hung.num_waiting == 3
+    assert world.entries(GenerationEnded)[-1].cause.value == "hang"
+    for node in ("a", "b"):
+        world.ready(node, 1)
+    assert world.entries(GenerationFormed)[-1].num_failures == 1
+
+
+def test_a_sign_of_life_while_ranks_are_asked_lets_them_be() -> None:
+    world = World(num_nodes=1)
+    world.begin("a")
+    world.say("a", quiet(0))
+    world.say("a", quiet(is_quiet=False))
+    assert not sent(world.say("a", RankStacks(generation=1, stacks=((0, SLEEPING),))), EndRanks)
+    assert not world.entries(RanksHung)
+
+
+def test_ranks_that_do_not_say_where_they_are_start_again_too() -> None:
+    world = World(num_nodes=1, control=ControlSpec(lease_s=60.0))
+    world.begin("a")
+    asked = world.say("a", quiet(0))
+    assert sent(asked, TraceRanks)
+    due_s = world.coordinator.next_deadline()
+    assert due_s == world.now_s + 5.0
+    assert not world.coordinator.handle_deadline(due_s - 0.1)
+    assert sent(world.coordinator.handle_deadline(due_s), EndRanks)

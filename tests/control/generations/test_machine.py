@@ -230,3 +230,51 @@ def test_when_it_is_over_nothing_changes_it(given_input: Input, now_s: float):
     over, _ = step(start(0), StopAsked(end=STOP, now=True), 0, roster=Roster(), rules=RULES)
     assert step(over, given_input, now_s, roster=there(*NODES), rules=RULES) == (over, ())
     assert deadline(over, RULES) == math.inf
+
+
+UNITS = replace(RULES, min_nodes=2, max_nodes=5, node_unit=2)
+
+
+def test_a_generation_has_a_multiple_of_the_unit() -> None:
+    state = running("a", "b", "c", rules=UNITS)
+    assert state.names == ("a", "b")
+    assert running("a", "b", "c", "d", "e", rules=UNITS).names == ("a", "b", "c", "d")
+
+
+def test_a_node_that_comes_makes_all_start_again_once_a_unit_is_whole() -> None:
+    state = running("a", "b", "c", rules=UNITS)
+    alone = step(state, Ready(node="c", generation=1), 2.0, roster=there("c"), rules=UNITS)
+    assert alone == (state, ())
+    following, _ = step(state, Ready(node="d", generation=1), 3.0, roster=there("c", "d"), rules=UNITS)
+    assert isinstance(following, Ending)
+
+
+def test_a_lost_node_takes_its_unit_along() -> None:
+    state = running("a", "b", "c", "d", rules=UNITS)
+    ending, _ = step(state, Gone(node="b"), 2.0, roster=there(), rules=UNITS)
+    for node in ("a", "c"):
+        ending, _ = step(ending, Ready(node=node, generation=1), 3.0, roster=there(), rules=UNITS)
+    following, _ = step(ending, Ready(node="d", generation=1), 4.0, roster=there("a", "c", "d"), rules=UNITS)
+    assert isinstance(following, Running)
+    assert following.names == ("a", "c")
+
+
+def test_less_than_a_unit_is_too_few() -> None:
+    rules = replace(UNITS, min_nodes=1)
+    state, effects = step(start(0), TimePassed(), 100.0, roster=there("a"), rules=rules)
+    assert isinstance(state, Over)
+    (end,) = effects
+    assert isinstance(end, EndRun)
+    assert "1 node is there, after 100 s; a multiple of 2 must be (--node-unit), and at least 1" in end.reason
+
+
+def test_all_start_again_when_they_hang_and_not_more_often_than_allowed() -> None:
+    hang = Failed(node="a", generation=1, reason="it hangs", is_hang=True)
+    ending, (clear,) = step(running("a", "b"), hang, 2.0, roster=there(), rules=RULES)
+    assert isinstance(ending, Ending)
+    assert isinstance(clear, Clear)
+    assert (clear.cause, clear.grace_s, ending.past.num_failures) == (GenerationCause.HANG, 0.0, 1)
+    ending, _ = step(running("a", "b"), hang, 2.0, roster=there(), rules=replace(RULES, max_restarts=0))
+    assert isinstance(ending, Ending)
+    assert ending.then is not None
+    assert "no restart is allowed" in ending.then.reason

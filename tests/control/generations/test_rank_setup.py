@@ -16,6 +16,7 @@ ORDER = StartRanks(
     num_ranks=2,
     world_size=4,
     master_address="10.0.0.1",
+    start="20260101-000001",
     master_port=4711,
 )
 

@@ -195,7 +195,7 @@ def test_a_snapshot_is_json():
     written = json.loads(json.dumps(seen(*START).to_dict()))
     assert written["state"] == "training"
     assert written["pipelines"][1]["stages"][1] == {
-        "node": "node3", "first_layer": 4, "stop_layer": 8, "num_devices": 1, "state": "training"
+        "node": "node3", "first_layer": 4, "stop_layer": 8, "more_chunks": [], "num_devices": 1, "state": "training"
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.plans.sections import apportion, committed_after, num_sections_of, sections_wanted, shares_of
 from oobleck.job import DataSpec, JobSpec
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from tests.control.journals import plan
 
 PAIRS = (("a", "b"), ("c", "d"), ("e",))
@@ -34,6 +35,27 @@ def test_sections_of_a_rest_are_as_long_as_those_of_a_step():
     assert num_sections_of(layout, tuple(range(23)), 4) == 1
 
 
+def interleaved(layout: ExecutionPlan) -> ExecutionPlan:
+    """The same nodes and shares, with two chunks a stage where there are several."""
+    return replace(layout, pipelines=tuple(map(_interleaved, layout.pipelines)))
+
+
+def _interleaved(pipeline: Pipeline) -> Pipeline:
+    if pipeline.template.num_stages == 1:
+        return pipeline
+    places = pipeline.template.stages * 2
+    chunks = (replace(each, first_layer=index, stop_layer=index + 1) for index, each in enumerate(places))
+    return replace(pipeline, template=PipelineTemplate(stages=tuple(chunks)))
+
+
+def test_sections_of_interleaved_pipelines_end_with_rounds_of_as_many_microbatches_as_they_have_stages():
+    layout = interleaved(plan(("a", "b"), ("c", "d"), microbatches=14))
+    assert num_sections_of(layout, (), 9) == 4
+    assert committed_after(layout, (), 4, 1) == (0, 1, 7, 8)
+    assert committed_after(layout, (), 2, 1) == (0, 1, 2, 3, 7, 8, 9, 10)
+    assert sections_wanted(job(reductions_per_step=9, schedule="interleaved"), layout, 1.0) == 4
+
+
 def test_every_pipeline_has_a_microbatch_in_each_section():
     assert num_sections_of(plan(("a", "b"), ("c", "d"), microbatches=5), (), 4) == 2
 
@@ -46,6 +68,7 @@ def chains(draw: st.DrawFn) -> list[tuple[object, tuple[int, ...], int, int]]:
     chain = []
     for _ in range(draw(st.integers(1, 4))):
         layout = plan(*draw(st.sampled_from((PAIRS, PAIRS[:2], PAIRS[1:]))), microbatches=microbatches)
+        layout = interleaved(layout) if draw(st.booleans()) else layout
         wanted = draw(st.integers(1, 9))
         sections = num_sections_of(layout, partial, wanted)
         number = draw(st.integers(0, sections - 1))

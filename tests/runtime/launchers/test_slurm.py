@@ -97,3 +97,26 @@ async def test_nodes_are_started_once_and_new_ones_when_they_are_listed(cluster:
     assert "--no-kill" in calls()[0]
     assert calls()[0].endswith(f"--nodelist n1,n2 {sys.executable} -m oobleck node {cluster / 'node.json'}")
     assert shutil.which("srun") == str(cluster / "srun")
+
+
+async def test_a_node_that_was_given_back_is_started_again_under_another_job_alone(
+    cluster: Path, nursery: trio.Nursery
+) -> None:
+    (cluster / "queue").write_text("17 n[1-2]\n")
+    callers = DialedInNodes(num_first=1, parse=parse_hostfile, patience_s=1)
+    callers.released["n1"] = "17"
+    path = cluster / "srun.calls"
+
+    def nodes() -> list[tuple[str, str]]:
+        calls = path.read_text().splitlines() if path.exists() else []
+        words = [call.split() for call in calls]
+        return [(call[call.index("--jobid") + 1], call[call.index("--nodelist") + 1]) for call in words]
+
+    jobs, log = SlurmJobs(name="mine"), cluster / "log"
+    tasks = SlurmTasks(jobs, cluster / "node.json", log=log, callers=callers, interval_s=0.05, first_s=0)
+    nursery.start_soon(tasks.run)
+    await until(nodes)
+    assert nodes() == [("17", "n2")]
+    (cluster / "queue").write_text("18 n[1-2]\n")
+    await until(lambda: len(nodes()) == 2)
+    assert nodes()[1] == ("18", "n1,n2")

@@ -23,12 +23,14 @@ from oobleck.control.journal import (
     NodeLost,
     PlanAdopted,
     PlanCause,
+    ProfileKnown,
     RecoveryDone,
     StepDone,
     WorkerDown,
 )
 from oobleck.control.protocol import Killed
 from oobleck.job import ScheduleName
+from oobleck.planner import profile_from_json
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
 from oobleck.sim.cluster.run import ClusterRun
@@ -72,6 +74,19 @@ def check_whole(played: ClusterRun) -> None:
     assert len(steps(played)) > 50
 
 
+def test_links_are_timed_before_the_first_plan_and_the_run_is_as_with_the_network_that_is_there():
+    setting = Setting(assumes_network=True, devices=2)
+    played = setting.run()
+    check_whole(played)
+    (known,) = entries(played, ProfileKnown)
+    network = profile_from_json(known.profile_json).network
+    assert network.assumed == ()
+    assert network.inter_node_bytes_per_s == pytest.approx(setting.profile.network.inter_node_bytes_per_s)
+    assert network.intra_node_latency_s == pytest.approx(setting.profile.network.intra_node_latency_s)
+    (first, *_) = entries(played, PlanAdopted)
+    assert known.t_s <= first.t_s < 5.0
+
+
 def test_an_undisturbed_run_trains_at_the_pace_that_was_predicted():
     played = run()
     check_whole(played)
@@ -80,7 +95,7 @@ def test_an_undisturbed_run_trains_at_the_pace_that_was_predicted():
     assert played.summary.step_time_s.median == pytest.approx(plan.predicted_step_s, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"])
 def test_steps_take_what_the_timeline_of_the_schedule_says(schedule: ScheduleName):
     setting = Setting(layers_per_device=2, schedule=schedule, slowness=5.0, duration_s=200.0)
     played = setting.run()

@@ -87,7 +87,7 @@ def test_without_events_steps_follow_one_another_from_start_to_end() -> None:
     assert summarize(journal).goodput > 0.99
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "auto"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble", "auto"])
 def test_steps_take_what_the_timelines_of_the_orders_schedules_say(schedule: ScheduleName) -> None:
     # Three layers fit a node: pipelines of four, with stages that differ once a node is lost.
     settings = {"schedule": schedule, "profile": uniform_profile(8, memory_bytes=60, seconds=0.5)}

@@ -152,7 +152,7 @@ class FakeLibrary:
         return self._identity
 
     def join(self, name: str, _store: object, rank: int, size: int, *, is_way: bool) -> object:
-        assert is_way == (name.split("/")[1] == "pipeline")
+        assert is_way == (name.split("/")[1] in ("pipeline", "link"))
         with self._lock:
             if name not in self._worlds:
                 self._worlds[name] = FakeNccl.join(size)

@@ -151,7 +151,7 @@ class Holder:
         )
 
     def begin(self) -> None:
-        self.store.take(self.layers, keep=(), is_initial=True, sums=None)
+        self.store.take((self.layers,), keep=(), is_initial=True, sums=None)
 
     def filled(self, value: float) -> dict[str, torch.Tensor]:
         """For each trained parameter a tensor of its shape."""
@@ -192,7 +192,7 @@ def test_layers_move_with_what_is_frozen_in_them_and_no_state_for_it(has_partial
         sending = pool.submit(source.exchange, sums if has_partial else None)
         received_bytes = pool.submit(target.exchange, {} if has_partial else None).result(60)
         sending.result(60)
-    found = target.store.take(target.layers, keep=(), is_initial=False, sums={} if has_partial else None)
+    found = target.store.take((target.layers,), keep=(), is_initial=False, sums={} if has_partial else None)
     torch.testing.assert_close(state_of(target.model), after, rtol=0, atol=0)
     torch.testing.assert_close(dict(found), sums if has_partial else {}, rtol=0, atol=0)
     expected_bytes = 0

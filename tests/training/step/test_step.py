@@ -364,7 +364,7 @@ def test_gradients_are_applied_as_means_over_the_tokens_that_count():
         optimizer = Optimizer(job.optimizer, max_steps=10)
         share = share_of(structure, rank=0, degree=1)
         store = LayerStore(job, ME, whole=structure, share=share, model=model, optimizer=optimizer)
-        store.take(range(structure.num_layers), keep=(), is_initial=True, sums=None)
+        store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
         gradients = {name: torch.full_like(value, item_share) for name, value in model.parameters.items()}
         store.apply(replace(RECORD, item_share=item_share), {name: value.detach() for name, value in gradients.items()})
         applied.append(state_of(model))

@@ -7,8 +7,10 @@ from .entries import (
     GenerationEnded,
     GenerationFormed,
     GenerationRuns,
+    HungRank,
     NodeRanks,
     RankDown,
+    RanksHung,
     ScriptStarted,
 )
 from .view import RanksView
@@ -18,8 +20,10 @@ __all__ = [
     "GenerationEnded",
     "GenerationFormed",
     "GenerationRuns",
+    "HungRank",
     "NodeRanks",
     "RankDown",
+    "RanksHung",
     "RanksView",
     "ScriptStarted",
 ]

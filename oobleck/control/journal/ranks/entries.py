@@ -14,8 +14,10 @@ __all__ = [
     "GenerationEnded",
     "GenerationFormed",
     "GenerationRuns",
+    "HungRank",
     "NodeRanks",
     "RankDown",
+    "RanksHung",
     "ScriptStarted",
 ]
 
@@ -25,6 +27,7 @@ class GenerationCause(StrEnum):
 
     START = "start"
     RANK_FAILED = "rank_failed"
+    HANG = "hang"
     NODE_LOST = "node_lost"
     NODE_JOINED = "node_joined"
     NODE_DRAINED = "node_drained"
@@ -33,7 +36,7 @@ class GenerationCause(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        return self in (GenerationCause.RANK_FAILED, GenerationCause.NODE_LOST)
+        return self in (GenerationCause.RANK_FAILED, GenerationCause.HANG, GenerationCause.NODE_LOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,34 @@ class RankDown:
     error: RankError | None
     is_first: bool
     """Of its generation: the others may have failed because of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HungRank:
+    """Where a rank was when all hung."""
+
+    node: str
+    rank: int
+    place: str
+    """In the script; empty where it did not say."""
+    is_waiting: bool
+    """In a collective, or in a backward pass."""
+    stack: str
+    """Of all its threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksHung:
+    """The ranks of a generation hang."""
+
+    t_s: float
+    generation: int
+    quiet_s: float
+    """For how long none has printed or saved anything."""
+    culprits: tuple[HungRank, ...]
+    """Those that do not wait while others do, a few of them; empty where none stands out."""
+    num_waiting: int
+    """How many wait in a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.journal.snapshot import RunState
 
-from .entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, ScriptStarted
+from .entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 
 __all__ = ["RanksView"]
 
@@ -20,7 +20,9 @@ class RanksView:
         self.generation = 0
         self.num_restarts = 0
 
-    def apply(self, entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | GenerationEnded) -> None:
+    def apply(
+        self, entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded
+    ) -> None:
         """Take the next entry."""
         match entry:
             case ScriptStarted(run=run):
@@ -32,5 +34,5 @@ class RanksView:
                 self.state = RunState.TRAINING
             case GenerationEnded():
                 self.state = RunState.RECONFIGURING
-            case RankDown():
+            case RankDown() | RanksHung():
                 pass

@@ -1,0 +1,58 @@
+"""States that a script saves by itself under `oobleck run`: what each rank keeps, and which of it ranks load again.
+
+What one rank saves of a state is a *part*: a tree of values, the tensors that all ranks have alike, and its own pieces
+of those that are sharded. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from .choice import Chosen, Holding, LostState, Source, choose, sources
+from .part import (
+    DIRECTORY_VARIABLE,
+    MEMORY_VARIABLE,
+    START_VARIABLE,
+    TREE,
+    Part,
+    PartNote,
+    find_parts,
+    is_taken,
+    memory_stem,
+    note_of,
+    note_taken,
+    remove_old,
+    state_name,
+    write_part,
+)
+from .shards import Box, Sharding, is_covered, overlap, resharded
+from .values import TreeNode, from_tree, to_tree
+
+__all__ = [
+    "DIRECTORY_VARIABLE",
+    "MEMORY_VARIABLE",
+    "START_VARIABLE",
+    "TREE",
+    "Box",
+    "Chosen",
+    "Holding",
+    "LostState",
+    "Part",
+    "PartNote",
+    "Sharding",
+    "Source",
+    "TreeNode",
+    "choose",
+    "find_parts",
+    "from_tree",
+    "is_covered",
+    "is_taken",
+    "memory_stem",
+    "note_of",
+    "note_taken",
+    "overlap",
+    "remove_old",
+    "resharded",
+    "sources",
+    "state_name",
+    "to_tree",
+    "write_part",
+]

@@ -1,0 +1,229 @@
+"""A rank's part of a state: in a slot of shared memory, or as a file on disk with a note that is written last.
+
+<directory>/step-00000120.<start>/      as it was planned; `….end` is what was in memory when ranks ended
+    rank-00003.safetensors              the part, as a file of tensors
+    rank-00003.json                     its note, size and SHA-256: the part is there when this is
+
+A *start* is one generation of one run. Parts of the same step and start belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from oobleck.checkpoint.directory import CheckpointDirectory
+from oobleck.checkpoint.layer_file import read_layer_file, write_file, write_layer_file
+from oobleck.checkpoint.layout import Layout, TensorSpec
+from oobleck.checkpoint.memory import FlashMemory, Slot, memory_files
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.wire import decode_json, encode_json
+
+from .shards import Sharding
+
+__all__ = [
+    "DIRECTORY_VARIABLE",
+    "MEMORY_VARIABLE",
+    "START_VARIABLE",
+    "TREE",
+    "Part",
+    "PartNote",
+    "find_parts",
+    "is_taken",
+    "memory_stem",
+    "note_of",
+    "note_taken",
+    "remove_old",
+    "state_name",
+    "write_part",
+]
+
+DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
+"""Where states lie on disk."""
+MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"
+"""Where an agent keeps its ranks' states in shared memory; it is not set without one."""
+START_VARIABLE = "OOBLECK_CHECKPOINT_START"
+
+TREE = "__tree__"
+"""The entry that has the state's values as JSON, padded with spaces."""
+_ANY = "rank*"
+_TAKEN = struct.Struct("<Q")
+_KEPT_PLANNED = 3
+_KEPT_OTHERS = 2
+_READ_BYTES = 4 << 20
+
+Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNote:
+    """What is known of a part without its bytes."""
+
+    name: str
+    """Of the state: `state_name`."""
+    step: int
+    start: str
+    rank: int
+    world_size: int
+    number: int
+    """How many states this rank has saved since its start, with this one."""
+    saved_at: str
+    """UTC, ISO 8601."""
+    is_planned: bool
+    """Whether it is to be on disk, of all ranks."""
+    shardings: tuple[Sharding, ...]
+    """Those that tensors of the state have; their pieces are numbered by this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartFile:
+    note: PartNote
+    size_bytes: int
+    sha256: str
+
+
+class Part:
+    """A part that can be read here."""
+
+    def __init__(self, note: PartNote, place: Literal["memory", "disk"], digest: str, where: Slot | Path) -> None:
+        self.note = note
+        self.place = place
+        self.digest = digest
+        self._where = where
+        self._tensors: Tensors | None = None
+
+    def read(self) -> Tensors:
+        """Return its entries, which lie over the memory or the file itself. O(size). Raises CorruptCheckpoint."""
+        if self._tensors is None:
+            self._tensors = _in_slot(self._where) if isinstance(self._where, Slot) else self._in_file(self._where)
+        return self._tensors
+
+    def _in_file(self, path: Path) -> Tensors:
+        digest = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(_READ_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path}: {error.strerror}") from error
+        if digest.hexdigest() != self.digest:
+            raise CorruptCheckpoint(f"{path}: changed: its SHA-256 is not {self.digest}")
+        return read_layer_file(path).tensors
+
+
+def state_name(step: int, start: str) -> str:
+    """What a state is called, on disk as well."""
+    return f"step-{step:08d}.{start}"
+
+
+def memory_stem(local_rank: int) -> str:
+    """How the memory files of a rank of this node are called."""
+    return f"rank{local_rank}"
+
+
+def note_of(slot: Slot) -> PartNote | None:
+    """What a slot says of the part in it; None where that is not for us."""
+    try:
+        return decode_json(PartNote, slot.note)
+    except PeerError:
+        return None
+
+
+def find_parts(memory: Path | None, directory: Path) -> Iterator[Part]:
+    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at."""
+    for slot in _slots(memory) if memory is not None else ():
+        if (note := note_of(slot)) is not None:
+            yield Part(note, "memory", slot.digest, slot)
+    for name in CheckpointDirectory(directory).names():
+        for path in sorted((directory / name).glob("rank-*.json")):
+            with suppress(OSError, PeerError):
+                said = decode_json(_PartFile, path.read_bytes())
+                file = path.with_suffix(".safetensors")
+                if file.stat().st_size == said.size_bytes:
+                    yield Part(said.note, "disk", said.sha256, file)
+
+
+def _slots(memory: Path) -> Iterator[Slot]:
+    for path in memory_files(memory, _ANY):
+        with suppress(CorruptCheckpoint, OSError):
+            yield from FlashMemory.open(path).valid_slots()
+
+
+def _in_slot(slot: Slot) -> Tensors:
+    slot.verify()
+    data = slot.data
+    return {entry.spec.name: (entry.spec, data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries}
+
+
+# --- from memory to disk ---------------------------------------------------------------------------------------------
+
+
+def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview, *, is_planned: bool) -> None:
+    """Write a part to disk. O(size). Raises OSError."""
+    target = directory / (note.name if is_planned else f"{note.name}.end")
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = target / f"rank-{note.rank:05d}.safetensors"
+    size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
+    said = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
+    write_file(file.with_suffix(".json"), [memoryview(said)])
+
+
+def remove_old(directory: Path, *, start: str) -> None:
+    """Remove what is not needed once parts of a start have been written. Raises OSError.
+
+    Kept are the three newest planned states of this start, and of others until there are so many; a rank that is at
+    the third one has waited for its agent to take the second, which it does once the first is on disk: so the first is
+    whole. Of what was in memory when ranks ended, the two newest steps are kept, and none older than the first.
+    """
+    found = [_Named.of(name) for name in CheckpointDirectory(directory).names()]
+    planned = sorted((each for each in found if each.is_planned), key=lambda each: (each.start == start, each.step))
+    kept = planned[-_KEPT_PLANNED:]
+    is_settled = len(kept) == _KEPT_PLANNED and all(each.start == start for each in kept)
+    old = planned[:-_KEPT_PLANNED] if is_settled else []
+    others = sorted((each for each in found if not each.is_planned), key=lambda each: (each.start, each.step))
+    old += others[:-_KEPT_OTHERS]
+    CheckpointDirectory(directory).remove(each.name for each in old)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A state's directory."""
+
+    name: str
+    step: int
+    start: str
+    is_planned: bool
+
+    @classmethod
+    def of(cls, name: str) -> _Named:
+        step, start, *at_end = (*name.removeprefix("step-").split("."), "")[:3]
+        return cls(name, int(step) if step.isdecimal() else 0, start, not any(at_end))
+
+
+def _taken_path(memory: Path) -> Path:
+    return memory.with_name(f"{memory.name}.taken")
+
+
+def note_taken(slot: Slot) -> None:
+    """Say that a slot may be written over: what was in it is on its way to the disk."""
+    path = _taken_path(slot.memory.path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, _TAKEN.pack(slot.sequence), 0)
+    finally:
+        os.close(descriptor)
+
+
+def is_taken(slot: Slot) -> bool:
+    """Whether a slot, or one that was saved after it, has been taken."""
+    try:
+        raw = _taken_path(slot.memory.path).read_bytes()
+    except OSError:
+        return False
+    return len(raw) == _TAKEN.size and int(_TAKEN.unpack(raw)[0]) >= slot.sequence

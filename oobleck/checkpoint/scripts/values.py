@@ -1,0 +1,72 @@
+"""Values of a state as JSON, without pickle: what is read back can only be a value, and never runs anything.
+
+None, a bool, an int, a float, a str, a list    as in JSON
+a tuple                                         {"tuple": [...]}
+a dict                                          {"dict": [[key, value], ...]}, with keys of any plain type
+anything else                                   {"leaf": ...}, as the caller says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from oobleck.errors import CorruptCheckpoint, UsageError
+
+__all__ = ["TreeNode", "from_tree", "to_tree"]
+
+TreeNode = None | bool | int | float | str | list["TreeNode"] | dict[str, "TreeNode"]
+
+_PLAIN = (type(None), bool, int, float, str)
+_KEYS = (bool, int, float, str)
+_MOST_DEEP = 100
+
+
+def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str = "") -> TreeNode:
+    """Return a value's tree; `leaf` writes what is no plain value, or raises UsageError with the path it is given.
+
+    Raises UsageError that names the place of what cannot be stored.
+    """
+    if path.count(".") > _MOST_DEEP:
+        raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
+    if type(value) in _PLAIN:
+        return value  # type: ignore[return-value]  # mypy does not narrow by `type(...) in`
+    if isinstance(value, Mapping):
+        return {"dict": [[_key(key, path), to_tree(each, leaf, path=_at(path, key))] for key, each in value.items()]}
+    if type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        items = [to_tree(each, leaf, path=_at(path, number)) for number, each in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    return {"leaf": leaf(value, path)}
+
+
+def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
+    """Return the value of a tree. Raises CorruptCheckpoint."""
+    if type(tree) in _PLAIN:
+        return tree
+    match tree:
+        case list():
+            return [from_tree(each, leaf) for each in tree]
+        case {"tuple": list(items)}:
+            return tuple(from_tree(each, leaf) for each in items)
+        case {"dict": list(pairs)}:
+            return {key: from_tree(value, leaf) for key, value in map(_pair, pairs)}
+        case {"leaf": said}:
+            return leaf(said)
+        case _:
+            raise CorruptCheckpoint(f"a state with {str(tree)[:80]!r}, which is no value")
+
+
+def _key(key: object, path: str) -> TreeNode:
+    if type(key) not in _KEYS:
+        raise UsageError(f"{path or 'the state'}: the key {key!r} cannot be stored; keys are numbers or texts")
+    return key  # type: ignore[return-value]  # as above
+
+
+def _at(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _pair(pair: TreeNode) -> tuple[TreeNode, TreeNode]:
+    if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS:
+        raise CorruptCheckpoint("a state with a damaged dict")
+    return pair[0], pair[1]

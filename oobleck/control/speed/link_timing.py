@@ -1,0 +1,207 @@
+"""How fast links are: which of them are timed before the first plan, and what the times say.
+
+    looked up ── found ──────────────────────────────────────> known
+        └─ not found: some pairs time theirs ── answers ─────> known, and cached
+                            └─ failures alone, or none in time > assumed
+
+A link is cached under what its two ends are, so that the next run on such nodes need not time it. One that cannot be
+timed keeps the speed that the profile assumes: no run is kept from its start by this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from oobleck.control.events import Command, LinkFound, LookUpLink, Send, StoreLink, notice
+from oobleck.control.membership import Member, Membership
+from oobleck.control.protocol import LinkTimed, TimeLink
+from oobleck.errors import ConfigError, PeerError
+from oobleck.job import JobSpec
+from oobleck.planner import NetworkProfile, Profile, WorkerId
+from oobleck.planner.profiles import (
+    LINKS,
+    LINKS_IN_WORDS,
+    LinkSpeed,
+    fit_link,
+    link_from_json,
+    link_to_json,
+    median_link,
+)
+
+__all__ = ["LINK_KEYS", "LinkTiming"]
+
+LINK_KEYS = "link-"
+"""What the keys of cached links begin with, and those of profiles do not."""
+
+_NUM_PAIRS = 3
+"""One link may be a bad one; the median of three is not."""
+_TIMEOUT_S = 5.0
+"""For a pair, whatever its network. Two processes of one machine need 0.1 s."""
+_SLACK_S = 2.0
+_LEAST_SIZES, _MOST_SIZES = 2, 16
+_MEASURES = 1
+"""Raised when links are timed otherwise."""
+
+Pair = tuple[WorkerId, WorkerId]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The link that is looked up or timed now."""
+
+    link: str
+    pairs: tuple[Pair, ...]
+    key: str
+    awaited: set[WorkerId] = field(default_factory=set)
+    """The first of each pair that has not answered."""
+    speeds: list[LinkSpeed] = field(default_factory=list)
+    failure: str = ""
+
+
+class LinkTiming:
+    """Has one of `LINKS` after the other timed, until all that can be known is."""
+
+    def __init__(self, job: JobSpec, members: Membership) -> None:
+        self._job = job
+        self._members = members
+        self._device_names: dict[WorkerId, str] = {}
+        self._asked: _Asked | None = None
+        self._known: dict[str, LinkSpeed | None] = {}
+        """None for what stays assumed."""
+        self.deadline_s = math.inf
+
+    def note_ready(self, worker_id: WorkerId, device_name: str) -> None:
+        """Take in what a worker computes on."""
+        self._device_names[worker_id] = device_name
+
+    def is_needed(self, network: NetworkProfile) -> bool:
+        """Whether a plan should wait for what is timed: where nobody knows the links between nodes."""
+        return "inter_node" in network.assumed and len(self._known) < len(LINKS)
+
+    def go_on(self, network: NetworkProfile) -> tuple[Command, ...]:
+        """Begin with the next link, once it is known what there is to know of the one before."""
+        for link in LINKS if self.is_needed(network) and self._asked is None else ():
+            if link in self._known:
+                continue
+            if pairs := tuple(_pairs(link, self._members.living)):
+                self._asked = _Asked(link, pairs, self._key(pairs[0]))
+                return (LookUpLink(key=self._asked.key),)
+            self._known[link] = None
+        return ()
+
+    def take_found(self, event: LinkFound, now_s: float) -> tuple[Command, ...]:
+        """Use a cached speed, or have some pairs time their links."""
+        asked = self._asked
+        if asked is None or asked.key != event.key:
+            return ()
+        if event.link_json is not None:
+            try:
+                _, speed = link_from_json(event.link_json)
+                return self._conclude(asked, speed, now_s, "timed in an earlier run")
+            except ConfigError:
+                pass  # torn: timed again, and overwritten
+        self.deadline_s = now_s + _TIMEOUT_S + _SLACK_S
+        asked.awaited = {leader for leader, _ in asked.pairs}
+        return tuple(command for pair in asked.pairs for command in self._questions(pair))
+
+    def take(self, worker_id: WorkerId, message: LinkTimed, now_s: float) -> tuple[Command, ...]:
+        """Take the answer of the first of a pair; one that comes too late says nothing. Raises PeerError."""
+        seconds = _checked(message)
+        asked = self._asked
+        if asked is None or worker_id not in asked.awaited:
+            return ()
+        if seconds:
+            asked.speeds.append(fit_link(seconds))
+        else:
+            asked.failure = message.error
+        asked.awaited.discard(worker_id)
+        return () if asked.awaited else self._decide(asked, now_s)
+
+    def handle_deadline(self, now_s: float) -> tuple[Command, ...]:
+        """Wait no more for those that have not answered."""
+        if now_s < self.deadline_s or self._asked is None:
+            return ()
+        if self._asked.awaited:
+            self._asked.failure = f"{min(self._asked.awaited)} has not answered within {_TIMEOUT_S + _SLACK_S:g} s"
+        return self._decide(self._asked, now_s)
+
+    def applied_to(self, profile: Profile) -> Profile:
+        """Return the profile with what is known in place of what it assumes."""
+        network = profile.network
+        for link, speed in self._known.items():
+            if speed is not None:
+                network = network.with_link(link, speed)
+        return replace(profile, network=network)
+
+    def _questions(self, pair: Pair) -> Iterator[Command]:
+        for index, worker_id in enumerate(pair):
+            peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address
+            assert peer is not None
+            message = TimeLink(device=worker_id.device, peer=peer, leads=index == 0, timeout_s=_TIMEOUT_S)
+            yield Send(node=worker_id.node, message=message)
+
+    def _decide(self, asked: _Asked, now_s: float) -> tuple[Command, ...]:
+        if not asked.speeds:
+            return self._conclude(asked, None, now_s, asked.failure)
+        speed = median_link(asked.speeds)
+        store = StoreLink(key=asked.key, link_json=link_to_json(asked.link, speed))
+        pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
+        return (store, *self._conclude(asked, speed, now_s, f"timed between {pairs}"))
+
+    def _conclude(self, asked: _Asked, speed: LinkSpeed | None, now_s: float, how: str) -> tuple[Command, ...]:
+        self._known[asked.link] = speed
+        self._asked, self.deadline_s = None, math.inf
+        if speed is None:
+            text = f"the speed of links {LINKS_IN_WORDS[asked.link]} stays assumed; they could not be timed: {how}"
+            return (notice(now_s, "warning", text),)
+        return (notice(now_s, "info", f"links {LINKS_IN_WORDS[asked.link]}: {speed} ({how})"),)
+
+    def _key(self, pair: Pair) -> str:
+        """What a link's two ends are: equal keys mean that a cached speed may be used."""
+        one, other = (self._members[worker_id.node] for worker_id in pair)
+        depends_on = [
+            self._job.device,
+            sorted(self._device_names.get(worker_id, "") for worker_id in pair),
+            "one node" if one is other else "one machine" if one.spec.host == other.spec.host else "two machines",
+            max(map(self._members.sharing_device, (one, other))) > 1,
+            _MEASURES,
+        ]
+        return f"{LINK_KEYS}{hashlib.blake2s(json.dumps(depends_on).encode(), digest_size=8).hexdigest()}"
+
+
+def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
+    """A few pairs of workers with such a link between them, of which no two disturb each other."""
+    ready = [
+        (member, devices)
+        for member in members
+        if (devices := [device for device, worker in sorted(member.ready.items()) if worker.address is not None])
+    ]
+    if link == "intra_node":
+        with_two = [(member, devices) for member, devices in ready if len(devices) > 1]
+        for member, devices in _one_for_each_machine(with_two)[:_NUM_PAIRS]:
+            yield WorkerId(node=member.spec.name, device=devices[0]), WorkerId(node=member.spec.name, device=devices[1])
+        return
+    apart = _one_for_each_machine(ready)
+    if len(apart) == 1:
+        apart = ready[:2]  # nodes of one machine
+    ends = [WorkerId(node=member.spec.name, device=devices[0]) for member, devices in apart[: 2 * _NUM_PAIRS]]
+    yield from zip(ends[::2], ends[1::2], strict=False)
+
+
+def _one_for_each_machine(members: Sequence[tuple[Member, list[int]]]) -> list[tuple[Member, list[int]]]:
+    return list({member.spec.host: (member, devices) for member, devices in reversed(members)}.values())[::-1]
+
+
+def _checked(message: LinkTimed) -> dict[int, float]:
+    """The seconds by size; empty where the answer is an error. Raises PeerError for what makes no sense."""
+    seconds = dict(message.seconds)
+    if message.error and not seconds:
+        return {}
+    is_sound = all(size > 0 and 0 < time_s < _TIMEOUT_S for size, time_s in seconds.items())
+    if message.error or not is_sound or not _LEAST_SIZES <= len(seconds) <= _MOST_SIZES:
+        raise PeerError(f"timed a link at {message.seconds}; it must be some sizes, and seconds for each")
+    return seconds

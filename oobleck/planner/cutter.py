@@ -1,0 +1,19 @@
+"""What the planner asks of a schedule that wants several chunks a stage."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .plan import PipelineTemplate
+
+__all__ = ["Cutter"]
+
+
+class Cutter(Protocol):
+    """Cuts a pipeline's layers into several chunks a stage, for a schedule that the planner does not know."""
+
+    def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+        """Return the template cut for steps of so many microbatches, or itself; the same object for the same pair."""
+
+    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """Return the event-exact seconds of a step, without the reduction, of a template cut or not."""

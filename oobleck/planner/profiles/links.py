@@ -1,0 +1,80 @@
+"""How fast a link is, from the seconds that messages of several sizes took on it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from oobleck.errors import ConfigError, shown
+from oobleck.json_table import JsonTable, parse_json
+
+__all__ = ["LINKS", "LINKS_IN_WORDS", "LinkSpeed", "fit_link", "link_from_json", "link_to_json", "median_link"]
+
+LINKS = ("inter_node", "intra_node")
+"""What a network has: links between nodes, and those between the devices of one node."""
+LINKS_IN_WORDS = {"inter_node": "between nodes", "intra_node": "between the devices of a node"}
+
+_MOST_BYTES_PER_S = 1e15
+"""Of a fit: times that do not grow with the size say no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """A message of n bytes takes `latency_s + n / bytes_per_s`."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} µs"
+
+
+def fit_link(seconds: Mapping[int, float]) -> LinkSpeed:
+    """Fit a link to seconds, greater than 0, by bytes of a message; at least two sizes.
+
+    Least squares of the relative error: the plain one would be that of the largest message alone, and leave the latency
+    to chance. Where the line begins below 0 there is no latency, and the largest message says how fast the link is.
+    """
+    assert len(seconds) > 1, "a line needs two points"
+    points = sorted(seconds.items())
+    rise = run = 0.0
+    for (size, time_s), (larger, later_s) in combinations(points, 2):
+        weight = (time_s * later_s) ** -2.0
+        rise += weight * (larger - size) * (later_s - time_s)
+        run += weight * (larger - size) ** 2
+    slope = rise / run
+    weights = [time_s**-2.0 for _, time_s in points]
+    offsets = [time_s - slope * size for size, time_s in points]
+    latency_s = sum(weight * offset for weight, offset in zip(weights, offsets, strict=True)) / sum(weights)
+    if slope <= 0:
+        return LinkSpeed(bytes_per_s=_MOST_BYTES_PER_S, latency_s=min(seconds.values()))
+    if latency_s < 0:
+        size, time_s = points[-1]
+        latency_s, slope = 0.0, time_s / size
+    return LinkSpeed(bytes_per_s=min(1 / slope, _MOST_BYTES_PER_S), latency_s=latency_s)
+
+
+def median_link(links: Sequence[LinkSpeed]) -> LinkSpeed:
+    """Return the median of links' speeds, and that of their latencies; of two, the slower."""
+    assert links
+    return LinkSpeed(
+        bytes_per_s=statistics.median_low(link.bytes_per_s for link in links),
+        latency_s=statistics.median_high(link.latency_s for link in links),
+    )
+
+
+def link_to_json(link: str, speed: LinkSpeed) -> str:
+    """Return the text of a file about one of `LINKS`; `link_from_json` is the inverse."""
+    return json.dumps({"link": link, "bytes_per_s": speed.bytes_per_s, "latency_s": speed.latency_s}) + "\n"
+
+
+def link_from_json(text: str) -> tuple[str, LinkSpeed]:
+    """Read a file's text. Raises ConfigError."""
+    table = JsonTable(parse_json(text), "the file")
+    table.check_keys(("link", "bytes_per_s", "latency_s"))
+    if (link := table.text("link")) not in LINKS:
+        raise ConfigError(f"link is {shown(link)}; it must be of {', '.join(LINKS)}")
+    return link, LinkSpeed(bytes_per_s=table.number("bytes_per_s"), latency_s=table.number("latency_s"))

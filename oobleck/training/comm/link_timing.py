@@ -1,0 +1,147 @@
+"""How long messages of several sizes take from one worker to another, over what carries them in training.
+
+One of the two leads: it says how many messages of which size come next, sends them, and has each sent back. It takes
+larger ones as long as they fit in the time, so that a slow link is not filled for long, and of each size the quickest:
+what else the machines do only ever adds to that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.planner import WorkerId
+
+from .group import Group
+from .groups import GroupTable
+
+__all__ = ["time_link"]
+
+_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
+"""Bytes."""
+_NEEDED_SIZES = 2
+"""That are timed however long they take."""
+_SIZE_S = 0.06
+"""For one size."""
+_LEAST_TIMES, _MOST_TIMES = 3, 8
+"""That a message goes there and back: once to warm up, and the others count."""
+_GENERATION = 0
+"""Before that of any plan."""
+
+
+def time_link(
+    groups: GroupTable,
+    worker_id: WorkerId,
+    peer: WorkerId,
+    *,
+    leads: bool,
+    timeout_s: float,
+    interrupted: Callable[[], bool],
+) -> dict[int, float]:
+    """Return the seconds of one message by its bytes, where this worker leads, else nothing.
+
+    The peer has to call it too. For the training thread. Raises PeerLost where the two have not come together and are
+    done within `timeout_s`, or Interrupted.
+    """
+    until_s = time.monotonic() + timeout_s
+    wake = threading.Timer(timeout_s, groups.waiter.announce)
+    wake.daemon = True
+    wake.start()
+    key = GroupKey("link", _GENERATION, tuple(sorted((worker_id, peer))))
+
+    def is_over() -> bool:
+        return interrupted() or time.monotonic() >= until_s
+
+    try:
+        groups.form([key], is_over, generation=_GENERATION)
+        end = _End(groups[key], peer, is_over)
+        return end.lead() if leads else end.follow()
+    except Interrupted:
+        if interrupted():
+            raise
+        raise PeerLost(f"no answer from {peer} within {timeout_s:g} s") from None
+    finally:
+        wake.cancel()
+        groups.put_aside([key])
+
+
+class _End:
+    """One of the two: messages go as those between stages of a pipeline do."""
+
+    def __init__(self, group: Group, peer: WorkerId, interrupted: Callable[[], bool]) -> None:
+        self._group = group
+        self._rank = group.rank_of(peer)
+        self._interrupted = interrupted
+        self._device = group.waiter.device
+        self._num_sent = 0
+        self._num_expected = 0
+        self._sent: list[object] = []
+        """Must be kept until the peer has it."""
+
+    def lead(self) -> dict[int, float]:
+        """Time messages of growing sizes."""
+        seconds: dict[int, float] = {}
+        at_most_s = _SIZE_S / (2 * _MOST_TIMES)
+        for size in _SIZES:
+            at_most_s *= size / max(seconds, default=size)
+            fitting = int(_SIZE_S / (2 * at_most_s))
+            if len(seconds) >= _NEEDED_SIZES and fitting < _LEAST_TIMES:
+                break
+            times = max(_LEAST_TIMES, min(fitting, _MOST_TIMES))
+            seconds[size] = at_most_s = min(self._there_and_back(size, times=times)) / 2
+        return seconds
+
+    def follow(self) -> dict[int, float]:
+        """Send back what comes, until the other has what it wants, and closes the group."""
+        try:
+            while True:
+                self._expect(2, torch.int64)
+                size, times = self._take().tolist()
+                for _ in range(times):
+                    self._expect(size, torch.uint8)
+                for _ in range(times):
+                    self._send(self._take())
+        except PeerLost:
+            return {}
+
+    def _there_and_back(self, size: int, *, times: int) -> list[float]:
+        """Return the seconds of all messages but the first, for which buffers are made."""
+        payload = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        for _ in range(times):
+            self._expect(size, torch.uint8)
+        coming = torch.zeros(2, dtype=torch.int64, device=self._device)
+        coming[0], coming[1] = size, times
+        self._send(coming)
+        seconds = []
+        for _ in range(times):
+            began_s = time.perf_counter()
+            self._send(payload)
+            self._take()
+            seconds.append(time.perf_counter() - began_s)
+        return seconds[1:]
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        pending = self._group.send_off(tensor, self._rank, _tag(self._num_sent, self._group.rank))
+        self._sent = [(tensor, pending), *self._sent[:1]]
+        self._num_sent += 1
+
+    def _expect(self, num_elements: int, dtype: torch.dtype) -> None:
+        group, device, rank = self._group, self._device, self._rank
+        group.inbox(rank).expect(
+            _tag(self._num_expected, rank),
+            lambda tag: group.post_receive_ahead((num_elements,), dtype, device, rank, tag),
+        )
+        self._num_expected += 1
+
+    def _take(self) -> torch.Tensor:
+        # The device is not waited for: what is sent back is sent once it is there, and a peer may die meanwhile.
+        return self._group.inbox(self._rank).take(self._interrupted)
+
+
+def _tag(number: int, sender: int) -> int:
+    """Of a message: each way has its own, or what edges say of their messages would be taken for the other's."""
+    return 2 * number + sender

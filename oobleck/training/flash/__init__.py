@@ -1,0 +1,11 @@
+"""`oobleck.checkpoint.load` and `save`: for any script of torchrun's kind, under any launcher.
+
+Under `oobleck run`, a save is a copy into shared memory that outlives the rank; the agent writes it to disk behind.
+Elsewhere each save is written to disk before it returns.
+"""
+
+from __future__ import annotations
+
+from .interface import load, save
+
+__all__ = ["load", "save"]

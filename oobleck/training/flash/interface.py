@@ -1,0 +1,137 @@
+"""The two functions, and what they know of this process: which rank it is, and what it has saved or loaded last."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from oobleck.checkpoint.scripts import (
+    DIRECTORY_VARIABLE,
+    MEMORY_VARIABLE,
+    START_VARIABLE,
+    PartNote,
+    memory_stem,
+    state_name,
+)
+from oobleck.errors import UsageError
+from oobleck.user_path import expand_user
+
+from .loader import Loader
+from .peers import Peers
+from .saver import DiskSaver, MemorySaver
+from .tensors import Flat, flatten
+
+__all__ = ["load", "save"]
+
+_DEFAULT_DIRECTORY = "oobleck-checkpoints"
+_DISK_EVERY = 100
+
+
+class _Process:
+    """This rank."""
+
+    def __init__(self) -> None:
+        memory = os.environ.get(MEMORY_VARIABLE)
+        self.memory = Path(memory) if memory else None
+        self.directory = expand_user(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
+        self.start = os.environ.get(START_VARIABLE) or ""
+        self.last_step = 0
+        self.num_saved = 0
+        stem = memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
+        self.saver = DiskSaver(self.directory) if self.memory is None else MemorySaver(self.memory, stem)
+
+    def note(self, step: int, flat: Flat, *, is_planned: bool) -> PartNote:
+        rank, world_size = _place()
+        self.num_saved += 1
+        return PartNote(
+            name=state_name(step, self.start),
+            step=step,
+            start=self.start,
+            rank=rank,
+            world_size=world_size,
+            number=self.num_saved,
+            saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+            is_planned=is_planned,
+            shardings=flat.shardings,
+        )
+
+
+_process: _Process | None = None
+
+
+def _this() -> _Process:
+    global _process
+    if _process is None:
+        _process = _Process()
+    return _process
+
+
+def load() -> object | None:
+    """Return the newest state that all ranks have saved, or None where there is none.
+
+    All ranks must call it, after `torch.distributed.init_process_group` where there are several. They load the same
+    step: from memory, or from other ranks' memory, else from disk. Tensors are on the CPU, and copies; those that were
+    sharded (DTensor) are sharded again over the ranks that there are now, on their device.
+
+    Raises UsageError where the state cannot be laid out on so many ranks, and CorruptCheckpoint where states were
+    saved and none is whole any more.
+    """
+    this = _this()
+    rank, world_size = _place()
+    if world_size > 1 and not dist.is_initialized():
+        raise UsageError(
+            "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
+        )
+    peers = Peers(rank, world_size)
+    agreed = peers.gather(f"{time.time_ns()}".encode())
+    if not this.start:
+        this.start = f"t{agreed[0].decode()}"
+    loaded = Loader(peers, this.memory, this.directory).load()
+    if loaded is None:
+        return None
+    note = loaded.note
+    this.last_step = note.step
+    this.saver.protect(note.name)
+    if rank == 0:
+        count = f"{note.world_size} rank{'' if note.world_size == 1 else 's'}"
+        sys.stderr.write(f"oobleck: continues after step {note.step}, saved by {count}, from {loaded.place}\n")
+    return loaded.state
+
+
+def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
+    """Save a state after a step: dicts, lists, numbers, texts, tensors. All ranks call it, for the same steps.
+
+    Values and plain tensors are taken to be the same in all ranks, as a DDP model's are; DTensors are saved piece by
+    piece. When it returns the state is in shared memory, and may be changed. O(size).
+
+    Arguments:
+        step: a number that grows.
+        disk_every: the first save in each so many steps is written to disk as well, by the agent; under another
+            launcher than `oobleck run`, every save is, before this returns.
+
+    Raises UsageError that names what cannot be saved, and where it is; OSError where memory or disk is full.
+    """
+    if type(step) is not int or step < 0:
+        raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
+    if disk_every < 1:
+        raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
+    this = _this()
+    if not this.start:
+        said = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        this.start = "-".join("".join(each for each in word if each.isalnum()) for word in said)
+    flat = flatten(state)
+    is_planned = step // disk_every != this.last_step // disk_every
+    this.saver.save(this.note(step, flat, is_planned=is_planned), flat)
+    this.last_step = step
+
+
+def _place() -> tuple[int, int]:
+    """This rank and how many there are: of the process group, or as the launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

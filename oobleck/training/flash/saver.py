@@ -1,0 +1,128 @@
+"""A rank's parts: into two slots of shared memory, or, where no agent keeps such memory, straight to disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
+from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, note_of, remove_old, write_part
+from oobleck.errors import CorruptCheckpoint
+from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
+from oobleck.wire import encode_json
+
+from .tensors import Flat
+
+__all__ = ["DiskSaver", "MemorySaver"]
+
+_LOOK_S = 0.001
+_LEAST_TREE_BYTES = 1024
+
+
+class MemorySaver:
+    """Saves into memory files `<directory>/<stem>.<n>`, which the agent keeps and writes to disk."""
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        self._directory = directory
+        self._stem = stem
+        self._memory: FlashMemory | None = None
+        self._protected: str | None = None
+
+    def protect(self, name: str) -> None:
+        """Keep the state of this name until another one is saved: it is what all have."""
+        self._protected = name
+
+    def save(self, note: PartNote, flat: Flat) -> None:
+        """Copy a part, and say that it is there. O(size). Raises OSError where there is no memory for it."""
+        tree = json.dumps(flat.tree, separators=(",", ":")).encode()
+        memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory))
+        slot = self._slot_of(memory)
+        while _is_awaited(slot):
+            time.sleep(_LOOK_S)  # the agent copies what is to be on disk before it is written over
+        slot.begin()
+        _fill(slot, tree, flat)
+        slot.seal(encode_json(note))
+        self._protected = note.name
+        if len(memory.valid_slots()) == len(memory.slots()):
+            self._forget_others(memory)
+
+    def _memory_for(self, layout: Layout) -> FlashMemory:
+        if self._memory is None:
+            with suppress(StopIteration, CorruptCheckpoint, OSError):
+                self._memory = FlashMemory.open(next(iter(memory_files(self._directory, self._stem))))
+        if self._memory is None or self._memory.layout != layout:
+            path = next_memory_file(self._directory, self._stem)
+            try:
+                self._memory = FlashMemory.create(path, layout)
+            except OSError as error:
+                raise OSError(error.errno, no_room(self._directory, layout, error)) from error
+        return self._memory
+
+    def _slot_of(self, memory: FlashMemory) -> Slot:
+        """The one to write: never that of the last state that all ranks may have."""
+        for slot in memory.valid_slots():
+            if (note := note_of(slot)) is not None and note.name == self._protected:
+                return memory.slots()[1 - slot.number]
+        return memory.next_slot()
+
+    def _forget_others(self, memory: FlashMemory) -> None:
+        """Remove the files of former states: all ranks have begun this one's second save, so have ended their first."""
+        for path in memory_files(self._directory, self._stem):
+            if path != memory.path:
+                path.unlink(missing_ok=True)
+                path.with_name(f"{path.name}.taken").unlink(missing_ok=True)
+
+
+class DiskSaver:
+    """Writes every state to the directory before it returns."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def protect(self, name: str) -> None:
+        """Nothing: files are not written over."""
+
+    def save(self, note: PartNote, flat: Flat) -> None:
+        """Write a part. O(size). Raises OSError."""
+        tree = json.dumps(flat.tree, separators=(",", ":")).encode()
+        layout = _layout(flat, len(tree), note.rank, None)
+        data = memoryview(bytearray(layout.size_bytes))
+        _fill_data(layout, data, tree, flat)
+        write_part(self._directory, note, layout, data, is_planned=True)
+        remove_old(self._directory, start=note.start)
+
+
+def _layout(flat: Flat, tree_bytes: int, rank: int, last: FlashMemory | None) -> Layout:
+    """Room for a part; that for the tree is larger than it is, for numbers in it grow longer."""
+    room = last.layout.entries[0].spec.size_bytes if last is not None else 0
+    if room < tree_bytes:
+        room = 1 << max(_LEAST_TREE_BYTES, tree_bytes * 5 // 4).bit_length()
+    specs = [TensorSpec(name=TREE, dtype="U8", shape=(room,))]
+    for name, tensor in flat.tensors.items():
+        specs.append(TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)))
+    return Layout.of({rank: specs}, metadata={})
+
+
+def _fill(slot: Slot, tree: bytes, flat: Flat) -> None:
+    _fill_data(slot.memory.layout, slot.data, tree, flat)
+
+
+def _fill_data(layout: Layout, data: memoryview, tree: bytes, flat: Flat) -> None:
+    first, *entries = layout.entries
+    data[: first.stop] = tree.ljust(first.stop)
+    with torch.no_grad():
+        for entry, tensor in zip(entries, flat.tensors.values(), strict=True):
+            if tensor.numel():
+                as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensor)
+
+
+def _is_awaited(slot: Slot) -> bool:
+    """Whether what is in a slot is still to be copied by the agent."""
+    if not slot.is_valid:
+        return False
+    note = note_of(slot)
+    return note is not None and note.is_planned and not is_taken(slot)

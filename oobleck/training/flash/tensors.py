@@ -1,0 +1,147 @@
+"""A state with tensors of torch, taken apart into a tree and named tensors, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from oobleck.checkpoint.scripts import Sharding, TreeNode, from_tree, to_tree
+from oobleck.errors import CorruptCheckpoint, UsageError
+from oobleck.training.tensor_bytes import DTYPE_NAMES
+
+__all__ = ["Flat", "Leaf", "flatten", "leaves", "put_together"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A tensor of a tree."""
+
+    entry: str
+    """Its name in the part."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    sharding: int | None
+    """By number; None for one that is the same in all ranks."""
+
+
+@dataclass(slots=True)
+class Flat:
+    """A state's tree, and the tensors of this rank by their entries' names."""
+
+    tree: TreeNode = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shardings: tuple[Sharding, ...] = ()
+
+    def add(self, value: object, path: str) -> TreeNode:
+        """Note a leaf, which must be a tensor. Raises UsageError."""
+        if not isinstance(value, torch.Tensor):
+            kind = type(value)
+            raise UsageError(
+                f"oobleck.checkpoint.save: {path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which "
+                "cannot be stored; make it a number, a text, a tensor, or a list or dict of these"
+            )
+        number: int | None = None
+        if isinstance(value, DTensor):
+            number = self._number(_sharding_of(value, path))
+            local = value.to_local().detach()
+        else:
+            local = value.detach()
+        if (
+            local.layout is not torch.strided
+            or local.is_quantized
+            or type(local) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            raise UsageError(f"oobleck.checkpoint.save: {path} is a {type(local).__name__} that is not dense and plain")
+        name = DTYPE_NAMES.get(local.dtype)
+        if name is None:
+            raise UsageError(f"oobleck.checkpoint.save: {path} is of {local.dtype}, which cannot be stored")
+        entry = f"{len(self.tensors)}:{path}"
+        self.tensors[entry] = local
+        return [entry, name, list(value.shape), number]
+
+    def _number(self, sharding: Sharding) -> int:
+        if sharding not in self.shardings:
+            self.shardings += (sharding,)
+        return self.shardings.index(sharding)
+
+
+def flatten(state: object) -> Flat:
+    """Take a state apart. Raises UsageError that names what cannot be stored."""
+    flat = Flat()
+    flat.tree = to_tree(state, flat.add)
+    return flat
+
+
+def _sharding_of(tensor: DTensor, path: str) -> Sharding:
+    mesh = tensor.device_mesh
+    if mesh.mesh.flatten().tolist() != list(range(_num_ranks())):
+        raise UsageError(
+            f"oobleck.checkpoint.save: {path} is sharded over a mesh that has not all ranks in their order, as a part "
+            "of a larger mesh: such shards cannot be saved"
+        )
+    cut = []
+    for placement in tensor.placements:
+        if type(placement) is Shard:
+            cut.append(placement.dim % tensor.ndim)
+        elif type(placement) is Replicate:
+            cut.append(-1)
+        else:
+            raise UsageError(f"oobleck.checkpoint.save: {path} is placed as {placement}; it can be Shard or Replicate")
+    names = tuple(mesh.mesh_dim_names or ())
+    return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut))
+
+
+def _num_ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
+    """All tensors of a tree, in order. Raises CorruptCheckpoint."""
+    found: list[Leaf] = []
+    from_tree(tree, lambda said: found.append(_leaf(said)))
+    return tuple(found)
+
+
+def _leaf(said: TreeNode) -> Leaf:
+    match said:
+        case [str(entry), str(dtype), list(shape), (int() | None) as sharding]:
+            return Leaf(entry=entry, dtype=dtype, shape=tuple(cast("list[int]", shape)), sharding=sharding)
+        case _:
+            raise CorruptCheckpoint(f"a state with a damaged tensor: {str(said)[:80]}")
+
+
+def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings: tuple[Sharding, ...]) -> object:
+    """Return the state; `shardings` are those of the ranks that there are now."""
+    mesh_of = _meshes(shardings)
+
+    def tensor_of(said: TreeNode) -> torch.Tensor:
+        leaf = _leaf(said)
+        local = tensors[leaf.entry]
+        if leaf.sharding is None:
+            return local
+        sharding = shardings[leaf.sharding]
+        placements = [Replicate() if cut < 0 else Shard(cut) for cut in sharding.cut]
+        strides = torch.empty(leaf.shape, device="meta").stride()
+        on_device = local.to(sharding.device)
+        shape = torch.Size(leaf.shape)
+        return DTensor.from_local(
+            on_device, mesh_of(sharding), placements, run_check=False, shape=shape, stride=strides
+        )
+
+    return from_tree(tree, tensor_of)
+
+
+def _meshes(shardings: tuple[Sharding, ...]) -> Callable[[Sharding], DeviceMesh]:
+    """A mesh for each arrangement, made by all ranks in the same order."""
+    made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+    for each in shardings:
+        key = each.device, each.mesh, each.names
+        if key not in made:
+            made[key] = init_device_mesh(each.device, each.mesh, mesh_dim_names=each.names or None)
+    return lambda sharding: made[sharding.device, sharding.mesh, sharding.names]

@@ -1,0 +1,63 @@
+"""A state's values as JSON and back."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.checkpoint.scripts import TreeNode, from_tree, to_tree
+from oobleck.errors import CorruptCheckpoint, UsageError
+
+KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans())
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+    ),
+    max_leaves=10,
+)
+
+
+def refused(value: object, path: str) -> TreeNode:
+    raise UsageError(f"{path}: {type(value).__name__}")
+
+
+@given(VALUES)
+def test_values_come_back_as_they_were(value: object) -> None:
+    tree = json.loads(json.dumps(to_tree(value, refused)))
+    back = from_tree(tree, lambda said: said)
+    assert back == value
+    assert repr(back) == repr(value), "types as well: 1 is not True, and a tuple is no list"
+
+
+def test_what_cannot_be_stored_is_named_by_its_place() -> None:
+    with pytest.raises(UsageError, match=r"^optimizer\.groups\.1\.fn: function$"):
+        to_tree({"optimizer": {"groups": [{}, {"fn": refused}]}}, refused)
+    with pytest.raises(UsageError, match=r"model: the key \(1, 2\) cannot be stored"):
+        to_tree({"model": {(1, 2): 0}}, refused)
+
+
+def test_a_mapping_comes_back_as_a_dict_and_a_leaf_as_the_caller_reads_it() -> None:
+    tree = to_tree(OrderedDict(a={1, 2}), lambda value, path: [path, sorted(value)])  # type: ignore[call-overload]
+    assert from_tree(tree, lambda said: said) == {"a": ["a", [1, 2]]}
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(UsageError, match="nested more than 100 deep"):
+        to_tree(deep, refused)
+
+
+@pytest.mark.parametrize("tree", [{"tuple": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"other": 1}, {}])
+def test_a_damaged_tree_is_refused(tree: TreeNode) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        from_tree(tree, lambda said: said)

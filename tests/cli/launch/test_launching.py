@@ -1,0 +1,70 @@
+"""What `launch` refuses before anything is started, with the words of `oobleck up`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oobleck
+from oobleck.errors import ConfigError, UsageError
+from oobleck.exit_codes import exit_code_of
+
+Refused = tuple[object, dict[str, Any], list[str]]
+"""A job, its options, and a command line that says the same."""
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ("job.yaml", {"local": 0}, ["--local", "0", "--job", "job.yaml"]),
+        ("job.yaml", {"hosts": "missing.txt"}, ["missing.txt", "--job", "job.yaml"]),
+        ("wrong.yaml", {"local": 2}, ["--local", "2", "--job", "wrong.yaml"]),
+        ("fails.py", {"local": 2, "arguments": ["--x"]}, ["--local", "2", "fails.py", "--", "--x"]),
+    ],
+)
+def test_what_cannot_be_used_is_said_as_on_the_command_line(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "job.yaml").write_text("max_steps: 5\n")
+    (tmp_path / "wrong.yaml").write_text("max_steps: 5\nmax_step: 6\n")
+    (tmp_path / "fails.py").write_text("import sys\n\nraise ValueError(sys.argv[1])\n")
+    monkeypatch.chdir(tmp_path)
+    job, options, words = refused
+    with pytest.raises((ConfigError, UsageError)) as raised:
+        oobleck.launch(job, base_dir="base", **options)  # type: ignore[arg-type]
+    command = [sys.executable, "-m", "oobleck", "up", "--base-dir", "base", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == f"oobleck: {raised.value}\n"
+    assert done.returncode == exit_code_of(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "text"),
+    [
+        ({"max_step": 3}, ConfigError, r"the job given to launch\(\): unknown key 'max_step'.*max_steps\?"),
+        ({"max_steps": {1, 2}}, ConfigError, "a setting is no plain value"),
+        (oobleck.Job(max_steps=0), ConfigError, "the job given to launch.*max_steps"),
+        ("train.sh", UsageError, r"train.sh: a job is a script \(.py\) or a job file \(.yaml\)"),
+        (7, UsageError, "launch.. takes a path, a job file's keys, an oobleck.Job or a function .*, not 7"),
+        (oobleck.Job(model=lambda: []), ConfigError, "model: .*workers cannot find it"),  # noqa: PIE807
+    ],
+)
+def test_a_job_that_is_none_is_refused_without_a_process(job: Any, kind: type[Exception], text: str, tmp_path: Path):
+    with pytest.raises(kind, match=text):
+        oobleck.launch(job, local=2, base_dir=tmp_path)
+
+
+def test_arguments_are_for_scripts(tmp_path: Path):
+    with pytest.raises(UsageError, match="arguments: they are for a script, and job"):
+        oobleck.launch("job.yaml", arguments=["--x"], local=2, base_dir=tmp_path)
+
+
+def test_the_same_job_is_the_same_file(tmp_path: Path):
+    from oobleck.cli.launch.job_words import job_words
+
+    first, again, other = (job_words({"max_steps": steps}, (), tmp_path) for steps in (3, 3, 4))
+    assert first == again != other

@@ -1,0 +1,115 @@
+"""What an agent writes of the states that its ranks leave in memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import trio
+
+from oobleck.checkpoint import FlashMemory, Layout, TensorSpec
+from oobleck.checkpoint.scripts import PartNote, Sharding, find_parts, is_taken, memory_stem, state_name
+from oobleck.ranks import RanksSpec
+from oobleck.runtime.files import AgentDir
+from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
+from oobleck.runtime.processes.rank_states import RankStates
+from oobleck.wire import encode_json
+
+LAYOUT = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(8,))]}, metadata={})
+CUT = Sharding(device="cpu", mesh=(2,), cut=(0,))
+
+
+class Node:
+    """A node's memory and disk, and what its agent does for them."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+        self.directory = AgentDir(f"test-{uuid4().hex[:8]}", "node0")
+        self.states = RankStates(NodeCheckpoints(self.directory, default_directory=disk))
+        self.states.open(RanksSpec(tag="t", entry="script", command=("train.py",), directory="/"))
+        self.memory = FlashMemory.create(self.directory.memory / f"{memory_stem(0)}.1", LAYOUT)
+
+    def save(self, step: int, *, is_planned: bool = False, is_cut: bool = False) -> None:
+        note = PartNote(
+            name=state_name(step, "a"),
+            step=step,
+            start="a",
+            rank=0,
+            world_size=1,
+            number=step,
+            saved_at=f"{step:04d}",
+            is_planned=is_planned,
+            shardings=(CUT,) if is_cut else (),
+        )
+        slot = self.memory.next_slot()
+        slot.begin()
+        slot.data[:8] = bytes([step] * 8)
+        slot.seal(encode_json(note))
+
+    def written(self) -> dict[str, bytes]:
+        """By the name of its directory, what of each state is on disk."""
+        found = {}
+        for part in find_parts(None, self.disk):
+            (path,) = self.disk.glob(f"{part.note.name}*")
+            found[path.name] = bytes(part.read()["weight"][1])
+        return found
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "disk")
+    yield made
+    shutil.rmtree(made.directory.memory.parent, ignore_errors=True)
+
+
+async def test_a_planned_state_is_written_and_its_slot_may_be_used_again(node: Node) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        node.save(1)
+        node.save(2, is_planned=True)
+        with trio.fail_after(10):
+            while not node.written():  # noqa: ASYNC110  nothing tells
+                await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    assert node.written() == {"step-00000002.a": bytes([2] * 8)}
+    assert is_taken(node.memory.valid_slots()[0])
+
+
+async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        node.save(1)
+        node.save(2)
+        await node.states.keep(is_planned=False)
+        with trio.fail_after(10):
+            await node.states.settle()
+        nursery.cancel_scope.cancel()
+    assert node.written() == {f"step-0000000{step}.a.end": bytes([step] * 8) for step in (1, 2)}
+    node.states.leave()
+    assert not node.directory.memory.exists()
+
+
+async def test_shards_are_on_disk_before_ranks_that_were_asked_to_end_start_again(node: Node) -> None:
+    """A node that leaves takes its memory along."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        node.save(1, is_cut=True)
+        with trio.fail_after(10):
+            await node.states.keep(is_planned=True)
+        assert node.written()
+        nursery.cancel_scope.cancel()
+
+
+async def test_memory_that_could_not_be_written_is_kept(node: Node) -> None:
+    node.disk.write_text("in the way")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        node.save(1)
+        with trio.fail_after(10):
+            await node.states.settle()
+        nursery.cancel_scope.cancel()
+    node.states.leave()
+    assert node.directory.memory.exists()

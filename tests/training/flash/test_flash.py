@@ -1,0 +1,114 @@
+"""`oobleck.checkpoint.load` and `save`, in processes of their own, as a launcher would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from oobleck.errors import UsageError
+from oobleck.training.flash import save
+
+ROOT = Path(__file__).parents[3]
+SHARDED = Path(__file__).with_name("sharded_script.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(script: str | Path, ranks: int, **environment: str) -> list[str]:
+    """Run a script as so many ranks; returns what each has printed."""
+    port = str(free_port())
+    words = [str(script)] if isinstance(script, Path) else ["-c", script]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env={
+                **os.environ,
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert not any(process.returncode for process in processes), said
+    return said
+
+
+ONE = """\
+import os, sys, torch, oobleck.checkpoint
+state = oobleck.checkpoint.load()
+print(None if state is None else (state["step"], state["none"], state["pair"], state["w"].tolist(), state["b"].dtype))
+step = 0 if state is None else state["step"]
+for step in (step + 1, step + 2, step + 3):
+    tensors = {"w": torch.full((2, 3), float(step)), "b": torch.ones(2, dtype=torch.bfloat16), "z": torch.empty(0, 3)}
+    oobleck.checkpoint.save(step, {"step": step, "none": None, "pair": (step, 0.5), **tensors})
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_later_process_continues_from_the_newest_state(tmp_path: Path, is_in_memory: bool) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    if is_in_memory:
+        where["OOBLECK_CHECKPOINT_MEMORY"] = str(tmp_path)
+    starts = [run(ONE, 1, **where, OOBLECK_CHECKPOINT_START=f"{number}" if is_in_memory else "") for number in (1, 2)]
+    (first,), (second,) = starts
+    assert first == "None\n"
+    assert second == "(3, None, (3, 0.5), [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]], torch.bfloat16)\n"
+    assert (tmp_path / "disk").exists() != is_in_memory, "no agent writes it here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 3, 1)])
+def test_shards_are_laid_out_again_on_another_number_of_ranks(tmp_path: Path, sizes: Sequence[int]) -> None:
+    """FSDP2: parameters and the optimizer's state, each start with another number of ranks."""
+    last = ""
+    for ranks in sizes:
+        said = run(SHARDED, ranks, OOBLECK_CHECKPOINT_DIR=str(tmp_path))
+        before, after = zip(*(text.splitlines() for text in said), strict=True)
+        assert len(set(before)) == len(set(after)) == 1, said
+        assert before[0] == last
+        assert after[0] != before[0]
+        last = after[0]
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"model": {"a": [Odd()]}}, r"model\.a\.0 is a .*\.Odd, which cannot be stored"),
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, r"w is of torch\.complex64, which cannot be stored"),
+        ({"w": torch.zeros(2, 2).to_sparse()}, "w is a Tensor that is not dense and plain"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(value: object, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        save(1, value)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True])
+def test_a_step_is_a_whole_number(step: int) -> None:
+    with pytest.raises(UsageError, match="is not a whole number from 0"):
+        save(step, {})
