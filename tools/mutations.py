@@ -551,6 +551,22 @@ MUTATIONS = (
         caught_by=NOT_FULL,
     ),
     Mutation(
+        name="rows_to_fill_up_that_count",
+        what="in the last step of a Trainer's epoch, what stands for samples that are not there counts",
+        file="oobleck/training/data/script_data.py",
+        old="labels=np.full(shape, IGNORED_LABEL)",
+        new="labels=rows[0].tokens.reshape(shape)",
+        caught_by="tests/training/data/test_collated.py::test_nothing_counts_of_samples_that_are_none",
+    ),
+    Mutation(
+        name="every_epoch_the_first",
+        what="a Trainer's samples come in the order of its first epoch, in each of them",
+        file="oobleck/transformers/epochs.py",
+        old="self._loader.set_epoch(epoch)",
+        new="self._loader.set_epoch(0)",
+        caught_by="tests/transformers/test_epochs.py::test_each_step_takes_the_samples_that_transformers_takes",
+    ),
+    Mutation(
         name="means_of_microbatches",
         what="a step's loss and gradients are divided by the tokens that could count, not by those that do",
         file="oobleck/training/step/step_work.py",
