@@ -226,6 +226,12 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
+    if trainer is not None and local is None and job.checkpoint.directory is None:
+        typer.echo(
+            "oobleck: the script needs the trained weights on this machine, and nodes save to their own "
+            "~/.oobleck; unless that is shared, set checkpoint.directory to a directory that is",
+            err=True,
+        )
     from .run import Run, end_with_stdin, run_job
 
     if until_eof:

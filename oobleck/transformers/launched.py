@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["train_here"]
 
+_RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"
 """How many virtual nodes there are, if it is set."""
 
@@ -30,6 +31,11 @@ def train_here(trainer: Trainer) -> TrainOutput:
 
     Raises UsageError where there is no script that workers could run, and what `oobleck.launch` raises.
     """
+    if _RANK in os.environ:
+        raise UsageError(
+            "Trainer.train(): this process is a rank of torchrun or `oobleck run`, and oobleck.transformers.Trainer "
+            "starts a run of its own; start the script by `oobleck up`, or import Trainer from transformers"
+        )
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")

@@ -73,6 +73,21 @@ def test_losses_and_weights_are_those_of_transformers_trainer(
 
 
 @pytest.mark.slow
+def test_plain_python_trains_on_this_machine_and_continues(runner: Runner, tmp_path: Path) -> None:
+    output = tmp_path / "ours.json"
+    environment = {**runner.environment, "OOBLECK_LOCAL": "2", "OOBLECK_BASE_DIR": str(runner.base_dir)}
+    command = [sys.executable, str(SCRIPT), "padded", "gpt2", str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    runner.kill_fork_server()
+    runner.forget_checkpoints()
+    assert done.returncode == 0, done.stderr
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    theirs = plain_losses(tmp_path, "padded", "gpt2")
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
+    assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["padded", "lora"])
 def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runner, tmp_path: Path, case: str) -> None:
     """What transformers saved after 9 steps is continued to the losses that transformers itself comes to."""

@@ -134,3 +134,10 @@ def test_the_default_has_what_follows_from_where_to_compute(tmp_path: Path):
     default = default_arguments(arguments(tmp_path))
     assert default.use_cpu
     assert not default.dataloader_pin_memory
+
+
+def test_a_rank_of_torchrun_starts_no_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = trainer(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UsageError, match="a rank of torchrun"):
+        made.train()

@@ -15,6 +15,10 @@ from .parts import Tensors, join_parts
 
 __all__ = ["newest_weights", "read_weights"]
 
+_SHARED = (
+    "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
+    "checkpoint.directory to a directory that all share"
+)
 _NOT_WEIGHTS = ("optimizer.", "training.")
 
 
@@ -22,8 +26,11 @@ def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
     found = next((each for each in CheckpointDirectory(directory).find() if each.manifest is not None), None)
     if found is None:
-        raise CorruptCheckpoint(f"{directory}: there is no checkpoint; set checkpoint.directory to one of all nodes")
-    return read_weights(directory / found.name)[1]
+        raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
+    try:
+        return read_weights(directory / found.name)[1]
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{error}; {_SHARED}") from error
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
