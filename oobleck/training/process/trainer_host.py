@@ -51,8 +51,9 @@ def main() -> int:
             run_as_main(script)
     # It is the user's own, and may fail in any way.
     except Exception as error:  # noqa: BLE001
-        traceback.print_exception(error)
-        if not host.has_begun:
+        if host.has_begun:
+            traceback.print_exception(error)
+        else:
             host.send({"problem": blamed(error, script), "is_usage": False})
         return _FAILED
     if not host.has_begun:
