@@ -19,7 +19,7 @@ from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
 from oobleck.wire import encode_json
 
-__all__ = ["CallbackProcess", "DescribedScript", "describe_script", "read_script"]
+__all__ = ["CallbackProcess", "DescribedScript", "EntryFeed", "describe_script", "read_script"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,17 +70,11 @@ def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     )
 
 
-class CallbackProcess:
-    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+class EntryFeed:
+    """Entries of the journal on their way to a process, which may be slow, or gone."""
 
-    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
-        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
-        self._job = job
-        self._log = log
-        self._on_stop = on_stop
+    def __init__(self) -> None:
         self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
-        self._scope = trio.CancelScope()
-        self._closed = trio.Event()
 
     def tell(self, entry: JournalEntry) -> None:
         """Hand an entry on; never waits."""
@@ -90,6 +84,19 @@ class CallbackProcess:
             _log.warning("callbacks are too slow: %s is not passed on to them", type(entry).__name__)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the process is gone, which was said
+
+
+class CallbackProcess(EntryFeed):
+    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+
+    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
+        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
+        self._job = job
+        self._log = log
+        self._on_stop = on_stop
+        super().__init__()
+        self._scope = trio.CancelScope()
+        self._closed = trio.Event()
 
     async def finish(self) -> None:
         """Let the callbacks hear what waits for them, and come to an end; after 30 s they are ended."""

@@ -20,27 +20,24 @@ from typing import Any
 
 import trio
 
-from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ScriptSpec
 from oobleck.wire import encode_json
 
-from .script_process import DescribedScript
+from .script_process import DescribedScript, EntryFeed
 
 __all__ = ["TrainerProcess"]
 
 _log = logging.getLogger(__name__)
 
 _HOST = (sys.executable, "-m", "oobleck.training.process.trainer_host")
-_ENTRIES_BUFFERED = 10_000
-"""Callbacks that are so far behind miss what comes then."""
 _LAST_WORDS_S = 30.0
 """How long callbacks may take for what has still to be said to them when the run has ended."""
 _MOST_BYTES = 1 << 24
 """Of what is said at `train()`."""
 
 
-class TrainerProcess:
+class TrainerProcess(EntryFeed):
     """A script on its way: at its `train()`, until `end`."""
 
     def __init__(self, script: ScriptSpec) -> None:
@@ -56,7 +53,7 @@ class TrainerProcess:
         )
         theirs.close()
         self._ours.sendall(encode_json(script))
-        self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
+        super().__init__()
         self._scope = trio.CancelScope()
         answer = self._await_train()
         self.resume: str | bool | None = answer["resume"]
@@ -82,15 +79,6 @@ class TrainerProcess:
         """Have what it prints go to `log` from now on; `on_stop` is called when a callback wants training to stop."""
         self._on_stop = on_stop
         self._ours.sendall(json.dumps({"log": str(log.absolute())}).encode() + b"\n")
-
-    def tell(self, entry: JournalEntry) -> None:
-        """Hand an entry on; never waits."""
-        try:
-            self._send.send_nowait(entry)
-        except trio.WouldBlock:
-            _log.warning("callbacks are too slow: %s is not passed on to them", type(entry).__name__)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the process is gone, which was said
 
     async def run(self) -> None:
         """Feed the process until `finish`."""
