@@ -13,10 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .bounds import Bounds, bounded, check_pattern, check_spec, require
+from .errors import ConfigError
 
 __all__ = [
+    "DEFAULT_KIND",
     "MAX_CHUNKS",
     "MAX_DEVICES",
+    "MAX_KINDS",
     "MAX_MICROBATCHES",
     "MAX_NODES",
     "MAX_STEPS",
@@ -32,6 +35,7 @@ __all__ = [
     "ScheduleName",
     "ScriptSpec",
     "Task",
+    "check_kind_name",
     "check_model_numbers",
     "check_tag",
 ]
@@ -45,6 +49,10 @@ MAX_NODES = 16_384
 """The most nodes of a job: a slip in a range of a hostfile, or a number too many, should not fill the memory."""
 MAX_DEVICES = 256
 """The most devices of one machine."""
+MAX_KINDS = 4
+"""The most kinds of nodes of a job: plans are searched over the numbers of nodes of each."""
+DEFAULT_KIND = "default"
+"""What the devices of nodes are called whose line names none."""
 MAX_CHUNKS = 64
 """The most chunks of a stage: each costs messages."""
 MAX_STEPS = 10**12
@@ -54,6 +62,9 @@ _LEAST_SECONDS = 1e-3
 _MAX_TOKENS = 1 << 24
 MAX_MICROBATCHES = 65_536
 """Of one step: every one of them is some instructions of a worker's program."""
+
+
+_KIND_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
 
 
 # --- a model's configuration -----------------------------------------------------------------------------------
@@ -482,10 +493,27 @@ class NodeSpec:
     address that SSH reached it by."""
     origin: str = ""
     """What has given it, for people: `Slurm's job 17`. Empty for one that a user has named."""
+    device: str = DEFAULT_KIND
+    """What its devices are: nodes with other ones compute at another speed."""
 
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    @property
+    def kind(self) -> str:
+        """Which nodes it is like: those with as many devices of the same name, as `A40` or `A100×8`."""
+        return self.device if self.num_devices == 1 else f"{self.device}×{self.num_devices}"
+
+
+def check_kind_name(name: str) -> None:
+    """Raise ConfigError for what cannot be the name of a node's devices."""
+    # A number alone is one of `devices`, and a slip.
+    if not _KIND_NAME.fullmatch(name) or name.isdecimal():
+        raise ConfigError(
+            f"{name!r} is no name of a kind of devices; it has letters, digits, '.', '_', '+' and '-', at most 64, as "
+            "in A100"
+        )
 
 
 def check_tag(tag: str) -> None:

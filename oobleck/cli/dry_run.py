@@ -7,18 +7,19 @@ model's shape and a data sheet. The sizes of layers are the model's own in eithe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from oobleck.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
-from oobleck.control.coordinator import fixed_schedule, planner_for
+from oobleck.control.coordinator import fixed_schedule, one_kind_planner, planner_settings
 from oobleck.control.scaling import first_target
 from oobleck.errors import ConfigError, UsageError, UserError
-from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import LayerProfile, Profile, profile_from_json
+from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
+from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
 from oobleck.runtime.files import MAX_DATA_BYTES, ProfileFiles, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
@@ -26,6 +27,7 @@ from oobleck.user_path import expand_user
 
 from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
+from .plan_kinds import make_mixed_report
 
 __all__ = ["dry_run"]
 
@@ -55,17 +57,21 @@ def dry_run(
     num_local = source.count if isinstance(source, VirtualOnes) else 0
     if num_local:
         _check_paths(job, resume)
+    shapes = _shapes(source, job)
+    if len(set(shapes.values())) > 1:
+        _show_mixed(job, shapes, find_outline(job), num_local=num_local, as_json=as_json)
+        return
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
     names = source.names
-    devices_per_node = _devices_per_node(source.specs) if source.specs else job.tensor_parallel
     directory = RunDirectory(base_dir=base_dir, tag=job.tag)
     outline = find_outline(job)
     measured = next(_fitting(directory.profile, job, outline), None)
     known = measured[1] if measured else _estimate(job, outline, num_local=num_local)
     profile = ProfileFiles(directory.profile).with_links(known)
-    planner = planner_for(job, profile, devices_per_node=devices_per_node)
-    target = first_target(job, planner, len(names))
+    (shape,) = set(shapes.values())
+    planner = one_kind_planner(job, profile, devices_per_node=shape.num_devices)
+    target = first_target(job, planner, names)
     report = make_report(
         planner,
         names[: target.num_nodes],
@@ -109,12 +115,64 @@ def _holds_checkpoint(path: Path) -> bool:
     return any(entry.manifest for entry in CheckpointDirectory(path).find())
 
 
-def _devices_per_node(nodes: tuple[NodeSpec, ...]) -> int:
-    counts = {spec.num_devices for spec in nodes} or {1}
-    if len(counts) > 1:
-        listed = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in nodes)
-        raise ConfigError(f"all nodes need the same number of devices: {listed}; change slots= or devices=")
-    return counts.pop()
+class _Shape(NamedTuple):
+    """What a node is."""
+
+    device: str
+    num_devices: int
+    kind: str
+
+
+def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
+    """Return what each node is, by its name; nodes that are yet to come are taken for ones of one kind."""
+    specs: Sequence[NodeSpec] = source.specs
+    if not specs:
+        each = [(DEFAULT_KIND, job.tensor_parallel)] * len(source.names)
+        if isinstance(source, VirtualOnes):
+            each = list(source.shapes(num_spare=0, num_devices=job.tensor_parallel))
+        specs = [
+            NodeSpec(name=name, host=name, device=device, devices=tuple(range(number)))
+            for name, (device, number) in zip(source.names, each, strict=True)
+        ]
+    return {spec.name: _Shape(spec.device, spec.num_devices, spec.kind) for spec in specs}
+
+
+def _is_known(device: str) -> bool:
+    """Whether there is a data sheet of that name."""
+    return device.lower() in KNOWN_DEVICES
+
+
+def _show_mixed(
+    job: JobSpec, shapes: Mapping[str, _Shape], outline: ModelOutline, *, num_local: int, as_json: bool
+) -> None:
+    """Print the plan on nodes of several kinds: estimates, by the data sheets of those whose names have one."""
+    unknown = sorted({shape.device for shape in shapes.values() if not _is_known(shape.device)})
+    if unknown and job.device != "cpu":
+        raise UsageError(
+            f"--dry-run: there is no data sheet of {unknown[0]}; estimates are for {', '.join(KNOWN_DEVICES)}"
+        )
+    kinds = [
+        NodeKind(
+            name=shape.kind,
+            profile=_estimate(job, outline, num_local=num_local, sheet=shape.device),
+            devices_per_node=shape.num_devices,
+        )
+        for shape in dict.fromkeys(shapes.values())
+    ]
+    report = make_mixed_report(
+        kinds,
+        {node: shape.kind for node, shape in shapes.items()},
+        planner_settings(job, devices_per_node=1),
+        global_batch_size=job.global_batch_size,
+        kind=fixed_schedule(job),
+    )
+    if not as_json:
+        said = f"dry run of {job.tag}: nothing is started. Times: estimates; the run itself measures each kind first\n"
+        Console().print(said, markup=False, highlight=False, soft_wrap=True)
+        if unknown:
+            said = f"No data sheet is known of {', '.join(unknown)}: a CPU core's is taken\n"
+            Console().print(said, markup=False, highlight=False, soft_wrap=True)
+    show_report(report, as_json=as_json)
 
 
 def _fitting(directory: Path, job: JobSpec, outline: ModelOutline) -> Iterator[tuple[Path, Profile]]:
@@ -153,11 +211,11 @@ def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *,
     return layer.name == other.name and same_size
 
 
-def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int) -> Profile:
-    """Estimate times from the data sheet of a CPU core; sizes are the model's own."""
+def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str = "CPU") -> Profile:
+    """Estimate times from a data sheet, or that of a CPU core where there is none; sizes are the model's own."""
     profile = estimate_profile(
         shape_from_config(outline.config),
-        device_sheet("CPU"),
+        device_sheet(sheet if _is_known(sheet) else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",

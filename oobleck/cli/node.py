@@ -56,7 +56,9 @@ def _given_by() -> tuple[str, str]:
 
 
 def _this_machine() -> str:
-    """What this node is, as in a hostfile: by its name, and with the devices that Slurm has given, if it has."""
+    """What this node is, as in a hostfile: by its name, with the devices that Slurm has given, and what they are."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     num_devices = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return f"{name} slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else name
+    slots = f" slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else ""
+    device = os.environ.get("OOBLECK_DEVICE", "")
+    return name + slots + (f" device={device}" if device else "")

@@ -139,8 +139,8 @@ def plan(
         kinds = kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
         _known(tuple(name for count in counts for name in count.names), lost)
         report = make_mixed_report(
-            counts,
             kinds,
+            {node: count.kind for count in counts for node in count.names},
             _settings(kinds[0].profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines),
             global_batch_size=global_batch,
             kind=_kind(schedule),

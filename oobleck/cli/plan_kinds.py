@@ -39,17 +39,16 @@ def kinds_of(
 
 
 def make_mixed_report(
-    counts: Sequence[KindCount],
     kinds: Sequence[NodeKind],
+    kind_of: Mapping[str, str],
     settings: PlannerSettings,
     *,
     global_batch_size: int,
     kind: ScheduleKind | None,
-    lost: tuple[str, ...],
-    prices: Mapping[str, float] | None,
+    lost: tuple[str, ...] = (),
+    prices: Mapping[str, float] | None = None,
 ) -> PlanReport:
     """Plan for the nodes, and decide what losses would lead to. Raises PlanningError where there is no plan."""
-    kind_of = {node: count.kind for count in counts for node in count.names}
     names = list(kind_of)
     planner = MixedPlanner(kinds, settings, kind_of)
     decision = planner.initial_plan(names)
@@ -60,7 +59,7 @@ def make_mixed_report(
         num_nodes=len(names),
         devices_per_node=max(each.devices_per_node for each in kinds),
         kinds=tuple(
-            (each.name, count.num_nodes, each.devices_per_node) for each, count in zip(kinds, counts, strict=True)
+            (each.name, sum(kind == each.name for kind in kind_of.values()), each.devices_per_node) for each in kinds
         ),
         kind_of=kind_of,
         fault_threshold=settings.fault_threshold,

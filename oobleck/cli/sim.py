@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_MICROBATCHES, MAX_NODES, MAX_STEPS
+from oobleck.job import MAX_MICROBATCHES, MAX_STEPS
 
 from .inputs import (
     MAX_SEED,
@@ -24,6 +25,7 @@ from .inputs import (
     FaultThresholdOption,
     GlobalBatchOption,
     JsonOption,
+    KindCount,
     MicrobatchOption,
     ModelOption,
     PipelinesOption,
@@ -33,6 +35,8 @@ from .inputs import (
     SequenceLengthOption,
     duration_s,
     parse_costs,
+    parse_nodes,
+    parse_profiles,
     parse_scaling,
     parse_schedule_name,
     whole,
@@ -41,11 +45,13 @@ from .trace import read_trace
 
 if TYPE_CHECKING:
     from oobleck.job import ScheduleName
-    from oobleck.planner import Profile
+    from oobleck.planner import NodeKind, Profile
     from oobleck.sim.costs import Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
+
+    from .plan_profile import ProfileSource
 
 __all__ = ["sim"]
 
@@ -66,13 +72,18 @@ def sim(
     sequence_length: SequenceLengthOption = None,
     precision: PrecisionOption = "bfloat16",
     recompute: RecomputeOption = False,
+    profiles: Annotated[
+        str | None,
+        typer.Option(
+            "--profiles", metavar="KIND:FILE,…", help="Measured profiles of several kinds, in place of estimates."
+        ),
+    ] = None,
     nodes: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--nodes",
             metavar="N",
-            parser=whole(1, MAX_NODES),
-            help="Use the trace's first N nodes, or add healthy ones to reach N.",
+            help="Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
         ),
     ] = None,
     devices_per_node: DevicesPerNodeOption = 1,
@@ -177,7 +188,7 @@ def sim(
     Policy `oobleck` runs the real decision code; the others are models of published systems. Nothing is started.
     """
     from oobleck.sim.policies import POLICIES
-    from oobleck.sim.trace import with_nodes, with_spares
+    from oobleck.sim.trace import with_spares
 
     from .pictures import picture_writer, write_output
     from .plan_profile import ProfileSource, profile_of
@@ -196,12 +207,13 @@ def sim(
         activation_checkpointing=recompute,
         devices_per_node=devices_per_node,
     )
-    trace = read_trace(failures)
-    if nodes is not None:
-        trace = with_nodes(trace, nodes)
+    trace, counts = _on_nodes(read_trace(failures), nodes)
     trace = with_spares(trace, spares, activation_s=spare_start)
+    kinds = _kinds(counts, source, profiles)
+    if kinds and names != ["oobleck"]:
+        raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
     settings = _settings(
-        profile_of(source),
+        kinds[0].profile if kinds else profile_of(source),
         global_batch=global_batch,
         devices_per_node=devices_per_node,
         fault_threshold=fault_threshold,
@@ -213,7 +225,8 @@ def sim(
         seed=seed,
     )
     costs = parse_costs(cost_model, costs_file, cost or ())
-    settings = replace(settings, scaling=parse_scaling(scaling, settings.scaling), max_steps=steps, costs=costs)
+    scaled = parse_scaling(scaling, settings.scaling)
+    settings = replace(settings, scaling=scaled, max_steps=steps, costs=costs, kinds=kinds)
     outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if summary is not None:
@@ -223,6 +236,33 @@ def sim(
     if chrome_trace is not None:
         write_output(chrome_trace, _run_trace(panels).encode())
     _show(outcomes, panels, as_json=as_json)
+
+
+def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[KindCount, ...]]:
+    """Return the trace on as many nodes as asked for, and how many there are of each kind, if there are several."""
+    from oobleck.sim.trace import with_kinds, with_nodes
+
+    counts = None if nodes is None else parse_nodes(nodes)
+    if isinstance(counts, tuple):
+        return with_kinds(trace, [count.kind for count in counts for _ in range(count.num_nodes)]), counts
+    if counts is not None:
+        trace = with_nodes(trace, counts)
+    numbers = Counter(trace.kinds.values())
+    return trace, tuple(
+        KindCount(kind=kind, num_nodes=number, devices_per_node=None) for kind, number in numbers.items()
+    )
+
+
+def _kinds(counts: tuple[KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
+    """Return the profile of each kind; none where all nodes are of one."""
+    from .plan_kinds import kinds_of
+
+    if counts:
+        names = [count.kind for count in counts]
+        return kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
+    if profiles is not None:
+        raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    return ()
 
 
 def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:
@@ -296,6 +336,7 @@ def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float
         profile=settings.profile,
         seed=settings.seed,
         devices_per_node=settings.devices_per_node,
+        kinds=settings.kinds,
         costs=settings.costs,
         observe=lambda entry: report(entry.t_s),
     )

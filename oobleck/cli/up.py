@@ -36,6 +36,7 @@ from .inputs import (
     SSHConfigOption,
     base_dir_of,
     open_job,
+    parse_local,
     parse_scaling,
     read_job,
     read_source,
@@ -61,7 +62,12 @@ def up(
         ),
     ] = None,
     local: Annotated[
-        int | None, typer.Option("--local", metavar="N", help="Train on N virtual nodes of this machine.")
+        str | None,
+        typer.Option(
+            "--local",
+            metavar="N",
+            help="Train on N virtual nodes of this machine; of kinds of their own as in fast:2,slow:2x4.",
+        ),
     ] = None,
     hosts_from: HostsFromOption = None,
     hosts_every: HostsEveryOption = 10.0,
@@ -163,7 +169,7 @@ def up(
     hostfile, script, arguments = _parse_words(words or [])
     source = read_source(
         hostfile,
-        local=local,
+        local=None if local is None else parse_local(local),
         hosts_from=hosts_from,
         hosts_every_s=hosts_every,
         dial_in=dial_in,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .cluster_planner import ClusterPlanner
 from .cutter import Cutter
 from .decision import Decision
+from .node_kind import NodeKind
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 from .profiles import (
     KNOWN_DEVICES,
@@ -35,13 +37,14 @@ from .settings import PlannerSettings
 from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
-    from .mixed import MixedPlanner, NodeKind
+    from .mixed import MixedPlanner
     from .planner import Planner
     from .tensor_parallel import TensorParallelPlanner
 
 __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
+    "ClusterPlanner",
     "Cutter",
     "Decision",
     "DeviceProfile",
@@ -79,11 +82,10 @@ def __getattr__(name: str) -> object:
         from .planner import Planner
 
         return Planner
-    if name in ("MixedPlanner", "NodeKind"):
-        from . import mixed
+    if name == "MixedPlanner":
+        from .mixed import MixedPlanner
 
-        found: object = getattr(mixed, name)
-        return found
+        return MixedPlanner
     if name == "TensorParallelPlanner":
         from .tensor_parallel import TensorParallelPlanner
 

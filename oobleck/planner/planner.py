@@ -40,21 +40,33 @@ class Planner:
         """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
         return self._catalog.options(num_nodes)[num_nodes].timing.step_s(num_microbatches)
 
-    def fewest_nodes(self, num_nodes: int) -> int:
-        """Return the fewest of `num_nodes` nodes that hold the model as often as was asked for.
+    def profile_of(self, node: str) -> Profile:
+        """Return the profile of any node."""
+        return self.profile
+
+    def can_hold(self, nodes: Sequence[str]) -> bool:
+        """Return whether so many nodes hold the model at least once."""
+        return bool(self._catalog.options(len(nodes)))
+
+    def best_first(self, nodes: Sequence[str]) -> list[str]:
+        """Return the nodes as they are: all are alike."""
+        return list(nodes)
+
+    def fewest_nodes(self, nodes: Sequence[str]) -> int:
+        """Return how many of the nodes hold the model as often as was asked for.
 
         Where not even all do, that is all of them. Raises PlanningError where they cannot hold the model once.
         """
-        fewest, _ = self._catalog.num_pipelines(num_nodes)
-        return min(num_nodes, fewest * min(self._catalog.options(num_nodes)))
+        fewest, _ = self._catalog.num_pipelines(len(nodes))
+        return min(len(nodes), fewest * min(self._catalog.options(len(nodes))))
 
-    def step_s(self, num_nodes: int) -> float:
+    def step_s(self, nodes: Sequence[str]) -> float:
         """Return the seconds of a step under the best plan for so many nodes, none of them slow.
 
         Remembered once found. Raises PlanningError where they cannot hold the model.
         """
-        fewest, most = self._catalog.num_pipelines(num_nodes)
-        return self._catalog.choose(num_nodes, self.settings.num_microbatches, fewest, most).step_s
+        fewest, most = self._catalog.num_pipelines(len(nodes))
+        return self._catalog.choose(len(nodes), self.settings.num_microbatches, fewest, most).step_s
 
     def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
         """Plan the start of a job on named nodes.

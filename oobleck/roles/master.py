@@ -243,8 +243,8 @@ class Master:
                     self._tunnels.pop(node).scope.cancel()
                     self._post_all(self._relays.go(node, self.now_s))
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
-                case LookUpProfile(key=key):
-                    self.submit(ProfileFound(profile_json=self._profiles.load(key)))
+                case LookUpProfile(key=key, kind=kind):
+                    self.submit(ProfileFound(profile_json=self._profiles.load(key), kind=kind))
                 case StoreProfile(key=key, profile_json=profile_json):
                     self._profiles.store(key, profile_json)
                 case LookUpLink(key=key):

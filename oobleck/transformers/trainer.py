@@ -91,7 +91,11 @@ class Trainer(transformers.Trainer):
         """Return what tells this trainer of the run of its job."""
         return RunFollower(self, job.epochs, max_steps=job.max_steps)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate in the script's own process, on its own device, as transformers does."""
+        if getattr(self, "place_model_on_device", True) and self.model is not None:
+            super()._move_model_to_device(self.model, self.args.device)
+        return super().evaluation_loop(*args, **kwargs)
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Workers have the model where they compute; the script needs it on a device of its own for evaluations."""
-        if not is_received() or self._has_trained:
-            super()._move_model_to_device(model, device)
+        """Leave a new model where it is: workers have their parts of it where they compute."""

@@ -6,7 +6,8 @@ and gives the room it has to what matters first: header, progress, pipelines, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.cells import cell_len
@@ -66,8 +67,9 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
 
     With `fill`, the events take whatever height is left; without, only a few newest ones are drawn.
     """
-    if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin for node in snapshot.nodes):
-        snapshot = replace(snapshot, nodes=tuple(replace(node, origin="") for node in snapshot.nodes))
+    kinds = Counter(node.kind for node in snapshot.nodes if node.kind)
+    if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin or node.kind for node in snapshot.nodes):
+        snapshot = replace(snapshot, nodes=tuple(replace(node, origin="", kind="") for node in snapshot.nodes))
     head = [_title(snapshot, width), *_facts(snapshot, width), _progress(snapshot, width)]
     head = head[: max(1, height)]
     room = height - len(head)
@@ -77,7 +79,7 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
     events_room = min(events_wanted, events_room + pipelines_room - len(pipelines))
     sections = (
         (_pipelines_title(snapshot), pipelines),
-        (_nodes_title(snapshot), _node_lines(snapshot.nodes, width, nodes_room)),
+        (_nodes_title(snapshot, kinds), _node_lines(snapshot.nodes, width, nodes_room)),
         ("Events", _event_lines(snapshot.events, events_room)),
     )
     lines = list(head)
@@ -155,9 +157,11 @@ def _pipelines_title(snapshot: RunSnapshot) -> str:
     return f"Pipelines ({len(snapshot.pipelines)})  ×microbatches a step"
 
 
-def _nodes_title(snapshot: RunSnapshot) -> str:
+def _nodes_title(snapshot: RunSnapshot, kinds: Mapping[str, int]) -> str:
     counts = {state: sum(node.state is state for node in snapshot.nodes) for state in NodeState}
     listed = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+    if kinds:
+        listed += "; " + ", ".join(f"{count} {one_line(kind)}" for kind, count in kinds.items())
     return f"Nodes ({listed})" + (f": {one_line(snapshot.scaling)}" if snapshot.scaling else "")
 
 
@@ -170,7 +174,7 @@ def _heard(node: NodeView) -> str:
 def _node_text(node: NodeView) -> Text:
     style = _NODE_STYLES[node.state]
     mark = "✗ " if node.state is NodeState.LOST else "● "
-    origin = f" {one_line(node.origin)}" if node.origin else ""
+    origin = "".join(f" {one_line(words)}" for words in (node.kind, node.origin) if words)
     return Text.assemble(
         (mark, style), one_line(node.name), " ", (node.state.value, style), (_heard(node), "dim"), (origin, "dim")
     )
@@ -185,6 +189,8 @@ def _columns(nodes: Sequence[NodeView], width: int) -> int:
             + len(_heard(node))
             + bool(node.origin)
             + cell_len(node.origin)
+            + bool(node.kind)
+            + cell_len(node.kind)
             + 3
             for node in nodes
         ),

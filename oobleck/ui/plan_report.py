@@ -139,7 +139,10 @@ def _headline(report: PlanReport) -> Text:
     text = Text()
     cluster = f"{report.num_nodes} nodes of {report.devices_per_node} × {profile.device.name}"
     if report.kinds:
-        cluster = " and ".join(f"{number} nodes of {devices} × {name}" for name, number, devices in report.kinds)
+        cluster = " and ".join(
+            f"{number} node{'s' if number != 1 else ''} of {devices} × {name.partition('×')[0]}"
+            for name, number, devices in report.kinds
+        )
     text.append(f"{profile.model} on {cluster}", "bold")
     text.append(
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "

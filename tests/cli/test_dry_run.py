@@ -146,26 +146,31 @@ def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, arguments, code, s
 
 def test_a_model_that_does_not_fit_is_refused(show):
     with pytest.raises(ConfigError, match="too few"):
-        show(replace(JOB, device_memory_bytes=1000), VirtualOnes(count=2), as_json=False)
+        show(replace(JOB, device_memory_bytes=1000), VirtualOnes.alike(2), as_json=False)
 
 
-def test_nodes_with_different_numbers_of_devices_are_refused(tmp_path, capsys):
+def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(tmp_path, capsys):
     hostfile = tmp_path / "hosts.txt"
-    hostfile.write_text("red slots=2\nblue\n")
-    assert dry_run(tmp_path, hostfile) == ExitCode.CONFIG
-    assert "red has 2, blue has 1" in capsys.readouterr().err
+    hostfile.write_text("red slots=2 device=A100\nblue device=A100\ngreen\n")
+    assert dry_run(tmp_path, hostfile) == 0
+    shown = capsys.readouterr().out
+    assert "the run itself measures each kind first" in shown
+    assert "No data sheet is known of default: a CPU core's is taken" in shown
+    assert "A100×2" in shown
+    assert dry_run(tmp_path, hostfile, "--set", "device=cuda") == ExitCode.USAGE
+    assert "there is no data sheet of default" in capsys.readouterr().err
 
 
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
     job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
-    show(job, VirtualOnes(count=12), as_json=False)
+    show(job, VirtualOnes.alike(12), as_json=False)
     told = capsys.readouterr().out
     assert " of 12 nodes " in told
-    show(job, VirtualOnes(count=12), as_json=True)
+    show(job, VirtualOnes.alike(12), as_json=True)
     used = json.loads(capsys.readouterr().out)["nodes"]
     assert 2 <= used < 12
     assert f"{used} of 12 nodes" in told
-    show(JOB, VirtualOnes(count=12), as_json=True)
+    show(JOB, VirtualOnes.alike(12), as_json=True)
     assert json.loads(capsys.readouterr().out)["nodes"] == 12
 
 

@@ -182,3 +182,19 @@ def test_a_bad_file_of_costs_is_named_with_the_cost(
     file.write_text('{"forms_s": 5}')
     assert main([*arguments, "--costs", str(file)]) == 78
     assert f"{file}: the file: unknown key 'forms_s'; did you mean 'form_s'?" in "".join(capsys.readouterr().err)
+
+
+def test_nodes_may_be_of_several_kinds(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word for index, word in enumerate(arguments) if "--profile" not in (word, arguments[index - 1])]
+    slow = uniform_profile(4, memory_bytes=80, seconds=1.0)
+    (tmp_path / "slow.json").write_text(profile_to_json(slow))
+    kinds = ["--nodes", "fast:2,slow:2x2", "--profiles", f"fast:{tmp_path / 'p.json'},slow:{tmp_path / 'slow.json'}"]
+    assert main([*given, *kinds, "--json"]) == 0
+    swept = json.loads(capsys.readouterr().out)
+    assert [recovery["cause"] for recovery in swept["recoveries"]] == ["connection_lost", "joined"]
+    assert main([*given, *kinds, "--policy", "oobleck,restart"]) == 2
+    assert "models of other systems know one kind of nodes" in capsys.readouterr().err
+    assert main([*arguments, "--profiles", "a:b"]) == 2
+    assert "--profiles is for nodes of several kinds" in capsys.readouterr().err

@@ -155,7 +155,8 @@ class Bench:
             for device in range(spec.num_devices):
                 worker_id = WorkerId(node=spec.name, device=device)
                 self.say(spec.name, ready(device, address=WorkerAddress(worker_id=worker_id, host="10.0.0.1", port=9)))
-        self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
+        for kind in dict.fromkeys(spec.kind for spec in self.nodes):
+            self.feed(ProfileFound(profile_json=profile_to_json(self.shape.profile), kind=kind))
 
     def commit(self, node: str, step: int, **fields) -> list[Command]:
         return self.say(node, StepCommitted(device=0, record=record(step, **fields)))

@@ -471,8 +471,8 @@ class World:
                     self._attach(self.nodes[spec.name])
                 case Connect(node=spec):
                     self._connect(spec)
-                case LookUpProfile():
-                    self._feed(ProfileFound(profile_json=profile_to_json(self.shape.profile)))
+                case LookUpProfile(kind=kind):
+                    self._feed(ProfileFound(profile_json=profile_to_json(self.shape.profile), kind=kind))
                 case Record(entry=entry):
                     self._note(entry)
                 case Disconnect(node=name):

@@ -75,10 +75,11 @@ def test_a_killed_rank_costs_a_moment_and_the_script_ends_as_if_nothing_had_happ
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_survives_a_kill(ranks: Ranks) -> None:
-    """`examples/ddp.py`, which is a script for torchrun."""
-    saved = ranks.out / "saved.pt"
-    command = [str(EXAMPLES / "ddp.py"), "--steps", "3000", "--saved", str(saved)]
+@pytest.mark.parametrize("name", ["ddp.py", "ddp_flash.py"])
+def test_the_examples_run_and_survive_a_kill(ranks: Ranks, name: str) -> None:
+    """Scripts for torchrun, of which one saves by itself, and one by `oobleck.checkpoint`."""
+    saved = ["--saved", str(ranks.out / "saved.pt")] if name == "ddp.py" else []
+    command = [str(EXAMPLES / name), "--steps", "3000", *saved]
     with ranks.started("--local", "2", command=command) as process:
         ranks.wait_until(lambda: "step 20:" in ranks.stdout.read_text())
         node = ranks.entries("NodeConnected")[-1]

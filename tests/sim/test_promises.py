@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.journal import NodeLost, StepDone, WorkerDown
 from oobleck.job import ScalingSpec
+from oobleck.planner import LayerProfile, NodeKind
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -46,6 +47,9 @@ RETRIED_S = 200.0
 """By then, or soon after, it is tried again."""
 RESUMED_S = 40.0
 """Leases, hangs and retries one after the other."""
+
+SLOWER = 1.5
+"""How many times as long as others nodes of a slow kind take."""
 
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
 times = st.lists(gaps, max_size=6).map(lambda waits: [BEGIN_S + sum(waits[: index + 1]) for index in range(len(waits))])
@@ -104,6 +108,40 @@ def _end_s(event: TraceEvent) -> float:
             return event.t_s
 
 
+@st.composite
+def of_kinds(draw: st.DrawFn) -> Trace:
+    """A trace whose nodes are of kinds; one that is slow by its kind gets little slower, for `_with_quiet_end`."""
+    trace = draw(faulty(ALL))
+    events = tuple(
+        replace(event, factor=min(event.factor, 2.0 / SLOWER)) if isinstance(event, Slowed) else event
+        for event in trace.events
+    )
+    kinds = {node: draw(st.sampled_from(("fast", "slow", "wide"))) for node in trace.nodes}
+    return replace(trace, events=events, kinds=kinds)
+
+
+def kinds_of(trace: Trace, setting: Setting) -> tuple[NodeKind, ...]:
+    """Nodes as the setting has them, ones that take half as long again, and ones of two devices with less memory."""
+    plain = setting.profile
+    slow = replace(plain, layers=tuple(_slowed(layer, SLOWER) for layer in plain.layers))
+    memory_bytes = max(plain.device.memory_bytes // 2, max(layer.state_bytes for layer in plain.layers) * 3)
+    wide = replace(plain, device=replace(plain.device, memory_bytes=memory_bytes))
+    kinds = (
+        NodeKind(name="fast", profile=plain, devices_per_node=setting.devices),
+        NodeKind(name="slow", profile=slow, devices_per_node=setting.devices),
+        NodeKind(name="wide", profile=wide, devices_per_node=2),
+    )
+    return tuple(kind for kind in kinds if kind.name in trace.kinds.values())
+
+
+def _slowed(layer: LayerProfile, factor: float) -> LayerProfile:
+    return replace(
+        layer,
+        forward_s={1: factor * layer.forward_s[1]},
+        backward_s={1: factor * layer.backward_s[1]},
+    )
+
+
 def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
     """Play a trace and hold the run to all that is promised."""
     played = run_cluster(
@@ -112,7 +150,8 @@ def play(trace: Trace, setting: Setting, seed: int) -> ClusterRun:
         profile=setting.profile,
         seed=seed,
         devices_per_node=setting.devices,
-        delays=setting.delays,
+        kinds=kinds_of(trace, setting) if trace.kinds else (),
+        delays=replace(setting.delays, profile_s=0.2),
         keep_decisions=True,
     )
     check_safety(played, num_microbatches=setting.job.num_microbatches)
@@ -132,6 +171,12 @@ def test_nodes_and_processes_that_end_break_no_promise(trace: Trace, setting: Se
 @examples(60)
 @given(trace=faulty(ALL), setting=st.sampled_from(SHAPES), seed=seeds)
 def test_faults_of_all_kinds_break_no_promise(trace: Trace, setting: Setting, seed: int):
+    play(trace, setting, seed)
+
+
+@examples(40)
+@given(trace=of_kinds(), setting=st.sampled_from(SHAPES), seed=seeds)
+def test_clusters_of_several_kinds_break_no_promise(trace: Trace, setting: Setting, seed: int):
     play(trace, setting, seed)
 
 

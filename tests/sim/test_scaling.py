@@ -24,7 +24,7 @@ from oobleck.control.journal import (
 from oobleck.control.journal.summary import summarize
 from oobleck.exit_codes import ExitCode
 from oobleck.job import ScalingSpec
-from oobleck.planner import Profile
+from oobleck.planner import NodeKind, Profile
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import Joined, Lost, MasterCrashed, Trace, TraceEvent
@@ -194,3 +194,27 @@ def test_on_any_trace_the_number_of_nodes_is_steady_and_safe(
         if plan.plan.spares and plan.plan.pipelines:
             assert plan.redundant or batch <= fault_threshold
     assert sweep(trace, job) == journal
+
+
+def test_of_several_kinds_the_slow_ones_rest() -> None:
+    """Two nodes of four are six times slower: they add too little for what they cost."""
+    slow = replace(
+        PROFILE,
+        layers=tuple(
+            replace(layer, forward_s={1: 6 * layer.forward_s[1]}, backward_s={1: 6 * layer.backward_s[1]})
+            for layer in PROFILE.layers
+        ),
+    )
+    trace = replace(
+        make_trace(Lost(t_s=900.0, node="node1"), num_nodes=4),
+        kinds={"node0": "slow", "node1": "fast", "node2": "slow", "node3": "fast"},
+    )
+    kinds = (NodeKind(name="slow", profile=slow), NodeKind(name="fast", profile=PROFILE))
+    journal = list(sweep(trace, settings(kinds=kinds, profile=slow)))
+    first, *_ = decisions(journal)
+    assert first.num_nodes == 2
+    plans = [entry.plan for entry in journal if isinstance(entry, PlanAdopted)]
+    assert set(plans[0].nodes) == {"node1", "node3"}
+    assert set(plans[0].spares) == {"node0", "node2"}
+    assert "node3" in plans[1].nodes
+    assert len(plans[1].nodes) == 2, "a slow one takes the place of the lost one: f = 1 asks for it"

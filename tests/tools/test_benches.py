@@ -24,6 +24,7 @@ PARTS = {
     "control_master.py": "control_processes.py",
     "control_processes.py": "control_plane.py",
     "control_servers.py": "control_processes.py",
+    "kinds_job.py": "kinds.py",
     "local_workers.py": "throughput.py",
     "pipelining_job.py": "throughput.py",
     "restart_job.py": "restart.py",
@@ -42,6 +43,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "fastest_plan.py": ("random N=64: ", "3 random profiles: chosen plans take 0.", "; 0 of them over 1 %"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "journal.py": ("160 nodes, a step every 60 s", "| 0.5 | 719 | 7 |", "| 1 | 1,439 | 15 |"),
+    "kinds.py": ("| two kinds | ", "| one kind | ", "| gain | | "),
     "mixed.py": (
         "| gpt3-2.7b | 4 + 4 | 1 | ",
         "| gpt3-2.7b | 4 + 4 | 8 | ",

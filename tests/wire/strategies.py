@@ -107,11 +107,11 @@ def _pipeline_templates(draw: st.DrawFn) -> PipelineTemplate:
             StageTemplate(
                 first_layer=first,
                 stop_layer=stop,
-                node_index=draw(st.integers(0, 3)),
+                node_index=index,
                 first_device=draw(INTEGERS),
                 num_devices=draw(INTEGERS),
             )
-            for first, stop in pairwise(cuts)
+            for index, (first, stop) in enumerate(pairwise(cuts))
         )
     )
 

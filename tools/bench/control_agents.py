@@ -47,6 +47,7 @@ from oobleck.roles.ports import MasterConnection
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World
+from oobleck.sim.costs import NodeKinds
 from oobleck.wire import FrameDecoder
 
 _DELAYS = Delays(warm_up_s=0.5, set_up_worker_s=0.2, profile_s=0.2)
@@ -210,7 +211,7 @@ def main() -> None:
     profile = profile_from_json(arguments.profile.read_text(encoding="utf-8"))
     time_ = _RealTime()
     tempo = Tempo(profile, form_group_s=_DELAYS.form_group_s)
-    world = World(profile=profile, delays=_DELAYS, tempo=tempo, rng=Random(0), time=time_)
+    world = World(kinds=NodeKinds.alike(profile), delays=_DELAYS, tempo=tempo, rng=Random(0), time=time_)
     trio.run(_serve, arguments, world, clock=time_)
 
 

@@ -175,7 +175,9 @@ def _profile(cluster: Cluster) -> Profile:
         num_microbatches=_MICROBATCHES_EACH * cluster.pipelines, num_pipelines=cluster.pipelines, devices_per_node=1
     )
     for _ in range(3):  # what goes over the network stays as it is, so once is not enough
-        factor = cluster.step_s / Planner(profile, settings).step_s(cluster.agents)
+        factor = cluster.step_s / Planner(profile, settings).step_s(
+            [f"node{number}" for number in range(cluster.agents)]
+        )
         layers = tuple(
             replace(
                 layer,

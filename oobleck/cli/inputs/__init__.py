@@ -6,7 +6,7 @@ from .cost_options import parse_costs
 from .durations import duration_s
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
-from .kinds_option import KindCount, parse_nodes, parse_prices, parse_profiles
+from .kinds_option import KindCount, parse_local, parse_nodes, parse_prices, parse_profiles
 from .nearest import did_you_mean
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
 from .numbers import real, whole
@@ -101,6 +101,7 @@ __all__ = [
     "open_job",
     "parse_costs",
     "parse_hostfile",
+    "parse_local",
     "parse_nodes",
     "parse_prices",
     "parse_profiles",

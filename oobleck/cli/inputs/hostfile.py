@@ -5,10 +5,10 @@
     user@node[2-3] slots=4 port=2222
     30.207.99.20 devices=0-3
 
-A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `port` (of SSH), and
-`address` (where training's own traffic goes, see below). Brackets hold numbers and ranges, kept as wide as they are
-written: node[08-11,20]. A host may appear again with other devices; without `devices=` it takes those
-that follow the ones that are taken.
+A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `device` (what they are,
+where nodes have different ones), `port` (of SSH), and `address` (where training's own traffic goes, see below).
+Brackets hold numbers and ranges, kept as wide as they are written: node[08-11,20]. A host may appear again with other
+devices; without `devices=` it takes those that follow the ones that are taken.
 
 Tensors do not go through SSH. Process groups listen at the address that SSH reached the node by, unless `address=`
 names another of the node's addresses, or one of its network interfaces:
@@ -28,13 +28,13 @@ from itertools import chain, product, zip_longest
 from math import prod
 
 from oobleck.errors import ConfigError
-from oobleck.job import MAX_DEVICES, MAX_NODES, NodeSpec
+from oobleck.job import DEFAULT_KIND, MAX_DEVICES, MAX_KINDS, MAX_NODES, NodeSpec, check_kind_name
 
 from .nearest import did_you_mean
 
 __all__ = ["MAX_DEVICES", "MAX_NODES", "parse_hostfile"]
 
-_KEYS = ("slots", "devices", "port", "address")
+_KEYS = ("slots", "devices", "device", "port", "address")
 _SSH_PORT = 22
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -51,6 +51,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
     """
     taken = _Taken()
     nodes: list[NodeSpec] = []
+    kinds: set[str] = set()
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         try:
             entry = _parse_line(line)
@@ -60,6 +61,12 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
                 raise ConfigError(f"names more than {MAX_NODES} nodes; check the ranges in brackets")
             for host, address in zip(entry.hosts, entry.addresses, strict=True):
                 nodes.append(taken.place(host, entry, address=address, line=number))
+                kinds.add(nodes[-1].kind)
+            if len(kinds) > MAX_KINDS:
+                raise ConfigError(
+                    f"there are {len(kinds)} kinds of nodes by now ({', '.join(sorted(kinds))}); a run may have "
+                    f"{MAX_KINDS}, each with its device= and its number of devices"
+                )
         except ConfigError as error:
             raise ConfigError(f"{source}:{number}: {error}") from error
     return tuple(nodes)
@@ -75,6 +82,8 @@ class _Entry:
     num_devices: int
     devices: tuple[int, ...] | None
     """None takes the next `num_devices` that are free."""
+    device: str
+    """What they are."""
     addresses: tuple[str | None, ...]
     """For each host."""
 
@@ -105,7 +114,13 @@ class _Taken:
                 raise ConfigError(f"device {device} of {host} is not possible; it must be less than {MAX_DEVICES}")
         lines.update(dict.fromkeys(devices, line))
         return NodeSpec(
-            name=self._name(host), host=host, devices=devices, port=entry.port, user=entry.user, address=address
+            name=self._name(host),
+            host=host,
+            devices=devices,
+            port=entry.port,
+            user=entry.user,
+            address=address,
+            device=entry.device,
         )
 
     def _name(self, host: str) -> str:
@@ -139,6 +154,7 @@ def _parse_line(line: str) -> _Entry | None:
         port=_number("port", settings["port"], least=1, most=65_535) if "port" in settings else None,
         num_devices=num_devices,
         devices=devices,
+        device=_device(settings["device"]) if "device" in settings else DEFAULT_KIND,
         addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
 
@@ -169,6 +185,15 @@ def _number(key: str, text: str, *, least: int, most: int) -> int:
     if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
         raise ConfigError(f"{key}={text} is not possible; it must be a whole number from {least} to {most}")
     return int(text)
+
+
+def _device(name: str) -> str:
+    try:
+        check_kind_name(name)
+    except ConfigError as error:
+        hint = f"; devices={name} says which devices a node has" if name.isdecimal() else ""
+        raise ConfigError(f"device={name}: {error}{hint}") from error
+    return name
 
 
 def _devices(text: str) -> tuple[int, ...]:

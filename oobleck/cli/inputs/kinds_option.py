@@ -1,4 +1,4 @@
-"""`--nodes A100:16,A40:16x4`, `--prices` and `--profiles`: nodes of several kinds on a command line."""
+"""`--nodes A100:16,A40:16x4`, `--prices`, `--profiles` and `--local`: nodes of several kinds on a command line."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.errors import UsageError, shown
-from oobleck.job import MAX_DEVICES, MAX_NODES
+from oobleck.errors import ConfigError, UsageError, shown
+from oobleck.job import MAX_DEVICES, MAX_KINDS, MAX_NODES, check_kind_name
 
 from .nearest import did_you_mean
 
-__all__ = ["KindCount", "parse_kind_values", "parse_nodes", "parse_prices", "parse_profiles"]
+__all__ = ["KindCount", "parse_kind_values", "parse_local", "parse_nodes", "parse_prices", "parse_profiles"]
 
-_KIND = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
+_WHOLE = re.compile(r"\s*[-+]?[0-9]{1,40}\s*")
 _COUNT = re.compile(r"([0-9]{1,9})(?:x([0-9]{1,9}))?")
-_MOST_KINDS = 4
 _MOST_PRICE = 1e6
 
 
@@ -35,32 +34,37 @@ class KindCount:
         return tuple(f"{self.kind}-{number}" for number in range(self.num_nodes))
 
 
-def parse_nodes(text: str) -> int | tuple[KindCount, ...]:
+def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ...]:
     """Read a number of nodes, or kinds with theirs. Raises UsageError that names the part and what to change."""
-    if re.fullmatch(r"\s*[-+]?[0-9]{1,40}\s*", text):
+    if _WHOLE.fullmatch(text):
         if not 1 <= int(text) <= MAX_NODES:
             raise UsageError(
-                f"Invalid value for '--nodes': {text.strip()} is not possible; it must be a whole number from 1 to "
+                f"Invalid value for '{option}': {text.strip()} is not possible; it must be a whole number from 1 to "
                 f"{MAX_NODES:,}"
             )
         return int(text)
     counts = []
-    for kind, value in parse_kind_values("--nodes", text).items():
+    for kind, value in parse_kind_values(option, text).items():
         match = _COUNT.fullmatch(value)
         if match is None:
             raise UsageError(
-                f"--nodes {shown(f'{kind}:{value}')}: write KIND:NODES or KIND:NODESxDEVICES, as in A40:16x4"
+                f"{option} {shown(f'{kind}:{value}')}: write KIND:NODES or KIND:NODESxDEVICES, as in A40:16x4"
             )
         devices = int(match[2]) if match[2] else None
         if not 1 <= int(match[1]) <= MAX_NODES or (devices is not None and not 1 <= devices <= MAX_DEVICES):
             raise UsageError(
-                f"--nodes {kind}:{value} is not possible; a kind has 1 to {MAX_NODES:,} nodes of 1 to {MAX_DEVICES} "
+                f"{option} {kind}:{value} is not possible; a kind has 1 to {MAX_NODES:,} nodes of 1 to {MAX_DEVICES} "
                 "devices"
             )
         counts.append(KindCount(kind=kind, num_nodes=int(match[1]), devices_per_node=devices))
-    if len(counts) > _MOST_KINDS:
-        raise UsageError(f"--nodes names {len(counts)} kinds; there may be {_MOST_KINDS}")
+    if len(counts) > MAX_KINDS:
+        raise UsageError(f"{option} names {len(counts)} kinds; there may be {MAX_KINDS}")
     return tuple(counts)
+
+
+def parse_local(text: str) -> int | tuple[KindCount, ...]:
+    """Read a number of virtual nodes, whose limit depends on the machine, or kinds with theirs. Raises UsageError."""
+    return int(text) if _WHOLE.fullmatch(text) else parse_nodes(text, "--local")
 
 
 def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
@@ -88,7 +92,7 @@ def parse_kind_values(option: str, text: str) -> dict[str, str]:
     values: dict[str, str] = {}
     for part in text.split(","):
         kind, colon, value = part.strip().partition(":")
-        if not colon or not value or not _KIND.fullmatch(kind):
+        if not colon or not value or not _is_name(kind):
             raise UsageError(
                 f"{option} {shown(part)} is not KIND:VALUE; write them with commas between, as in A100:16,A40:16"
             )
@@ -96,6 +100,14 @@ def parse_kind_values(option: str, text: str) -> dict[str, str]:
             raise UsageError(f"{option} names {kind} twice; name each kind once")
         values[kind] = value
     return values
+
+
+def _is_name(kind: str) -> bool:
+    try:
+        check_kind_name(kind)
+    except ConfigError:
+        return False
+    return True
 
 
 def _of_kinds(option: str, text: str, kinds: Collection[str]) -> dict[str, str]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import MAX_NODES, NodeSpec
+from oobleck.job import DEFAULT_KIND, MAX_NODES, NodeSpec
 from oobleck.runtime.files import read_input
 from oobleck.user_path import expand_user
 
 from .hostfile import parse_hostfile
+from .kinds_option import KindCount
 
 __all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "NodeSource", "VirtualOnes", "read_source"]
 
@@ -51,12 +52,31 @@ class FromCommand(_Listed):
 class VirtualOnes:
     """Virtual nodes of this machine, which have no addresses before they are served."""
 
-    count: int
+    kinds: tuple[KindCount, ...]
+    """How many of each kind, in the order of the nodes."""
     specs: tuple[NodeSpec, ...] = ()
+
+    @classmethod
+    def alike(cls, count: int) -> VirtualOnes:
+        """Return nodes that are all of one kind."""
+        return cls(kinds=(KindCount(kind=DEFAULT_KIND, num_nodes=count, devices_per_node=None),))
+
+    @property
+    def count(self) -> int:
+        return sum(kind.num_nodes for kind in self.kinds)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"node{index}" for index in range(self.count))
+
+    def shapes(self, *, num_spare: int, num_devices: int) -> tuple[tuple[str, int], ...]:
+        """Return the kind of devices of each node, and how many it has: `num_devices` where nothing else is said.
+
+        Nodes to spare follow, of each kind in turn.
+        """
+        each = [(kind.kind, kind.devices_per_node or num_devices) for kind in self.kinds]
+        first = [shape for shape, kind in zip(each, self.kinds, strict=True) for _ in range(kind.num_nodes)]
+        return (*first, *(each[number % len(each)] for number in range(num_spare)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +132,7 @@ NodeSource = FromHostfile | FromCommand | VirtualOnes | DialIn | FromSlurm | Fro
 def read_source(
     hostfile: Path | None,
     *,
-    local: int | None = None,
+    local: int | tuple[KindCount, ...] | None = None,
     hosts_from: str | None = None,
     hosts_every_s: float = 10.0,
     dial_in: str | None = None,
@@ -163,9 +183,10 @@ def read_source(
         return FromCommand(command=hosts_from, interval_s=hosts_every_s, text=text, specs=_specs(text, named))
     assert local is not None
     most = _MOST_PER_CORE * (os.cpu_count() or 1)
-    if not 1 <= local <= most:
-        raise UsageError(f"--local: {local} nodes are not possible here; it must be 1 to {most}")
-    return VirtualOnes(count=local)
+    source = VirtualOnes.alike(local) if isinstance(local, int) else VirtualOnes(kinds=local)
+    if not 1 <= source.count <= most:
+        raise UsageError(f"--local: {source.count} nodes are not possible here; it must be 1 to {most}")
+    return source
 
 
 def _check_keys(directory: Path) -> None:

@@ -65,8 +65,8 @@ async def open_launcher(
     `keys_directory` is where nodes that dial in find the keys of the run; what they need is told by `tell`. `run_id`
     tells them from those of other runs, where a scheduler knows them by names.
 
-    Commands on virtual nodes find `environment`, and each of these nodes has `num_devices`; `num_spare` more can be
-    added.
+    Commands on virtual nodes find `environment`, and each of these nodes has `num_devices` unless the source says how
+    many; `num_spare` more can be added.
     """
     match source:
         case FromHostfile(path=path, text=text):
@@ -79,11 +79,14 @@ async def open_launcher(
             patience_s = options.connect_timeout_s
             async with _callers(source, keys_directory, patience_s, tell, run_id, renew_keys=renew_keys) as callers:
                 yield callers
-        case VirtualOnes(count=count):
-            devices = tuple(range(num_devices))
-            async with serve_local_nodes(count + num_spare, environment=environment) as (nodes, reached_by):
-                specs = [replace(node, devices=devices) for node in nodes]
-                yield VirtualNodes(specs, reached_by, num_first=count)
+        case VirtualOnes():
+            shapes = source.shapes(num_spare=num_spare, num_devices=num_devices)
+            async with serve_local_nodes(len(shapes), environment=environment) as (nodes, reached_by):
+                specs = [
+                    replace(node, device=device, devices=tuple(range(number)))
+                    for node, (device, number) in zip(nodes, shapes, strict=True)
+                ]
+                yield VirtualNodes(specs, reached_by, num_first=source.count)
         case _:
             assert_never(source)
 

@@ -2,12 +2,15 @@
 
 Every so many steps workers report a digest of each layer that they hold. With three copies or more the odd one out is
 wrong; of two that differ nobody can tell, and both are named. A part of the coordinator's machine.
+
+Copies are compared among nodes with equal devices. All apply the same reduced gradients, but devices of different kinds
+may round the optimizer's arithmetic differently, each of them rightly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from oobleck.control.events import Record, Repair, notice
 from oobleck.control.journal import ReplicasDiffer
@@ -34,9 +37,13 @@ def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool
 class ReplicaCheck:
     """The digests of the newest step that was reported."""
 
-    def __init__(self, *, degree: int = 1) -> None:
-        """Where `degree` devices share each stage, those of like rank have copies of the same part."""
+    def __init__(self, *, degree: int = 1, device_of: Callable[[str], str] = lambda node: "") -> None:
+        """Where `degree` devices share each stage, those of like rank have copies of the same part.
+
+        `device_of` says what the devices of a node are.
+        """
         self._degree = degree
+        self._device_of = device_of
         self._key = (0, 0)
         self._told: dict[WorkerId, dict[int, int]] = {}
         self._in_a_row = 0
@@ -58,12 +65,12 @@ class ReplicaCheck:
         differing: list[Record] = []
         distrusted: dict[WorkerId, set[int]] = {}
         for layer in sorted({layer for digests in told.values() for layer in digests}):
-            for rank in range(self._degree):
-                copies = {
-                    worker_id: digests[layer]
-                    for worker_id, digests in told.items()
-                    if layer in digests and worker_id.device % self._degree == rank
-                }
+            comparable: dict[tuple[int, str], dict[WorkerId, int]] = {}
+            for worker_id, digests in told.items():
+                if layer in digests:
+                    alike = worker_id.device % self._degree, self._device_of(worker_id.node)
+                    comparable.setdefault(alike, {})[worker_id] = digests[layer]
+            for _, copies in sorted(comparable.items()):
                 odd, is_sure = odd_ones(copies)
                 if odd:
                     trusted = sorted(copies.keys() - odd)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .coordinator import Coordinator, Phase
 from .node_lifecycle import NodeLifecycle
-from .planning import fixed_schedule, planner_for, schedules_for
+from .planning import fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
 from .preparation import misfit_of
-from .profile_key import profile_key
 from .recovery.states import GiveUp
 from .replayed_run import Replay, ReplayedRun, ReplayImage
 from .requests import Effect as LifecycleEffect
@@ -28,7 +27,8 @@ __all__ = [
     "finished_text",
     "fixed_schedule",
     "misfit_of",
+    "one_kind_planner",
     "planner_for",
-    "profile_key",
+    "planner_settings",
     "schedules_for",
 ]

@@ -198,7 +198,7 @@ class Coordinator:
                 self._reports.all_said(event, now_s)
             case ProfileFound():
                 self._do(parts.preparation.take_profile(event), now_s)
-                self._reports.train_when_ready(now_s)
+                self._reports.profile_known(now_s)
             case LinkFound():
                 self._do(parts.link_timing.take_found(event, now_s), now_s)
                 self._reports.train_when_ready(now_s)

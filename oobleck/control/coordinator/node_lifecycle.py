@@ -42,11 +42,11 @@ _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, 
 class NodeLifecycle:
     """Decides which nodes take part. `members` has those that are there, its own `node_retry` those to try again."""
 
-    def __init__(self, members: Membership, node_retry: NodeRetry, *, num_devices: int | None) -> None:
-        """All nodes have `num_devices`; None where each may have as many as it likes."""
+    def __init__(self, members: Membership, node_retry: NodeRetry, *, most_kinds: int | None) -> None:
+        """Nodes may be of `most_kinds`; None where it does not matter of which they are."""
         self._members = members
         self._node_retry = node_retry
-        self._num_devices = num_devices
+        self._most_kinds = most_kinds
         self._num_leaving = 0
         """How many nodes have had notice, and do not train yet; some may be lost since."""
 
@@ -112,16 +112,27 @@ class NodeLifecycle:
         elif not self._node_retry.note_back(spec, now_s):
             return (_stays_out(spec.name, now_s),)
         try:
-            self._check_devices(spec)
+            self._check_kind(spec)
             self._members.add(spec)
         except UsageError as error:
             return (notice(now_s, "warning", str(error)),)
         return (Record(entry=NodeAdded(t_s=now_s, node=spec)), Connect(node=spec))
 
-    def _check_devices(self, spec: NodeSpec) -> None:
-        wanted = self._num_devices
-        if wanted is not None and spec.num_devices != wanted:
-            raise UsageError(f"{spec.name} has {spec.num_devices} devices; all nodes of the job have {wanted}")
+    def _check_kind(self, spec: NodeSpec) -> None:
+        known = self._members.kinds
+        if self._most_kinds is None:
+            return
+        if known.get(spec.name, spec.kind) != spec.kind:
+            # Plans that it has a part in, and that layers are read by, are for the node that it was.
+            raise UsageError(
+                f"{spec.name} is of kind {spec.kind}, and was {known[spec.name]} before; add it under another name"
+            )
+        kinds = set(known.values())
+        if spec.kind not in kinds and len(kinds) >= self._most_kinds:
+            raise UsageError(
+                f"{spec.name} is of kind {spec.kind}, and those of the job are {', '.join(sorted(kinds))}; it may have "
+                f"{self._most_kinds}"
+            )
 
     @property
     def retries_s(self) -> float:

@@ -12,7 +12,7 @@ from oobleck.control.data import Sharding
 from oobleck.control.membership import Leases, Membership, NodeRetry
 from oobleck.control.scaling import Scaling
 from oobleck.control.speed import LinkTiming
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
 from .deciding import Decider
@@ -61,7 +61,6 @@ def make_parts(
     def training_places() -> Iterable[WorkerId]:
         return reconfiguration.training_places()
 
-    num_devices = nodes[0].num_devices
     progress = Progress(job)
     preparation = Preparation(job, members, python_version=python_version, run=run)
     link_timing = LinkTiming(job, members)
@@ -69,7 +68,7 @@ def make_parts(
     sharding = Sharding(job, progress, worker_ids=training_places)
     saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
     resuming = Resuming(job, saving, restoring, sharding, resume=resume)
-    make_planner = partial(planner_for, job, devices_per_node=num_devices)
+    make_planner = partial(planner_for, job, kind_of=members.kinds)
     scaling = Scaling(job, members, progress)
     replanning = Replanning(members, progress, scaling, sharding, make_planner=make_planner)
     going_back = GoingBack(members, progress, saving, restoring, replanning)
@@ -86,8 +85,12 @@ def make_parts(
         reconfiguration=reconfiguration,
         startup=Startup(job, nodes, members, preparation, link_timing, resuming),
         shutdown=Shutdown(job, members, progress, saving, sharding),
-        replica_check=ReplicaCheck(degree=job.tensor_parallel),
-        lifecycle=NodeLifecycle(members, NodeRetry(first_wait_s=job.control.rejoin_after_s), num_devices=num_devices),
+        replica_check=ReplicaCheck(degree=job.tensor_parallel, device_of=lambda node: members[node].spec.device),
+        lifecycle=NodeLifecycle(
+            members,
+            NodeRetry(first_wait_s=job.control.rejoin_after_s),
+            most_kinds=MAX_KINDS if job.tensor_parallel == 1 else 1,
+        ),
         workers=WorkerLifecycle(members, progress),
         silence=Silence(job.control, Leases(job.control, members)),
     )

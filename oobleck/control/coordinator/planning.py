@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from oobleck.errors import PlanningError
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, PlannerSettings, Profile
+from oobleck.planner import ClusterPlanner, ExecutionPlan, NodeKind, PlannerSettings, Profile
 from oobleck.schedule import ScheduleKind
 
 if TYPE_CHECKING:
@@ -13,24 +15,46 @@ if TYPE_CHECKING:
 
     from oobleck.planner import Cutter, Planner
 
-__all__ = ["fixed_schedule", "planner_for", "schedules_for"]
+__all__ = ["fixed_schedule", "one_kind_planner", "planner_for", "planner_settings", "schedules_for"]
 
 
-def planner_for(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:
-    """Return a planner for a job's settings. Raises PlanningError.
+def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str]) -> ClusterPlanner:
+    """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
-    The first call of a process loads numpy, which takes longer than a new master may take to find its nodes.
+    `kind_of` names the kind of each node, and may grow. The first call of a process loads numpy, which takes longer
+    than a new master may take to find its nodes.
     """
+    from oobleck.planner import MixedPlanner
+
+    if len(kinds) > 1 and job.tensor_parallel > 1:
+        raise PlanningError(
+            f"tensor_parallel is {job.tensor_parallel}, and nodes are of {len(kinds)} kinds "
+            f"({', '.join(kind.name for kind in kinds)}); stages on several devices need nodes of one kind"
+        )
+    if len(kinds) > 1:
+        # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
+        by_name = sorted(kinds, key=lambda kind: kind.name)
+        return MixedPlanner(by_name, planner_settings(job, devices_per_node=1), kind_of)
+    return one_kind_planner(job, kinds[0].profile, devices_per_node=kinds[0].devices_per_node)
+
+
+def one_kind_planner(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:
+    """Return a planner for a job's settings, and for nodes of one kind. Raises PlanningError."""
     from oobleck.planner import TensorParallelPlanner
 
-    settings = PlannerSettings(
+    settings = planner_settings(job, devices_per_node=devices_per_node)
+    return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
+
+
+def planner_settings(job: JobSpec, *, devices_per_node: int) -> PlannerSettings:
+    """Return what a job asks of its planner. Raises PlanningError."""
+    return PlannerSettings(
         num_microbatches=job.num_microbatches,
         devices_per_node=devices_per_node,
         max_devices_per_stage=1,
         fault_threshold=job.fault_threshold,
         num_pipelines=job.num_pipelines,
     )
-    return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
 
 
 def _cutter_for(job: JobSpec) -> Callable[[Profile], Cutter] | None:
@@ -52,8 +76,13 @@ def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
     return ScheduleKind.ONE_F_ONE_B if job.tensor_parallel > 1 or job.compile else None
 
 
-def schedules_for(job: JobSpec, profile: Profile, plan: ExecutionPlan) -> tuple[ScheduleKind, ...]:
-    """Return the schedule of each pipeline of a plan; O(instructions of the distinct ones) where plans choose."""
+def schedules_for(
+    job: JobSpec, profile: Profile, plan: ExecutionPlan, *, profile_of: Callable[[str], Profile] | None = None
+) -> tuple[ScheduleKind, ...]:
+    """Return the schedule of each pipeline of a plan; O(instructions of the distinct ones) where plans choose.
+
+    Where nodes are of several kinds, `profile_of` returns the profile of each node's.
+    """
     kind = fixed_schedule(job)
     if kind is ScheduleKind.INTERLEAVED:
         from oobleck.schedule.choice import kind_for
@@ -65,7 +94,7 @@ def schedules_for(job: JobSpec, profile: Profile, plan: ExecutionPlan) -> tuple[
 
     kinds = {
         index: each.timeline.schedule.kind
-        for each in forecast(profile, plan, kind=None).pipelines
+        for each in forecast(profile, plan, kind=None, profile_of=profile_of).pipelines
         for index in each.pipelines
     }
     return tuple(kinds[index] for index in range(len(plan.pipelines)))

@@ -1,4 +1,4 @@
-"""Before training: nodes come up, workers get ready, and the model's profile becomes known.
+"""Before training: nodes come up, workers get ready, and the model's profile on each kind of node becomes known.
 
 It returns commands, and says whether preparation is complete.
 """
@@ -6,44 +6,45 @@ It returns commands, and says whether preparation is complete.
 from __future__ import annotations
 
 from oobleck import __version__
-from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.events import Command, ProfileFound, Send, notice
+from oobleck.control.journal import WorkerUp
 from oobleck.control.membership import Member, Membership, MemberState
+from oobleck.control.profiles import KindProfiles, profile_key
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     Configure,
     Hello,
     Profiled,
-    ProfileRequest,
     StartWorker,
     WorkerReady,
 )
-from oobleck.errors import ConfigError, PeerError
-from oobleck.job import JobSpec
-from oobleck.planner import Profile, WorkerId, profile_from_json
-
-from .profile_key import profile_key
+from oobleck.errors import ConfigError
+from oobleck.job import DEFAULT_KIND, JobSpec
+from oobleck.planner import NodeKind, WorkerId
 
 __all__ = ["Preparation", "misfit_of"]
 
 
 class Preparation:
-    """Says what to ask of nodes until every worker is ready and the profile is known."""
+    """Says what to ask of nodes until every worker is ready, and the profile of every kind is known."""
 
     def __init__(self, job: JobSpec, members: Membership, *, python_version: str, run: str) -> None:
         self._job = job
         self._run = run
         self._members = members
         self._python_version = python_version
-        self._key: str | None = None
-        self._measures: WorkerId | None = None
-        """The worker that was asked to measure the profile."""
-        self._is_unmeasured = False
-        """It was lost, and no other one was there to be asked."""
-        self.profile: Profile | None = None
+        self._profiles = KindProfiles(members)
+        self._waiting: dict[WorkerId, WorkerUp] = {}
+        """Ready while others train, on nodes of kinds that have no profile yet."""
 
-    def restore(self, profile: Profile) -> None:
-        """Continue with the profile that an earlier master knew."""
-        self.profile = profile
+    @property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds whose profile is known, in the order in which they became so."""
+        return tuple(self._profiles.known.values())
+
+    def restore(self, kinds: tuple[NodeKind, ...]) -> None:
+        """Continue with the profiles that an earlier master knew."""
+        self._profiles.restore(kinds)
 
     def misfit(self, hello: Hello) -> str | None:
         """Why an agent's environment does not fit ours; None when it does."""
@@ -52,7 +53,7 @@ class Preparation:
     def configure(self, node: str) -> tuple[Command, ...]:
         """Tell a node's agent about the job and have its workers started."""
         member = self._members[node]
-        asks = self._ask(self._measures) if self._measures is not None and self._measures.node == node else ()
+        asks = self._profiles.ask_again(node)
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -69,7 +70,7 @@ class Preparation:
         return (Send(node=node, message=configure), *starts, *asks)
 
     def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
-        """Look at a worker that is ready. The first one of all settles which profile is needed.
+        """Look at a worker that is ready. The first one of a kind settles which profile that needs.
 
         Raises ConfigError when it trains on other data than the rest, or from other weights.
         """
@@ -84,12 +85,13 @@ class Preparation:
                 f"{member.spec.name} and {other.node} would start from different weights; give model.path the same "
                 "files on all nodes"
             )
-        if self._is_unmeasured:
-            return self._ask(WorkerId(node=member.spec.name, device=message.device))
-        if self.profile is not None or self._key is not None:
-            return ()
+        worker_id = WorkerId(node=member.spec.name, device=message.device)
+        return self._profiles.note_ready(member, worker_id, self._key(member, message))
+
+    def _key(self, member: Member, message: WorkerReady) -> str:
         assert member.hello is not None
-        self._key = profile_key(
+        named = (member.spec.device,) if member.spec.device != DEFAULT_KIND else ()
+        return profile_key(
             self._job,
             layer_names=message.layer_names,
             parameters=message.parameters,
@@ -98,57 +100,66 @@ class Preparation:
                 message.device_memory_bytes or self._memory(member),
                 self._threads(member),
                 member.hello.num_cores,
+                *named,
             ),
             versions=(member.hello.python_version, message.torch_version),
         )
-        return (LookUpProfile(key=self._key),)
 
     def take_profile(self, event: ProfileFound) -> tuple[Command, ...]:
-        """Use the cached profile, or have the first worker that is ready measure one."""
-        if event.profile_json is not None:
-            try:
-                self.profile = profile_from_json(event.profile_json, source=f"cached profile {self._key}")
-            except ConfigError:
-                pass  # torn or of an older version: measured again, and overwritten
-            else:
-                return ()
-        return self._have_measured()
+        """Use the cached profile of a kind, or have a worker that is ready measure one."""
+        return self._profiles.take_found(event)
+
+    def take_measurement(self, member: Member, message: Profiled) -> tuple[Command, ...]:
+        """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
+        return self._profiles.take_measured(member, message)
 
     def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:
         """A worker has ended, and is started again: have another one measure what it was to."""
-        if self.profile is not None or self._measures is None or self._measures.node != worker_id.node:
-            return ()
-        return self._have_measured()
+        self._waiting.pop(worker_id, None)
+        return self._profiles.worker_lost(worker_id)
 
-    def _have_measured(self) -> tuple[Command, ...]:
-        """Ask any worker that is ready, or else the first that is."""
-        member = next((member for member in self._members.living if member.ready), None)
-        self._is_unmeasured = member is None
-        return () if member is None else self._ask(WorkerId(node=member.spec.name, device=min(member.ready)))
+    def node_lost(self, node: str) -> tuple[Command, ...]:
+        """A node is gone: have another one measure what it was to."""
+        for worker_id in self._members[node].worker_ids:
+            self._waiting.pop(worker_id, None)
+        return self._profiles.node_lost(node)
 
-    def _ask(self, worker_id: WorkerId) -> tuple[Command, ...]:
-        self._measures, self._is_unmeasured = worker_id, False
-        return (Send(node=worker_id.node, message=ProfileRequest(device=worker_id.device)),)
+    def hold_back(self, worker: WorkerUp) -> tuple[Command, ...] | None:
+        """Have a worker wait that is ready while others train, until its kind's profile is known; None if it is."""
+        kind = self._members[worker.node].spec.kind
+        if kind in self._profiles.known:
+            return None
+        is_first = not any(self._members[other.node].spec.kind == kind for other in self._waiting)
+        self._waiting[WorkerId(node=worker.node, device=worker.device)] = worker
+        text = f"{worker.node} is the first node of kind {kind}: the model's layers are measured there before it trains"
+        return (notice(worker.t_s, "info", text),) if is_first else ()
 
-    def take_measurement(self, message: Profiled) -> tuple[Command, ...]:
-        """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
-        if self._key is None or self.profile is not None:
-            raise PeerError("sent a profile that nobody asked for")
-        self._measures = None
-        self.profile = profile_from_json(message.profile_json, source="measured profile")
-        return (StoreProfile(key=self._key, profile_json=message.profile_json),)
+    def refuse_others(self, kinds: tuple[NodeKind, ...]) -> tuple[str, ...]:
+        """Forget the profiles of all but these kinds; returns the nodes of the others that wait."""
+        nodes = tuple(sorted({worker.node for worker in self.take_waiting()}))
+        self._profiles.keep_only(kinds)
+        return nodes
+
+    def take_waiting(self) -> tuple[WorkerUp, ...]:
+        """Return the workers that waited, and whose kind's profile is known now."""
+        known = self._profiles.known
+        due = [each for each in self._waiting if self._members[each.node].spec.kind in known]
+        return tuple(self._waiting.pop(worker_id) for worker_id in due)
 
     @property
     def is_complete(self) -> bool:
-        """All nodes that were asked for are ready, and the profile is known."""
-        return self.profile is not None and self._members.are_all_ready
+        """All nodes that were asked for are ready, and the profile of each kind is known."""
+        return self._members.are_all_ready and all(
+            member.spec.kind in self._profiles.known for member in self._members.ready
+        )
 
     def waiting_for(self) -> str:
         """What is missing, for an error message."""
         slow = self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
         if slow:
             return ", ".join(f"{member.spec.name} ({member.state})" for member in slow)
-        return "the model's profile"
+        kinds = {member.spec.kind for member in self._members.ready} - self._profiles.known.keys()
+        return "the model's profile" + (f" on {', '.join(sorted(kinds))}" if kinds - {DEFAULT_KIND} else "")
 
     def _threads(self, member: Member) -> int:
         assert member.hello is not None

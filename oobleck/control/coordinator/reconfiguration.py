@@ -41,7 +41,7 @@ from .recovery.states import (
 from .requests import Effects
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner
+    from oobleck.planner import ClusterPlanner
 
 __all__ = ["Reconfiguration"]
 
@@ -176,7 +176,7 @@ class Reconfiguration:
         self.generations.begin()
         self._lineage = replace(self._lineage, began_from_scratch=from_scratch)
 
-    def update(self, choice: Choice, planner: Planner) -> PlanUpdate:
+    def update(self, choice: Choice, planner: ClusterPlanner) -> PlanUpdate:
         """Make a choice the newest plan, and return its orders."""
         if choice.goes_back:
             self._lineage = replace(
@@ -185,7 +185,8 @@ class Reconfiguration:
                 is_from_scratch=choice.candidate is None,
             )
         adopted, candidate, plan = choice.verdict.adopted, choice.candidate, choice.decision.plan
-        schedules = schedules_for(self._job, planner.profile, plan)
+        first = planner.profile_of(plan.nodes[0])
+        schedules = schedules_for(self._job, first, plan, profile_of=planner.profile_of)
         has_room = planner.has_room(plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, plan, choice.decision.predicted_step_s, has_room=has_room)
         statuses, newest = self._kept_by(), self.generations.newest if self.generations.plans else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from oobleck.control.commit import NO_SECTION, Generations, Progress, Verdict, broken_pipelines
 from oobleck.control.data import Sharding
@@ -19,12 +18,9 @@ from oobleck.control.plans import shares_of
 from oobleck.control.protocol import CommitRecord, Pace, Status
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
-from oobleck.planner import Decision, ExecutionPlan, Profile, WorkerId
+from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan, NodeKind, WorkerId
 
 from .recovery.states import BeginRecovery
-
-if TYPE_CHECKING:
-    from oobleck.planner import Planner
 
 __all__ = ["Aftermath", "Replanning"]
 
@@ -52,7 +48,7 @@ class Aftermath:
 
 
 class Replanning:
-    """Knows the profile, the planner made of it, the nodes' paces, and copies that are not to be trusted.
+    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted.
 
     `Scaling` says how many nodes train: it belongs to this part, and nothing else calls it.
     """
@@ -64,7 +60,7 @@ class Replanning:
         scaling: Scaling,
         sharding: Sharding,
         *,
-        make_planner: Callable[[Profile], Planner],
+        make_planner: Callable[[Sequence[NodeKind]], ClusterPlanner],
     ) -> None:
         """`make_planner` takes a while, so it is called when the first plan is wanted. It may raise PlanningError."""
         self._members = members
@@ -72,8 +68,8 @@ class Replanning:
         self._scaling = scaling
         self._sharding = sharding
         self._make_planner = make_planner
-        self._profile: Profile | None = None
-        self._planner: Planner | None = None
+        self._kinds: tuple[NodeKind, ...] = ()
+        self._planner: ClusterPlanner | None = None
         self._paces = SpeedTracker()
         self._slow_retry = SlowNodeRetry()
         self._from_s = 0.0
@@ -82,7 +78,7 @@ class Replanning:
 
     def take_over(
         self,
-        profile: Profile,
+        kinds: tuple[NodeKind, ...],
         plan: ExecutionPlan,
         now_s: float,
         *,
@@ -91,15 +87,31 @@ class Replanning:
         target: int | None,
     ) -> None:
         """Plan by what an earlier master's journal knows: steps take `step_s`, on `target` nodes."""
-        self._profile, self._from_s = profile, now_s + _FINDING_S
+        self._kinds, self._from_s = kinds, now_s + _FINDING_S
         self._paces.slow = slow
         self._leave_out(plan, step_s, now_s)
         self._scaling.restore(target, now_s)
 
-    def begin(self, profile: Profile, num_nodes: int, now_s: float) -> tuple[Record, ...]:
-        """Plan by this profile, for so many nodes. Raises PlanningError."""
-        self._profile = profile
-        return self._scaling.begin(self.planner, num_nodes, now_s)
+    def begin(self, kinds: tuple[NodeKind, ...], nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
+        """Plan by the profiles of these kinds, for these nodes. Raises PlanningError."""
+        self._kinds = kinds
+        return self._scaling.begin(self.planner, nodes, now_s)
+
+    def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
+        """Plan for these kinds too from now on; returns those that are new. Raises PlanningError, and changes nothing.
+
+        Links that a new kind's profile assumes are as fast as is known of the others'.
+        """
+        known, network = {kind.name for kind in self._kinds}, self._kinds[0].profile.network
+        new = tuple(
+            replace(kind, profile=replace(kind.profile, network=network)) if kind.profile.network.assumed else kind
+            for kind in kinds
+            if kind.name not in known
+        )
+        if new:
+            self._planner = self._make_planner((*self._kinds, *new))
+            self._kinds = (*self._kinds, *new)
+        return new
 
     def first_plan(self, nodes: Sequence[str]) -> Decision:
         """Return the first plan for these nodes. Raises PlanningError."""
@@ -113,18 +125,23 @@ class Replanning:
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
-        return self._profile is not None and now_s >= self._from_s
+        return bool(self._kinds) and now_s >= self._from_s
 
     def stop(self) -> None:
         """Plan only for losses from now on: any other plan would delay the end that was asked for."""
         self._from_s = math.inf
 
     @property
-    def planner(self) -> Planner:
-        """Raises PlanningError where the profile allows none."""
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds of nodes that it plans for."""
+        return self._kinds
+
+    @property
+    def planner(self) -> ClusterPlanner:
+        """Raises PlanningError where the profiles allow none."""
         if self._planner is None:
-            assert self._profile is not None
-            self._planner = self._make_planner(self._profile)
+            assert self._kinds
+            self._planner = self._make_planner(self._kinds)
         return self._planner
 
     # --- paces ---------------------------------------------------------------------------------------------
@@ -140,9 +157,9 @@ class Replanning:
         """Take in how fast workers compute; plan again where slow nodes make that pay."""
         if not self.has_time(now_s):
             return ()
-        profile, before = self.planner.profile, self.slow
+        profile_of, before = self.planner.profile_of, self.slow
         for worker_id in worker_ids:
-            self._paces.note(worker_id, pace, plan, profile)
+            self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
         if not self._paces.take_change(plan):
             return ()
         after = self.slow

@@ -8,7 +8,7 @@ one of an hour.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control.checkpoints import KnownCheckpoint
@@ -42,7 +42,7 @@ from oobleck.control.journal import (
 from oobleck.control.membership import MemberImage, Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Profile, WorkerId, profile_from_json
+from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
 __all__ = ["Replay", "ReplayImage", "ReplayedRun"]
 
@@ -54,7 +54,8 @@ class ReplayedRun:
     started: JobStarted
     members: Membership
     generations: Generations
-    profile_json: str = ""
+    profiles: dict[str, ProfileKnown] = field(default_factory=dict)
+    """By the kind of node."""
     plans: list[PlanAdopted] = field(default_factory=list)
     """All that the generations are restored from, and those that are named here."""
     records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
@@ -94,8 +95,16 @@ class ReplayedRun:
         return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
 
     @property
-    def profile(self) -> Profile:
-        return profile_from_json(self.profile_json, source="the journal's profile")
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds of nodes that the run has a profile of."""
+        return tuple(
+            NodeKind(
+                name=known.kind,
+                profile=profile_from_json(known.profile_json, source="the journal's profile"),
+                devices_per_node=known.num_devices,
+            )
+            for known in self.profiles.values()
+        )
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
@@ -111,7 +120,7 @@ class ReplayedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayImage:
-    """All that a `Replay` knows, but for the run's first entry and its profile."""
+    """All that a `Replay` knows, but for the run's first entry and its profiles."""
 
     members: tuple[MemberImage, ...]
     generation: int
@@ -140,11 +149,11 @@ class Replay:
         self._run.last_s = started.t_s
 
     @classmethod
-    def of_image(cls, image: ReplayImage, started: JobStarted, profile_json: str) -> Replay:
+    def of_image(cls, image: ReplayImage, started: JobStarted, profiles: Sequence[ProfileKnown]) -> Replay:
         """Continue from what another one has come to."""
         replay = cls(started)
         run = replay._run
-        run.members, run.profile_json = Membership.of_image(image.members), profile_json
+        run.members, run.profiles = Membership.of_image(image.members), {known.kind: known for known in profiles}
         run.plans.extend(image.plans)
         for plan in image.plans:
             run.generations.restore(plan)
@@ -188,12 +197,12 @@ class Replay:
         self._run.last_s = entry.t_s
 
     @property
-    def profile_json(self) -> str:
-        return self._run.profile_json
+    def profiles(self) -> tuple[ProfileKnown, ...]:
+        return tuple(self._run.profiles.values())
 
     def finish(self) -> ReplayedRun | None:
         """Return the run as its journal has left it; None where it never came to train. No entry follows."""
-        if not self._run.profile_json or not self._run.generations.plans:
+        if not self._run.profiles or not self._run.generations.plans:
             return None
         _interrupt_joining(self._run)
         return self._run
@@ -214,8 +223,8 @@ def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
     match entry:
         case MasterResumed():
             _interrupt_joining(replayed)
-        case ProfileKnown(profile_json=profile_json):
-            replayed.profile_json = profile_json
+        case ProfileKnown():
+            replayed.profiles[entry.kind] = entry
         case PlanAdopted():
             _restore_plan(replayed, entry)
         case CheckpointSaved():

@@ -5,6 +5,7 @@ Each report is checked here: a peer that sends an impossible one is lost for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from oobleck.control.commit import HANG_FLOOR_S
@@ -12,6 +13,7 @@ from oobleck.control.events import (
     BatchReceived,
     EndRun,
     NodesHeard,
+    Record,
     Send,
     notice,
 )
@@ -22,6 +24,7 @@ from oobleck.control.journal import (
     PlanCause,
     ProtocolBroken,
     TerminationNoticed,
+    WorkerUp,
 )
 from oobleck.control.membership import (
     Member,
@@ -64,7 +67,7 @@ from oobleck.control.protocol import (
     WorkerReady,
     WorkerStarted,
 )
-from oobleck.errors import ConfigError, PeerError
+from oobleck.errors import ConfigError, PeerError, PlanningError
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
@@ -78,6 +81,7 @@ from .recovery.states import (
     WorkersResumed,
 )
 from .routing import Routing
+from .startup import profile_known
 
 __all__ = ["Reports"]
 
@@ -195,8 +199,8 @@ class Reports:
             case WorkerReady():
                 self._worker_ready(member, message, now_s)
             case Profiled():
-                self._do(parts.preparation.take_measurement(message), now_s)
-                self.train_when_ready(now_s)
+                self._do(parts.preparation.take_measurement(member, message), now_s)
+                self.profile_known(now_s)
             case LinkTimed():
                 timer = WorkerId(node=node, device=message.device)
                 self._do(parts.link_timing.take(timer, message, now_s), now_s)
@@ -238,14 +242,39 @@ class Reports:
         parts, recovery = self._parts, self._parts.reconfiguration
         worker = parts.workers.worker_up(member, message, now_s)
         if worker is not None:
-            self._routing.record(worker)
             self._do(parts.preparation.note_ready(member, message), now_s)
             parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
             self._do(parts.sharding.know(message.shards, now_s), now_s)
-            parts.members.note_ready(worker, generation=recovery.generations.current)
-            if recovery.is_begun and parts.members[worker.node].is_ready:
-                self._join(worker.node, now_s)
+            waits = parts.preparation.hold_back(worker) if recovery.is_begun else None
+            if waits is None:
+                self._take_in(worker, now_s)
+            else:
+                self._do(waits, now_s)
         self.train_when_ready(now_s)
+
+    def _take_in(self, worker: WorkerUp, now_s: float) -> None:
+        """Note a worker that is ready; its node joins once all of its workers are."""
+        parts, recovery = self._parts, self._parts.reconfiguration
+        self._routing.record(worker)
+        parts.members.note_ready(worker, generation=recovery.generations.current)
+        if recovery.is_begun and parts.members[worker.node].is_ready:
+            self._join(worker.node, now_s)
+
+    def profile_known(self, now_s: float) -> None:
+        """A kind's profile may be known now: begin training, or take in the nodes that waited for it."""
+        parts = self._parts
+        if not parts.reconfiguration.is_begun:
+            self.train_when_ready(now_s)
+            return
+        try:
+            new = parts.replanning.know(parts.preparation.kinds)
+        except PlanningError as error:  # it is of another model, or the job cannot have several kinds
+            refused = parts.preparation.refuse_others(parts.replanning.kinds)
+            self._do((GiveUp(nodes=refused, loss=Misfit(problem=str(error))),), now_s)
+            return
+        self._do(tuple(Record(entry=profile_known(kind, now_s)) for kind in new), now_s)
+        for worker in parts.preparation.take_waiting():
+            self._take_in(replace(worker, t_s=now_s), now_s)
 
     def _join(self, node: str, now_s: float) -> None:
         """A node has become ready: it trains at once if it is wanted, else it rests."""

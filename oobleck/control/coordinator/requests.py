@@ -9,7 +9,7 @@ from oobleck.control.checkpoints import Candidate, KnownCheckpoint
 from oobleck.control.events import Command, EndRun, ExpectSteps, NodeUp, Repair
 from oobleck.control.journal import Loss, LossCause
 from oobleck.control.protocol import Raised
-from oobleck.planner import NetworkProfile, Profile, WorkerId
+from oobleck.planner import NetworkProfile, NodeKind, WorkerId
 
 from .choice import Choice
 from .recovery.states import (
@@ -147,7 +147,7 @@ class KnowCheckpoints:
 class BeginTraining:
     """Order the first plan: all that it needs is known."""
 
-    profile: Profile
+    kinds: tuple[NodeKind, ...]
     candidate: Candidate | None
     """The checkpoint that the run begins from; None for the model's initial values."""
 

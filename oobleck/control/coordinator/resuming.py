@@ -8,7 +8,7 @@ from oobleck.control.events import EndRun, Record, notice
 from oobleck.control.membership import Membership
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
-from oobleck.planner import Profile, WorkerId
+from oobleck.planner import NodeKind, WorkerId
 
 from .requests import BeginTraining, Effects, KnowCheckpoints, LocateCheckpoints, ReportProblems
 
@@ -45,9 +45,9 @@ class Resuming:
         worker_ids = _workers(members)
         return () if self._restoring.is_asked(worker_ids) else (LocateCheckpoints(worker_ids=worker_ids),)
 
-    def begin(self, profile: Profile, now_s: float) -> Effects:
+    def begin(self, kinds: tuple[NodeKind, ...], now_s: float) -> Effects:
         """Have training begin with the checkpoint that fits, or with the model's initial values, or end the run."""
-        candidate = None if self._resume == "never" else self._restoring.newest(len(profile.layers))
+        candidate = None if self._resume == "never" else self._restoring.newest(kinds[0].profile.num_layers)
         over = self._lacking() if candidate is None else self._misfit(candidate)
         if over is not None:
             return (ReportProblems(), over)
@@ -55,7 +55,7 @@ class Resuming:
             ReportProblems(),
             *self._warning(candidate, now_s),
             *self._look_after_others(candidate, now_s),
-            BeginTraining(profile=profile, candidate=candidate),
+            BeginTraining(kinds=kinds, candidate=candidate),
         )
 
     def _lacking(self) -> EndRun | None:

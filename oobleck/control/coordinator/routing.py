@@ -202,9 +202,11 @@ class Routing:
     def _drop_node(self, dropped: NodeDropped, now_s: float) -> None:
         parts, node = self._parts, dropped.node
         parts.replanning.forget_pace(node)
+        profiling = parts.preparation.node_lost(node)
         if not parts.reconfiguration.is_begun:
             parts.startup.node_failed(node, dropped.loss, now_s)
             return
+        self.carry_out(profiling, now_s)
         self.carry_out(parts.saving.node_lost(node, now_s), now_s)
         parts.sharding.lost(node)
 
@@ -216,8 +218,8 @@ class Routing:
         """
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
+        self.carry_out(parts.preparation.worker_lost(worker_id), now_s)
         if not parts.reconfiguration.is_begun:
-            self.carry_out(parts.preparation.worker_lost(worker_id), now_s)
             parts.restoring.forget()
             return
         self.carry_out(parts.saving.worker_lost(worker_id.node, now_s), now_s)
@@ -231,11 +233,11 @@ class Routing:
 
     def _begin_training(self, begun: BeginTraining, now_s: float) -> None:
         """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
-        parts, profile, candidate = self._parts, begun.profile, begun.candidate
+        parts, kinds, candidate = self._parts, begun.kinds, begun.candidate
         nodes = [member.spec.name for member in parts.members.ready]
-        parts.saving.begin([layer.name for layer in profile.layers])
+        parts.saving.begin([layer.name for layer in kinds[0].profile.layers])
         try:
-            self.carry_out(parts.replanning.begin(profile, len(nodes), now_s), now_s)
+            self.carry_out(parts.replanning.begin(kinds, nodes, now_s), now_s)
             decision = parts.replanning.first_plan(nodes)
             parts.reconfiguration.begin_generation(from_scratch=candidate is None)
             if candidate is None:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oobleck.control.events import EndRun, Record
 from oobleck.control.journal import Loss, ProfileKnown
 from oobleck.control.membership import Membership, StartupFailures, starting_s
 from oobleck.control.speed import LinkTiming
 from oobleck.exit_codes import ExitCode
-from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import profile_to_json
+from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
+from oobleck.planner import NodeKind, profile_to_json
 
 from .preparation import Preparation
 from .requests import Effects, LinksWanted
 from .resuming import Resuming
 
-__all__ = ["Startup"]
+__all__ = ["Startup", "profile_known"]
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
@@ -82,18 +83,28 @@ class Startup:
 
     def look(self, now_s: float) -> Effects:
         """Begin training once all that the first plan needs is known; ask for what is not."""
-        profile = self._preparation.profile
-        if profile is None or not self._preparation.is_complete or self._failures:
+        kinds = self._preparation.kinds
+        if not kinds or not self._preparation.is_complete or self._failures:
             return ()
-        if len({spec.num_devices for spec in self._nodes}) > 1:
-            counts = ", ".join(f"{spec.name} has {spec.num_devices}" for spec in self._nodes)
-            text = f"all nodes need the same number of devices: {counts}; change slots= or devices="
+        if len(kinds) > MAX_KINDS:
+            names = ", ".join(kind.name for kind in kinds)
+            text = f"the nodes are of {len(kinds)} kinds: {names}; a run may have {MAX_KINDS}: change device= or slots="
             return (EndRun(exit_code=ExitCode.CONFIG, reason=text),)
         if not self._resuming.is_known(self._members):
             return self._resuming.questions(self._members)
-        if self._link_timing.is_needed(profile.network):
-            return (LinksWanted(network=profile.network),)
-        profile = self._link_timing.applied_to(profile)
+        network = kinds[0].profile.network
+        if self._link_timing.is_needed(network):
+            return (LinksWanted(network=network),)
+        kinds = tuple(replace(kind, profile=self._link_timing.applied_to(kind.profile)) for kind in kinds)
         self.deadline_s = math.inf
-        entry = ProfileKnown(t_s=now_s, profile_json=profile_to_json(profile))
-        return (Record(entry=entry), *self._resuming.begin(profile, now_s))
+        return (*(Record(entry=profile_known(kind, now_s)) for kind in kinds), *self._resuming.begin(kinds, now_s))
+
+
+def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
+    """Return what the journal says of a kind's profile."""
+    return ProfileKnown(
+        t_s=now_s,
+        profile_json=profile_to_json(kind.profile),
+        kind=kind.name,
+        num_devices=kind.devices_per_node,
+    )

@@ -22,9 +22,9 @@ def take_over(
     """Give each part what the journal knows of it, and reach all nodes again."""
     routing.carry_out((Record(entry=MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s)),), now_s)
     _restore_steps(parts, replayed)
-    parts.preparation.restore(replayed.profile)
+    parts.preparation.restore(replayed.kinds)
     parts.replanning.take_over(
-        replayed.profile,
+        replayed.kinds,
         replayed.generations.plan,
         now_s,
         step_s=replayed.predicted_step_s,
@@ -73,7 +73,7 @@ def _restore_checkpoints(parts: Parts, routing: Routing, replayed: ReplayedRun, 
     saving, origin, plan = parts.saving, replayed.origin, replayed.generations.plan
     if origin is not None:
         parts.restoring.begin_from(origin)
-    saving.begin([layer.name for layer in replayed.profile.layers])
+    saving.begin([layer.name for layer in replayed.kinds[0].profile.layers])
     routing.carry_out(saving.know(replayed.saved), now_s)
     boundary = parts.progress.last_step
     generation = replayed.generations.newest

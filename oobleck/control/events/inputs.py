@@ -24,7 +24,7 @@ from oobleck.control.protocol import (
     WorkerAddress,
     WorkerCommand,
 )
-from oobleck.job import NodeSpec
+from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
 __all__ = [
@@ -103,6 +103,8 @@ class ProfileFound:
     """The answer to LookUpProfile; None when nothing is cached under the key."""
 
     profile_json: str | None
+    kind: str = DEFAULT_KIND
+    """That of the question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +257,8 @@ class LookUpProfile:
     """Look for a cached profile; answered by ProfileFound."""
 
     key: str
+    kind: str
+    """Of the nodes whose profile it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

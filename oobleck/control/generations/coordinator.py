@@ -143,7 +143,7 @@ class RanksCoordinator:
         self._python_version = python_version
         self._members = Membership(nodes)
         self._lifecycle = NodeLifecycle(
-            self._members, NodeRetry(first_wait_s=run.control.rejoin_after_s), num_devices=None
+            self._members, NodeRetry(first_wait_s=run.control.rejoin_after_s), most_kinds=None
         )
         self._silence = Silence(run.control, Leases(run.control, self._members))
         self._rules = Rules(

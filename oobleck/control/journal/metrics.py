@@ -8,15 +8,18 @@ no UNIX sockets and runs in threads of its own. The tests read the text with its
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from oobleck.control.protocol import CommitRecord
+from oobleck.job import DEFAULT_KIND
 from oobleck.planner import profile_from_json
 from oobleck.planner.profiles import Profile, sheet_of_product
 
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeImage
+from .node_entries import NodeAdded
 from .plan_entries import PlanAdopted, RecoveryDone
 from .run_entries import JobStarted, ProfileKnown
 from .step_entries import StepDone, StepsDone
@@ -65,7 +68,7 @@ class MetricSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsImage:
-    """All that `Metrics` know, but for their job, their profile and the newest plan."""
+    """All that `Metrics` know, but for their job, their profiles and the newest plan."""
 
     account: TimeImage
     record: CommitRecord | None
@@ -73,6 +76,8 @@ class MetricsImage:
     tokens: int
     recoveries: int
     steps_lost: int
+    added: tuple[tuple[str, str], ...]
+    """Nodes that have joined, each with its kind."""
 
 
 class Metrics:
@@ -86,12 +91,18 @@ class Metrics:
         self._nodes = self._pipelines = self._devices = self._generation = 0
         self._recoveries = self._steps_lost = 0
         self._dtype = "float32"
-        self._profile: Profile | None = None
+        self._profiles: dict[str, Profile] = {}
+        """By kind of node."""
+        self._kind_of: dict[str, str] = {}
+        self._added: dict[str, str] = {}
+        self._kinds: Counter[str] = Counter()
+        """How many devices of each kind train."""
 
     @classmethod
     def of_image(cls, image: MetricsImage, *known: JobStarted | ProfileKnown | PlanAdopted) -> Metrics:
         """Continue from what others have come to; `known` are the entries that say the rest."""
         metrics = cls()
+        metrics._added = dict(image.added)
         for entry in known:
             metrics.apply(entry)
         metrics._account = TimeAccount.of_image(image.account)
@@ -108,6 +119,7 @@ class Metrics:
             tokens=self._tokens,
             recoveries=self._recoveries,
             steps_lost=self._steps_lost,
+            added=tuple(self._added.items()),
         )
 
     def apply(self, entry: JournalEntry) -> None:
@@ -116,14 +128,19 @@ class Metrics:
         match entry:
             case JobStarted():
                 self._dtype = entry.job.dtype
+                self._kind_of = {spec.name: spec.kind for spec in entry.nodes}
+            case NodeAdded(node=spec):
+                self._added[spec.name] = spec.kind
             case ProfileKnown():
-                self._profile = profile_from_json(entry.profile_json)
+                self._profiles[entry.kind] = profile_from_json(entry.profile_json)
             case PlanAdopted():
                 self._nodes, self._pipelines = len(entry.plan.nodes), len(entry.plan.pipelines)
                 worker_ids = {
                     worker_id for one in entry.plan.pipelines for stage in one.stages for worker_id in stage.worker_ids
                 }
                 self._devices, self._generation = len(worker_ids), entry.generation
+                kind_of = {**self._kind_of, **self._added}
+                self._kinds = Counter(kind_of.get(worker_id.node, DEFAULT_KIND) for worker_id in worker_ids)
             case StepDone():
                 self._record, self._step_tokens = entry.record, entry.tokens
                 self._tokens += entry.tokens
@@ -162,18 +179,21 @@ class Metrics:
         )
 
     def _utilisation(self, tokens_per_s: float | None) -> float | None:
-        if tokens_per_s is None or self._profile is None or not self._devices:
+        if tokens_per_s is None or not self._kinds or not self._kinds.keys() <= self._profiles.keys():
             return None
-        sheet = sheet_of_product(self._profile.device.name)  # a CPU's peak depends on its cores
-        if sheet is None:
-            return None
+        profiles = [self._profiles[kind] for kind in self._kinds]
+        sheets = [sheet_of_product(profile.device.name) for profile in profiles]  # a CPU's peak depends on its cores
         # The embedding, which comes first, is looked up and not multiplied.
-        layers, parameter_bytes = self._profile.layers[1:], _PARAMETER_BYTES.get(self._dtype, 4)
+        layers, parameter_bytes = profiles[0].layers[1:], _PARAMETER_BYTES.get(self._dtype, 4)
         flops = sum(
             _FLOPS_PER_PARAMETER * layer.trained_bytes + _FLOPS_PER_FROZEN * layer.frozen_bytes for layer in layers
         )
-        peak = sheet.bfloat16_flops if self._dtype in _HALF_PRECISION else sheet.float32_flops
-        return flops / parameter_bytes * tokens_per_s / (peak * self._devices)
+        peak = 0.0
+        for sheet, count in zip(sheets, self._kinds.values(), strict=True):
+            if sheet is None:
+                return None
+            peak += count * (sheet.bfloat16_flops if self._dtype in _HALF_PRECISION else sheet.float32_flops)
+        return flops / parameter_bytes * tokens_per_s / peak
 
 
 def _finite(value: float) -> float | None:

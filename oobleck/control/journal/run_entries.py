@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oobleck.control.protocol import Raised
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
 __all__ = [
@@ -43,10 +43,13 @@ class MasterResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKnown:
-    """The model's profile, as the JSON of a profile file: what every plan of the run is computed from."""
+    """The model's profile on one kind of node, as the JSON of a profile file: what every plan is computed from."""
 
     t_s: float
     profile_json: str
+    kind: str = DEFAULT_KIND
+    num_devices: int = 1
+    """Of each node of that kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from oobleck.control.protocol import Exited, Killed, NotStarted, Raised, ServerEnd, Unseen, WorkerEnd
+from oobleck.job import DEFAULT_KIND
 
 from .entries import JournalEntry
 from .losses import (
@@ -191,7 +192,7 @@ def _of_the_run(
         case MasterResumed():
             return f"a new master takes over; the one before was last heard {entry.away_s:.1f} s ago"
         case ProfileKnown():
-            return "the model's profile is known"
+            return "the model's profile is known" + (f" on {entry.kind}" if entry.kind != DEFAULT_KIND else "")
         case ScalingDecided():
             train = f"{entry.num_nodes} of {entry.num_available} nodes are to train"
             return f"{train} ({entry.policy}): {entry.reason}"

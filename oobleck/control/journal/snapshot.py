@@ -82,6 +82,8 @@ class NodeView:
     heard_s_ago: float | None
     origin: str = ""
     """What has given it; empty for one that a user has named."""
+    kind: str = ""
+    """What its devices are, and how many; empty where all nodes are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ class ViewImage:
     recent: tuple[tuple[float, int], ...]
     nodes: tuple[tuple[str, NodeState], ...]
     origins: tuple[tuple[str, str], ...]
+    kinds: tuple[tuple[str, str], ...]
     changing: tuple[StageKey, ...]
     recovering: tuple[int, ...]
     num_recoveries: int
@@ -85,6 +86,7 @@ class RunView:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
         self._nodes: dict[str, NodeState] = {}
         self._origins: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._changing: frozenset[StageKey] = frozenset()
         self._recovering: set[int] = set()
@@ -104,7 +106,7 @@ class RunView:
             view._plan, view._generation, view._redundant = newest.plan, newest.generation, newest.redundant
         view._scaling, view._step, view._loss = image.scaling, image.step, image.loss
         view._recent.extend(image.recent)
-        view._nodes, view._origins = dict(image.nodes), dict(image.origins)
+        view._nodes, view._origins, view._kinds = dict(image.nodes), dict(image.origins), dict(image.kinds)
         view._changing, view._recovering = frozenset(image.changing), set(image.recovering)
         view._num_recoveries = image.num_recoveries
         view._events.extend(image.events)
@@ -122,6 +124,7 @@ class RunView:
             recent=tuple(self._recent),
             nodes=tuple(self._nodes.items()),
             origins=tuple(self._origins.items()),
+            kinds=tuple(self._kinds.items()),
             changing=tuple(sorted(self._changing)),
             recovering=tuple(sorted(self._recovering)),
             num_recoveries=self._num_recoveries,
@@ -148,7 +151,7 @@ class RunView:
                 self._job = entry.job
                 for node in entry.nodes:
                     self._nodes.setdefault(node.name, NodeState.CONNECTING)
-                    self._origins[node.name] = node.origin
+                    self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
             case NodeConnected():
                 self._nodes[entry.node] = NodeState.CONNECTED
             case WorkerUp():
@@ -160,7 +163,7 @@ class RunView:
                 self._nodes[entry.node] = NodeState.ENDED
             case NodeAdded():
                 self._nodes[entry.node.name] = NodeState.CONNECTING
-                self._origins[entry.node.name] = entry.node.origin
+                self._origins[entry.node.name], self._kinds[entry.node.name] = entry.node.origin, entry.node.kind
             case WorkerDown():
                 self._nodes[entry.node] = NodeState.CONNECTED
             case PlanAdopted():
@@ -197,7 +200,7 @@ class RunView:
                 self._ranks.apply(entry)
                 for node in entry.nodes:
                     self._nodes.setdefault(node.name, NodeState.CONNECTING)
-                    self._origins[node.name] = node.origin
+                    self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
             case GenerationFormed():
                 self._ranks.apply(entry)
                 self._form(entry)
@@ -216,6 +219,7 @@ class RunView:
         job = self._job
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
         remaining = job.max_steps - self._step if job else 0
+        has_kinds = len(set(self._kinds.values())) > 1
         return RunSnapshot(
             tag=job.tag if job else self._ranks.tag,
             model=job.model.type if job else self._ranks.command,
@@ -234,7 +238,7 @@ class RunView:
             num_recoveries=self._num_recoveries + self._ranks.num_restarts,
             scaling=self._scaling,
             pipelines=tuple(self._pipelines()),
-            nodes=tuple(self._node_view(name, elapsed_s) for name in self._nodes),
+            nodes=tuple(self._node_view(name, elapsed_s, has_kinds=has_kinds) for name in self._nodes),
             events=tuple(self._events),
             exit_code=self._ended.exit_code if self._ended else None,
             data=self._data.text(has_ended=self._ended is not None),
@@ -316,7 +320,7 @@ class RunView:
             return WorkState.STARTING
         return WorkState.RECONFIGURING if broken or not self._changing.isdisjoint(_keys(stage)) else WorkState.TRAINING
 
-    def _node_view(self, name: str, now_s: float) -> NodeView:
+    def _node_view(self, name: str, now_s: float, *, has_kinds: bool) -> NodeView:
         state = self._nodes[name]
         if self._ended is not None and state is not NodeState.LOST:
             state = NodeState.ENDED
@@ -326,6 +330,7 @@ class RunView:
             state=state,
             heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s),
             origin=self._origins.get(name, ""),
+            kind=self._kinds.get(name, "") if has_kinds else "",
         )
 
 

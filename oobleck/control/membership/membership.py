@@ -132,6 +132,7 @@ class Membership:
 
     def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
         self._members: dict[str, Member] = {}
+        self._kinds: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         """When each node was heard of last: beside the members, for it changes with every message."""
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
@@ -188,6 +189,7 @@ class Membership:
     def _take(self, spec: NodeSpec) -> None:
         worker_ids = tuple(WorkerId(node=spec.name, device=device) for device in range(spec.num_devices))
         self._heard_s[spec.name] = 0.0
+        self._kinds[spec.name] = spec.kind
         self._put(Member(spec=spec, worker_ids=worker_ids))
         self._on_host.clear()
 
@@ -199,9 +201,10 @@ class Membership:
         self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
-        """Reach nodes as these say, where they may have changed."""
+        """Reach nodes as these say, where they may have changed; what they are stays as it was."""
         for name, member in self._members.items():
-            self._put(replace(member, spec=specs.get(name, member.spec)))
+            spec = specs.get(name, member.spec)
+            self._put(replace(member, spec=replace(spec, device=member.spec.device, devices=member.spec.devices)))
         self._on_host.clear()
 
     def meet(self, node: str, hello: Hello, *, address: str, now_s: float) -> None:
@@ -346,6 +349,11 @@ class Membership:
             known = tuple([member for member in self._members.values() if member.state in states])
             self._in_state[states] = known
         return known
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """By node: its kind. It grows as nodes join."""
+        return self._kinds
 
     @property
     def are_all_ready(self) -> bool:

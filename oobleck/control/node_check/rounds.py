@@ -118,15 +118,23 @@ class NodeCheck:
     A round costs O(nodes · pairs tested); there are few pairs.
     """
 
-    def __init__(self, nodes: Sequence[str], *, slow_factor: float = 1.5) -> None:
-        """`slow_factor`: how many times slower than the lower median of all a node is when it is called slow."""
+    def __init__(
+        self, nodes: Sequence[str], *, slow_factor: float = 1.5, device_of: Mapping[str, str] | None = None
+    ) -> None:
+        """`slow_factor`: how many times slower than the lower median of all a node is when it is called slow.
+
+        `device_of` names the devices of nodes, where there are several kinds: what a node takes alone is compared with
+        what nodes with such devices take.
+        """
         assert slow_factor > 1
         assert len(set(nodes)) == len(nodes)
         self._nodes = tuple(nodes)
         self._slow_factor = slow_factor
         self._solo: defaultdict[str, list[SoloResult]] = defaultdict(list)
         self._pairs: defaultdict[tuple[str, str], list[PairResult]] = defaultdict(list)
-        self._solo_median_s: dict[str, float] = {}
+        self._device_of = device_of or {}
+        self._solo_median_s: dict[str, dict[str, float]] = {}
+        """By device, and by what is measured."""
         self._pair_median_s: float | None = None
         self._num_rounds = 0
 
@@ -150,11 +158,18 @@ class NodeCheck:
         together = tuple(pairs)
         for pair in together:
             self._pairs[_key(*pair.nodes)].append(pair)
-        if not self._solo_median_s:
-            self._solo_median_s = _medians(result for results in self._solo.values() for result in results)
+        self._note_usual()
         if self._pair_median_s is None:
             times_s = [pair.seconds for pair in together if pair.seconds is not None]
             self._pair_median_s = _lower_median(times_s) if times_s else None
+
+    def _note_usual(self) -> None:
+        by_device: defaultdict[str, list[SoloResult]] = defaultdict(list)
+        for node, results in self._solo.items():
+            by_device[self._device_of.get(node, "")] += results
+        for device, results in by_device.items():
+            if device not in self._solo_median_s and (medians := _medians(results)):
+                self._solo_median_s[device] = medians
 
     def verdict(self) -> CheckVerdict:
         """What is known so far."""
@@ -215,17 +230,21 @@ class NodeCheck:
     def _is_good(self, result: SoloResult) -> bool:
         if result.error:
             return False
+        usual_s = self._usual_s(result.node)
         return all(
-            seconds < self._solo_median_s[measure] * self._slow_factor * _TOLERANCE.get(measure, 1.0)
+            seconds < usual_s[measure] * self._slow_factor * _TOLERANCE.get(measure, 1.0)
             for measure, seconds in result.seconds.items()
-            if measure in self._solo_median_s
+            if measure in usual_s
         )
 
+    def _usual_s(self, node: str) -> Mapping[str, float]:
+        """What nodes like this one take, by what is measured."""
+        return self._solo_median_s.get(self._device_of.get(node, ""), {})
+
     def _worst_measure(self, result: SoloResult) -> tuple[str, float]:
+        usual_s = self._usual_s(result.node)
         factors = {
-            measure: seconds / self._solo_median_s[measure]
-            for measure, seconds in result.seconds.items()
-            if measure in self._solo_median_s
+            measure: seconds / usual_s[measure] for measure, seconds in result.seconds.items() if measure in usual_s
         }
         measure = max(sorted(factors), key=lambda measure: factors[measure] / _TOLERANCE.get(measure, 1.0))
         return measure, factors[measure]

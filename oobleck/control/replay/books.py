@@ -37,7 +37,7 @@ class BooksImage:
     """All that `RunBooks` know of a run that has started."""
 
     started: JobStarted
-    profile: ProfileKnown | None
+    profiles: tuple[ProfileKnown, ...]
     step: int
     furthest_step: int
     gone_nodes: tuple[str, ...]
@@ -62,7 +62,7 @@ class RunBooks:
         self.started: JobStarted | None = None
         self.newest: PlanAdopted | None = None
         """The newest plan."""
-        self._profile: ProfileKnown | None = None
+        self._profiles: tuple[ProfileKnown, ...] = ()
         self._step = 0
         self.furthest_step = 0
         """The newest step that was ever committed."""
@@ -76,15 +76,14 @@ class RunBooks:
     def of_image(cls, image: BooksImage) -> RunBooks:
         """Continue from what others have come to. Raises PeerError for an image that is none."""
         plans = PlanUnpacker().plans(image.plans)
-        profile_json = "" if image.profile is None else image.profile.profile_json
         books = cls()
         books.started, books.newest = image.started, plans[-1] if plans else None
-        books._profile, books._step, books._saved, books._end = image.profile, image.step, image.saved, image.end
+        books._profiles, books._step, books._saved, books._end = image.profiles, image.step, image.saved, image.end
         books.furthest_step, books.gone_nodes = image.furthest_step, set(image.gone_nodes)
-        books._replay = Replay.of_image(replace(image.replay, plans=plans), image.started, profile_json)
+        books._replay = Replay.of_image(replace(image.replay, plans=plans), image.started, image.profiles)
         books.account = RunAccount.of_image(image.account, image.started, books.newest)
         books.view = RunView.of_image(image.view, image.started, books.newest)
-        known = (image.started, image.profile, books.newest)
+        known = (image.started, *image.profiles, books.newest)
         books.metrics = Metrics.of_image(image.metrics, *(entry for entry in known if entry is not None))
         return books
 
@@ -95,7 +94,7 @@ class RunBooks:
         replay = self._replay.image()
         return BooksImage(
             started=self.started,
-            profile=self._profile,
+            profiles=self._profiles,
             step=self._step,
             furthest_step=self.furthest_step,
             gone_nodes=tuple(sorted(self.gone_nodes)),
@@ -118,7 +117,7 @@ class RunBooks:
                 self.started, self._replay = entry, Replay(entry)
                 return
             case ProfileKnown():
-                self._profile = entry
+                self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)
             case PlanAdopted():
                 self.newest = entry
             case StepDone(record=record):

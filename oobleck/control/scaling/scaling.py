@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 from oobleck.control.commit import Progress
 from oobleck.control.events import Record, notice
@@ -23,12 +22,9 @@ from oobleck.control.journal import RecoveryDone, ScalingDecided
 from oobleck.control.membership import Membership
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec
-from oobleck.planner import Decision, ExecutionPlan
+from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan
 
 from .policy import ScalingState, ScalingTarget, scaling_target
-
-if TYPE_CHECKING:
-    from oobleck.planner import Planner
 
 __all__ = ["Scaling", "first_target", "with_resting"]
 
@@ -72,7 +68,7 @@ class Scaling:
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def begin(self, planner: Planner, num_nodes: int, now_s: float) -> tuple[Record, ...]:
+    def begin(self, planner: ClusterPlanner, nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
         """Training begins: settle on how many of these nodes. Raises PlanningError.
 
         Nothing is measured yet, so that a deadline is begun with all nodes.
@@ -80,11 +76,11 @@ class Scaling:
         self.look_later(now_s)
         if self._spec.policy == "all":
             return ()
-        return (self._set(first_target(self._job, planner, num_nodes), num_nodes, now_s),)
+        return (self._set(first_target(self._job, planner, nodes), len(nodes), now_s),)
 
-    def resting(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
+    def resting(self, planner: ClusterPlanner, nodes: Sequence[str]) -> tuple[str, ...]:
         """Return the nodes without a part in the first plan."""
-        return tuple(nodes[self._limit(planner, len(nodes)) :])
+        return tuple(planner.best_first(nodes)[self._limit(planner, nodes) :])
 
     def restore(self, target: int | None, now_s: float) -> None:
         """Go on with the target that the journal of a master before knows."""
@@ -129,15 +125,15 @@ class Scaling:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def consider(self, planner: Planner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
+    def consider(self, planner: ClusterPlanner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
         """Decide again; returns whether the number of nodes that train is to change now, and what is recorded.
 
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
         decided: those who stay may be too few, which the next plan shows.
         """
         self.look_later(now_s)
-        available = self._num_available
-        if available < len(self._members.ready):
+        available = self._available
+        if len(available) < len(self._members.ready):
             return False, ()
         wanted = scaling_target(self._state(planner, available, now_s))
         warnings = self._warn_if_late(wanted, now_s)
@@ -152,21 +148,21 @@ class Scaling:
         if now_s < settled_s:
             self.due_s = min(self.due_s, settled_s)
             return False, warnings
-        return True, (*warnings, self._set(wanted, available, now_s))
+        return True, (*warnings, self._set(wanted, len(available), now_s))
 
-    def wants_more(self, planner: Planner, num_used: int) -> bool:
+    def wants_more(self, planner: ClusterPlanner, num_used: int) -> bool:
         """Return whether a node that has come is to train at once, beside `num_used` that do."""
-        return self._target is None or num_used < self._limit(planner, self._num_available)
+        return self._target is None or num_used < self._limit(planner, self._available)
 
     def choices(
-        self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
+        self, planner: ClusterPlanner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
     ) -> list[tuple[str, ...]]:
         """Return the sets of nodes that may rest; the planner says which of them is best.
 
-        Those who train continue, as far as they are wanted; slow ones rest first.
+        Those who train continue, as far as they are wanted; slow ones rest first, and of several kinds the slowest.
         """
-        nodes = [member.spec.name for member in self._members.ready if not member.is_draining]
-        number = len(nodes) - self._limit(planner, len(nodes))
+        nodes = self._available
+        number = len(nodes) - self._limit(planner, nodes)
         if number <= 0:
             return [()]
         used = [node for node in plan.nodes if node in nodes and node not in lost]
@@ -174,7 +170,7 @@ class Scaling:
 
         def resting(ordered: Sequence[str]) -> tuple[str, ...]:
             """The last ones, when slow nodes come after all others."""
-            return tuple(sorted([*ordered, *others], key=lambda node: node in slow)[-number:])
+            return tuple(sorted(planner.best_first([*ordered, *others]), key=lambda node: node in slow)[-number:])
 
         together, spread = resting(used), resting(_by_position(plan, used))
         return [together] if set(together) == set(spread) else [together, spread]
@@ -182,33 +178,33 @@ class Scaling:
     # --- the state of things -----------------------------------------------------------------------------------
 
     @property
-    def _num_available(self) -> int:
-        return sum(not member.is_draining for member in self._members.ready)
+    def _available(self) -> list[str]:
+        return [member.spec.name for member in self._members.ready if not member.is_draining]
 
-    def _limit(self, planner: Planner, available: int) -> int:
+    def _limit(self, planner: ClusterPlanner, available: Sequence[str]) -> int:
         """On how many of the available nodes to train: a target from when there were too few is not safe any more."""
-        if self._target is None or self._target >= available:
-            return available
-        return max(self._target, planner.fewest_nodes(available))
+        if self._target is None or self._target >= len(available):
+            return len(available)
+        return max(self._target, planner.fewest_nodes(planner.best_first(available)))
 
-    def _state(self, planner: Planner, available: int, now_s: float) -> ScalingState:
-        changes_s = self._planned_s or self._forced_s
+    def _state(self, planner: ClusterPlanner, available: Sequence[str], now_s: float) -> ScalingState:
+        changes_s, nodes = self._planned_s or self._forced_s, planner.best_first(available)
         return ScalingState(
             spec=self._spec,
-            num_available=available,
-            num_used=self._limit(planner, available),
-            fewest=planner.fewest_nodes(available),
-            step_s=lambda count: self._step_s(planner, count),
+            num_available=len(nodes),
+            num_used=self._limit(planner, nodes),
+            fewest=planner.fewest_nodes(nodes),
+            step_s=lambda count: self._step_s(planner, nodes[:count]),
             steps_left=self._job.max_steps - self._progress.last_step,
             elapsed_s=now_s,
             horizon_s=(_PRIOR_HORIZON_S + now_s) / (1 + self._num_changes),
             change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
         )
 
-    def _step_s(self, planner: Planner, count: int) -> float:
+    def _step_s(self, planner: ClusterPlanner, nodes: Sequence[str]) -> float:
         """What a step takes on so many nodes: as measured where it was, else as predicted and measured elsewhere."""
-        timed = self._timed.get(count, ())
-        return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(count) * self._ratio
+        timed = self._timed.get(len(nodes), ())
+        return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(nodes) * self._ratio
 
     def _set(self, target: ScalingTarget, available: int, now_s: float) -> Record:
         self._target, self._since = target.num_nodes, None
@@ -229,20 +225,21 @@ class Scaling:
         return (notice(now_s, "warning", text),)
 
 
-def first_target(job: JobSpec, planner: Planner, num_nodes: int) -> ScalingTarget:
+def first_target(job: JobSpec, planner: ClusterPlanner, nodes: Sequence[str]) -> ScalingTarget:
     """Return on how many nodes a job begins that nothing has been measured of. Raises PlanningError.
 
     A deadline is begun with all nodes.
     """
     if job.scaling.policy == "deadline":
-        return ScalingTarget(num_nodes=num_nodes, reason="no step has been timed yet")
+        return ScalingTarget(num_nodes=len(nodes), reason="no step has been timed yet")
+    ordered = planner.best_first(nodes)
     return scaling_target(
         ScalingState(
             spec=job.scaling,
-            num_available=num_nodes,
-            num_used=num_nodes,
-            fewest=planner.fewest_nodes(num_nodes),
-            step_s=planner.step_s,
+            num_available=len(ordered),
+            num_used=len(ordered),
+            fewest=planner.fewest_nodes(ordered),
+            step_s=lambda count: planner.step_s(ordered[:count]),
             steps_left=job.max_steps,
             elapsed_s=0.0,
             horizon_s=_PRIOR_HORIZON_S,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .choice import Chooser
-from .kinds import KindCosts, MixedTemplate, NodeKind
+from .kinds import KindCosts, MixedTemplate
 from .planner import MixedPlanner
 from .search import MixedSearch
 
-__all__ = ["Chooser", "KindCosts", "MixedPlanner", "MixedSearch", "MixedTemplate", "NodeKind"]
+__all__ = ["Chooser", "KindCosts", "MixedPlanner", "MixedSearch", "MixedTemplate"]

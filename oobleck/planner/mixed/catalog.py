@@ -10,11 +10,12 @@ from oobleck.planner.costs import Timing
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.inventory import Holding, needed_holdings
+from oobleck.planner.node_kind import NodeKind
 from oobleck.planner.plan import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.settings import PlannerSettings
 
 from .choice import Choice, Chooser, Counts
-from .kinds import KindCosts, MixedTemplate, NodeKind
+from .kinds import KindCosts, MixedTemplate
 from .search import MixedSearch
 
 __all__ = ["MixedCatalog"]

@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
 from oobleck.planner.costs import StageCosts, Timing
+from oobleck.planner.node_kind import NodeKind, shared_network, with_shared_links
 from oobleck.planner.plan import PipelineTemplate
-from oobleck.planner.profiles import NetworkProfile, Profile
 from oobleck.planner.settings import PlannerSettings
 
-__all__ = ["KindCosts", "MixedTemplate", "NodeKind"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeKind:
-    """Nodes with equal devices."""
-
-    name: str
-    profile: Profile
-    """The model on one device of theirs."""
-    devices_per_node: int = 1
-
-    def __post_init__(self) -> None:
-        if self.devices_per_node < 1:
-            raise PlanningError(f"kind {self.name} has {self.devices_per_node} devices a node; it needs at least 1")
+__all__ = ["KindCosts", "MixedTemplate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +37,15 @@ class KindCosts:
         self.kinds = tuple(kinds)
         self.settings = settings
         profiles = [kind.profile for kind in kinds]
-        self.network = replace(
-            profiles[0].network,
-            inter_node_bytes_per_s=min(each.network.inter_node_bytes_per_s for each in profiles),
-            inter_node_latency_s=max(each.network.inter_node_latency_s for each in profiles),
-        )
+        self.network = shared_network(profiles)
         self.of = tuple(
             StageCosts(
-                replace(kind.profile, network=_with_links_between(kind.profile.network, self.network)),
+                profile,
                 devices_per_node=kind.devices_per_node,
                 max_in_flight=settings.num_microbatches,
                 reserved_bytes=settings.reserved_memory_bytes,
             )
-            for kind in kinds
+            for kind, profile in zip(kinds, with_shared_links(profiles), strict=True)
         )
         self.num_layers = profiles[0].num_layers
         self.layer_bytes = tuple(layer.state_bytes for layer in profiles[0].layers)
@@ -86,14 +68,6 @@ class KindCosts:
             self.of[mixed.kinds[stage.node_index]].stage_fits(mixed.template, index, more_copies=more_copies)
             for index, stage in enumerate(mixed.template.stages)
         )
-
-
-def _with_links_between(own: NetworkProfile, shared: NetworkProfile) -> NetworkProfile:
-    return replace(
-        own,
-        inter_node_bytes_per_s=shared.inter_node_bytes_per_s,
-        inter_node_latency_s=shared.inter_node_latency_s,
-    )
 
 
 def _check(kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
@@ -9,6 +11,7 @@ from oobleck.errors import PlanningError
 from oobleck.planner.catalog import rest_of_step_s
 from oobleck.planner.decision import Decision
 from oobleck.planner.formatting import listed
+from oobleck.planner.node_kind import NodeKind
 from oobleck.planner.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from oobleck.planner.profiles import Profile
 from oobleck.planner.reconfiguration import Changes
@@ -17,8 +20,8 @@ from oobleck.planner.speeds import speeds_of
 from oobleck.planner.start import check_nodes, started
 
 from .catalog import MixedCatalog
-from .choice import Chooser, Counts
-from .kinds import MixedTemplate, NodeKind
+from .choice import Choice, Chooser, Counts
+from .kinds import MixedTemplate
 from .reconfigure import reconfigure
 
 __all__ = ["MixedPlanner"]
@@ -40,6 +43,8 @@ class MixedPlanner:
         self._kind_of = kind_of
         self._numbers = {kind.name: number for number, kind in enumerate(kinds)}
         self._catalog = MixedCatalog(kinds, settings, mixes=mixes)
+        seconds = [_seconds_a_node(kind) for kind in kinds]
+        self._ranks = [sorted(seconds).index(own_s) for own_s in seconds]
 
     def kind_of(self, node: str) -> str:
         """Return the name of a node's kind. Raises PlanningError where it has none, or one without a profile."""
@@ -48,6 +53,34 @@ class MixedPlanner:
     def profile_of(self, node: str) -> Profile:
         """Return the profile of a node's kind, with the network that all kinds share."""
         return self._catalog.costs.of[self._number(node)].profile
+
+    def can_hold(self, nodes: Sequence[str]) -> bool:
+        """Return whether these nodes hold the model at least once."""
+        return bool(self._catalog.timings(self._count(nodes)))
+
+    def best_first(self, nodes: Sequence[str]) -> list[str]:
+        """Return the nodes in the order in which they are used where not all of them are: the fastest first."""
+        return sorted(nodes, key=lambda node: self._ranks[self._number(node)])
+
+    def fewest_nodes(self, nodes: Sequence[str]) -> int:
+        """Return how many of the nodes, from the first on, hold the model as often as was asked for.
+
+        Where not even all do, that is all of them. Raises PlanningError where they cannot hold the model once.
+        """
+        wanted, _ = self._catalog.num_pipelines(self._count(nodes))
+        return bisect_left(range(1, len(nodes)), wanted, key=lambda count: self._num_copies(nodes[:count])) + 1
+
+    def step_s(self, nodes: Sequence[str]) -> float:
+        """Return the seconds of a step under the best plan for these nodes, none of them slow. Raises PlanningError."""
+        total = self._count(nodes)
+        choice = self._choose(total)
+        templates = [self._catalog.template(counts, total).template for counts in choice.pipelines]
+        return choice.slowest_s + self._catalog.reduction_s(templates)
+
+    def _num_copies(self, nodes: Sequence[str]) -> int:
+        """Return how many of the pipelines that were asked for these nodes can form."""
+        total = self._count(nodes)
+        return self._catalog.num_pipelines(total)[0] if self._catalog.timings(total) else 0
 
     def templates(self, nodes: Sequence[str]) -> dict[tuple[int, ...], PipelineTemplate]:
         """Return the pipelines that some of these nodes can form, by how many of each kind they have."""
@@ -137,9 +170,7 @@ class MixedPlanner:
     ) -> tuple[ExecutionPlan, float]:
         """Return the best plan for the chosen of the nodes; those that are not used are spares."""
         total = self._count(chosen)
-        fewest, exactly = self._catalog.num_pipelines(total)
-        choice = self._catalog.choose(total, self.settings.num_microbatches, fewest, exactly=exactly)
-        assert choice is not None, "so many pipelines are possible"
+        choice = self._choose(total)
         # Nodes of like speed come together.
         waiting: list[deque[str]] = [deque() for _ in self.kinds]
         for node in sorted(chosen, key=lambda node: -speeds.get(node, 1.0)):
@@ -150,6 +181,12 @@ class MixedPlanner:
             pipelines.append((mixed, [waiting[kind].popleft() for kind in mixed.kinds]))
         used = {node for _, each in pipelines for node in each}
         return self._catalog.build_plan(pipelines, [node for node in nodes if node not in used], speeds)
+
+    def _choose(self, total: Counts) -> Choice:
+        fewest, exactly = self._catalog.num_pipelines(total)
+        choice = self._catalog.choose(total, self.settings.num_microbatches, fewest, exactly=exactly)
+        assert choice is not None, "so many pipelines are possible"
+        return choice
 
     def _mixed(self, pipeline: Pipeline) -> MixedTemplate:
         return MixedTemplate(template=pipeline.template, kinds=tuple(map(self._number, pipeline.nodes)))
@@ -175,3 +212,9 @@ class MixedPlanner:
             parts = [f"{number} {kind.name}" for number, kind in zip(counts, self.kinds, strict=True) if number]
             forms[" + ".join(parts)] = forms.get(" + ".join(parts), 0) + 1
         return ", ".join(form if times == 1 else f"{times} × ({form})" for form, times in forms.items())
+
+
+def _seconds_a_node(kind: NodeKind) -> float:
+    """Return the seconds in which a node's devices, side by side, compute all layers once."""
+    seconds = math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in kind.profile.layers)
+    return seconds / kind.devices_per_node

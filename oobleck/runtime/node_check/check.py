@@ -64,7 +64,8 @@ async def check_nodes(
     Must be called within `open_ssh_loop`. `tell` receives what is being done. What is wrong with nodes raises nothing.
     """
     began_s = trio.current_time()
-    check = NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor)
+    device_of = {spec.name: spec.device for spec in nodes}
+    check = NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor, device_of=device_of)
     num_rounds = 0
     async with trio.open_nursery() as nursery:
         cluster = _Cluster(nodes)

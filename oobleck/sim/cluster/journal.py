@@ -23,20 +23,18 @@ class MemoryJournal:
 
 
 class MemoryProfiles:
-    """Implements `roles.ports.ProfileCache`, with one profile for every key of a profile."""
+    """Implements `roles.ports.ProfileCache`."""
 
     def __init__(self, profile_json: str | None) -> None:
+        """`profile_json` is there for every key of a profile; None for none but those that are stored."""
         self.profile_json = profile_json
-        self._links: dict[str, str] = {}
+        self._stored: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
-        return self._links.get(key) if key.startswith(LINK_KEYS) else self.profile_json
+        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self.profile_json)
 
     def store(self, key: str, profile_json: str) -> None:
-        if key.startswith(LINK_KEYS):
-            self._links[key] = profile_json
-        else:
-            self.profile_json = profile_json
+        self._stored[key] = profile_json
 
 
 def journal_digest(entries: Iterable[JournalEntry]) -> str:

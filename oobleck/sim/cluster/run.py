@@ -14,10 +14,10 @@ from oobleck.control.events import Command, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.planner import Profile, profile_to_json
+from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
-from oobleck.sim.costs import Costs
+from oobleck.sim.costs import Costs, NodeKinds
 from oobleck.sim.trace import Trace
 from oobleck.wire import decode_json, encode_json
 
@@ -71,6 +71,7 @@ def run_cluster(
     profile: Profile,
     seed: int = 0,
     devices_per_node: int = 1,
+    kinds: Sequence[NodeKind] = (),
     delays: Delays | None = None,
     costs: Costs | None = None,
     has_profile: bool = True,
@@ -81,12 +82,14 @@ def run_cluster(
 
     The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
     text are not looked at. `costs` say what orders, groups and commits take, beside the `delays`; without them orders
-    and commits take no time. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
+    and commits take no time. `kinds` are those that the trace's nodes are of, if they are of several: nothing is cached
+    then. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
     each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
     breaks a promise of the protocol as an `ExceptionGroup` of Violations.
     """
-    simulation = _Simulation(trace, job, profile, seed, devices_per_node, delays or Delays(), costs)
-    if not has_profile:
+    nodes = NodeKinds(kinds, trace.kinds) if kinds else NodeKinds.alike(profile, devices_per_node=devices_per_node)
+    simulation = _Simulation(trace, job, nodes, seed, delays or Delays(), costs)
+    if not has_profile or kinds:
         simulation.profiles.profile_json = None
     simulation.observers = [observe] if observe else []
     simulation.keeps_decisions = keep_decisions
@@ -145,9 +148,8 @@ class _Simulation:
         self,
         trace: Trace,
         job: JobSpec,
-        profile: Profile,
+        kinds: NodeKinds,
         seed: int,
-        devices_per_node: int,
         delays: Delays,
         costs: Costs | None,
     ) -> None:
@@ -157,9 +159,9 @@ class _Simulation:
         self.observers: Sequence[Callable[[JournalEntry], None]] = ()
         self._trace = trace
         self._job = job
-        self._devices = tuple(range(devices_per_node))
-        self.profiles = MemoryProfiles(profile_to_json(profile))
-        self._world = World.make(profile, delays, seed, costs)
+        self._kinds = kinds
+        self.profiles = MemoryProfiles(profile_to_json(kinds.profile))
+        self._world = World.make(kinds, delays, seed, costs)
         self.time = self._world.time
         self._master: Master | None = None
         self._life = trio.CancelScope()
@@ -237,7 +239,7 @@ class _Simulation:
         return master
 
     def _spec(self, name: str) -> NodeSpec:
-        return NodeSpec(name=name, host=name, devices=self._devices)
+        return self._kinds.spec(name)
 
     def _submit(self, event: Event) -> None:
         """Send to the master, or to the next one, if there is none just now."""

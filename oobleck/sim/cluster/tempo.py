@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from oobleck.control.protocol import PlanUpdate
@@ -55,16 +55,27 @@ class ProgramTimes:
 class Tempo:
     """Seconds of steps, reductions, transfers and orders. Mutable only in how slow each node is."""
 
-    def __init__(self, profile: Profile, *, form_group_s: float = 0.0, costs: Costs | None = None) -> None:
-        """Without `costs`, forming takes `form_group_s`, and the master's work and commits take no time."""
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        profile_of: Callable[[str], Profile] | None = None,
+        form_group_s: float = 0.0,
+        costs: Costs | None = None,
+    ) -> None:
+        """Without `costs`, forming takes `form_group_s`, and the master's work and commits take no time.
+
+        Where nodes are of several kinds, `profile_of` returns the profile of each node's.
+        """
         self._form_group_s = form_group_s
         self._costs = costs
         self._profile = profile
+        self._profile_of = profile_of or (lambda node: profile)
         self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
         self._programs: dict[
-            tuple[PipelineTemplate, tuple[float, ...], int, ScheduleKind], tuple[ProgramTimes, ...]
+            tuple[PipelineTemplate, tuple[float, ...], int, ScheduleKind, tuple[int, ...]], tuple[ProgramTimes, ...]
         ] = {}
-        self._pace = StepTimes(profile)
+        self._pace = StepTimes(profile, profile_of=profile_of)
 
     def set_factor(self, node: str, factor: float) -> None:
         """Have a node take `factor` times as long as usual, from its next program on."""
@@ -73,20 +84,27 @@ class Tempo:
     def program(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> ProgramTimes:
         """What one stage does of a program that all stages of its pipeline begin together."""
         factors = tuple(self._factors[node] for node in pipeline.nodes)
-        key = pipeline.template, factors, num_microbatches, kind
+        own = tuple(map(self._profile_of, pipeline.nodes))
+        key = pipeline.template, factors, num_microbatches, kind, tuple(map(id, own))
         if key not in self._programs:
-            self._programs[key] = self._evaluate(*key)
+            self._programs[key] = self._evaluate(own, pipeline.template, factors, num_microbatches, kind)
         return self._programs[key][stage]
 
     def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> float:
         """Seconds in which a stage computes so many microbatches, those in which it waits left out."""
         mine = pipeline.stages[stage]
-        return num_microbatches * microbatch_s(self._profile, mine) * self._factors[mine.worker_ids[0].node]
+        node = mine.worker_ids[0].node
+        return num_microbatches * microbatch_s(self._profile_of(node), mine) * self._factors[node]
 
     def _evaluate(
-        self, template: PipelineTemplate, factors: tuple[float, ...], num_microbatches: int, kind: ScheduleKind
+        self,
+        profiles: tuple[Profile, ...],
+        template: PipelineTemplate,
+        factors: tuple[float, ...],
+        num_microbatches: int,
+        kind: ScheduleKind,
     ) -> tuple[ProgramTimes, ...]:
-        costs = costs_on(self._profile, template, kind, [factors[stage.node_index] for stage in template.stages])
+        costs = costs_on(profiles, template, kind, [factors[stage.node_index] for stage in template.stages])
         schedule = compile_schedule(
             kind_for(template, kind),
             num_stages=template.num_stages,

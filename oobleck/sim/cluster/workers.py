@@ -123,7 +123,7 @@ class WorkerProcess:
                 await self._train(worker)
 
     def _ready(self, address: WorkerAddress) -> WorkerReady:
-        profile = self._world.profile
+        profile = self._world.kinds.profile_of(self.worker_id.node)
         return WorkerReady(
             device=self.worker_id.device,
             pid=self.pid,
@@ -175,14 +175,14 @@ class WorkerProcess:
     def _time_link(self, peer: WorkerId) -> None:
         """Say what the profile says; nothing where a partition lies between the two."""
         if self._world.fabric.is_whole((self.worker_id, peer)):
-            link = self._world.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
+            link = self._world.kinds.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
             seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
             self._say.send_nowait(LinkTimed(device=self.worker_id.device, seconds=seconds))
 
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
-        profile_json = profile_to_json(self._world.profile)
+        profile_json = profile_to_json(self._world.kinds.profile_of(self.worker_id.node))
         self._say.send_nowait(Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:

@@ -9,8 +9,8 @@ from random import Random
 import trio
 
 from oobleck.control.protocol import CommitMessage
-from oobleck.planner import Profile, WorkerId
-from oobleck.sim.costs import Costs
+from oobleck.planner import WorkerId
+from oobleck.sim.costs import Costs, NodeKinds
 
 from .determinism import VirtualTime
 from .fabric import Fabric
@@ -23,7 +23,7 @@ __all__ = ["Gate", "World"]
 class World:
     """The surroundings of every virtual process."""
 
-    profile: Profile
+    kinds: NodeKinds
     delays: Delays
     tempo: Tempo
     rng: Random
@@ -34,9 +34,9 @@ class World:
     """How messages of other workers, whose ids come with them, reach the one in each place."""
 
     @classmethod
-    def make(cls, profile: Profile, delays: Delays, seed: int, costs: Costs | None = None) -> World:
-        tempo = Tempo(profile, form_group_s=delays.form_group_s, costs=costs)
-        return cls(profile=profile, delays=delays, tempo=tempo, rng=Random(seed))
+    def make(cls, kinds: NodeKinds, delays: Delays, seed: int, costs: Costs | None = None) -> World:
+        tempo = Tempo(kinds.profile, profile_of=kinds.profile_of, form_group_s=delays.form_group_s, costs=costs)
+        return cls(kinds=kinds, delays=delays, tempo=tempo, rng=Random(seed))
 
     def up_to(self, limit_s: float) -> float:
         """Seconds by chance, at most so many."""

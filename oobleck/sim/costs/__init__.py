@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .model import COST_MODELS, DEFAULT_MODEL, Costs, costs_from_json
+from .node_kinds import NodeKinds
 from .outcome import Activity, Outcome, Stretch, outcome_of_journal
 from .step_times import StepTimes, costs_on
 
@@ -11,6 +12,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Activity",
     "Costs",
+    "NodeKinds",
     "Outcome",
     "StepTimes",
     "Stretch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile, StageTemplate
@@ -23,16 +23,19 @@ microbatches a stage it need not have: the step of one in eight drawn pipelines 
 _PLAIN = ScheduleKind.ONE_F_ONE_B
 
 
+_Profiles = tuple[Profile, ...]
 _Key = tuple[StageTemplate, ...]
 """A template by its value: plans that were read from a message have templates of their own."""
 
 
 class StepTimes:
-    """The times of one profile. Remembers what it has evaluated; changes nothing else."""
+    """The times of one profile, or of one for each kind of node. Remembers what it has evaluated."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, profile_of: Callable[[str], Profile] | None = None) -> None:
+        """Where nodes are of several kinds, `profile_of` returns the profile of each node's."""
         self._profile = profile
-        self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...]], float] = {}
+        self._profile_of = profile_of
+        self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...], tuple[int, ...]], float] = {}
         self._reduced_bytes: dict[_Key, int] = {}
 
     def step_s(
@@ -44,14 +47,18 @@ class StepTimes:
         (None: 1F1B); O(pipelines), and an evaluation of each kind of pipeline that was not met before.
         """
         kinds = schedules or (_PLAIN,) * len(plan.pipelines)
-        usual: dict[tuple[int, int, ScheduleKind], PipelineTemplate] = {}
+        usual: dict[tuple[int, int, ScheduleKind, tuple[int, ...]], tuple[PipelineTemplate, _Profiles]] = {}
         seconds: list[float] = []
         for pipeline, kind in zip(plan.pipelines, kinds, strict=True):
             if factors and any(node in factors for node in pipeline.nodes):
                 seconds.append(self.compute_s(pipeline, pipeline.num_microbatches, factors, kind))
             else:
-                usual[id(pipeline.template), pipeline.num_microbatches, kind] = pipeline.template
-        seconds += [self._compute_s(template, number, kind, ()) for (_, number, kind), template in usual.items()]
+                own = self._own(pipeline)
+                key = id(pipeline.template), pipeline.num_microbatches, kind, tuple(map(id, own))
+                usual[key] = pipeline.template, own
+        seconds += [
+            self._compute_s(template, number, kind, (), own) for (_, number, kind, _), (template, own) in usual.items()
+        ]
         return max(seconds) + self.reduce_s(plan)
 
     def compute_s(
@@ -62,11 +69,15 @@ class StepTimes:
             return 0.0
         slowed = tuple(factors.get(node, 1.0) for node in pipeline.nodes) if factors else ()
         usual = all(factor == 1.0 for factor in slowed)
-        return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed)
+        return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed, self._own(pipeline))
 
     def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
         """Seconds in which a pipeline on nodes of usual speed takes so many microbatches: 1F1B, or interleaved."""
-        return self._compute_s(template, num_microbatches, _PLAIN, ())
+        return self._compute_s(template, num_microbatches, _PLAIN, (), ())
+
+    def _own(self, pipeline: Pipeline) -> _Profiles:
+        """The profile of each node of a pipeline, where they may differ; else none."""
+        return () if self._profile_of is None else tuple(map(self._profile_of, pipeline.nodes))
 
     def reduce_s(self, plan: ExecutionPlan) -> float:
         """Seconds of the reduction of gradients, as the planner counts them."""
@@ -84,19 +95,31 @@ class StepTimes:
         return self._reduced_bytes[key]
 
     def _compute_s(
-        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+        self,
+        template: PipelineTemplate,
+        num_microbatches: int,
+        kind: ScheduleKind,
+        factors: tuple[float, ...],
+        own: _Profiles,
     ) -> float:
         stages = template.num_stages
         more = num_microbatches - max(_WHOLE // stages, 2 * stages)
         periods = max(0, -(-more // stages))
         known = num_microbatches - periods * stages
-        end_s = self._evaluate(template, known, kind, factors)
-        return end_s + periods * (end_s - self._evaluate(template, known - stages, kind, factors)) if periods else end_s
+        end_s = self._evaluate(template, known, kind, factors, own)
+        if not periods:
+            return end_s
+        return end_s + periods * (end_s - self._evaluate(template, known - stages, kind, factors, own))
 
     def _evaluate(
-        self, template: PipelineTemplate, num_microbatches: int, kind: ScheduleKind, factors: tuple[float, ...]
+        self,
+        template: PipelineTemplate,
+        num_microbatches: int,
+        kind: ScheduleKind,
+        factors: tuple[float, ...],
+        own: _Profiles,
     ) -> float:
-        key = template.stages, num_microbatches, kind, factors
+        key = template.stages, num_microbatches, kind, factors, tuple(map(id, own))
         if key not in self._seconds:
             schedule = compile_schedule(
                 kind_for(template, kind),
@@ -105,14 +128,20 @@ class StepTimes:
                 num_microbatches=num_microbatches,
             )
             slowed = [factors[stage.node_index] for stage in template.stages] if factors else None
-            self._seconds[key] = timeline(schedule, costs_on(self._profile, template, kind, slowed)).makespan_s
+            self._seconds[key] = timeline(schedule, costs_on(own or self._profile, template, kind, slowed)).makespan_s
         return self._seconds[key]
 
 
 def costs_on(
-    profile: Profile, template: PipelineTemplate, kind: ScheduleKind, factors: Sequence[float] | None
+    profile: Profile | Sequence[Profile],
+    template: PipelineTemplate,
+    kind: ScheduleKind,
+    factors: Sequence[float] | None,
 ) -> Sequence[StageCost]:
-    """What each stage of a template costs under a schedule, or each chunk, where it takes so many times as long."""
+    """What each stage of a template costs under a schedule, or each chunk, where it takes so many times as long.
+
+    `profile` may be one for each node, where these are of several kinds.
+    """
     costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
     if factors is None:
         return costs

@@ -24,9 +24,9 @@ from math import inf
 from oobleck.control.commit import broken_pipelines, without
 from oobleck.control.plans import num_sections_of, shares_of
 from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
-from oobleck.planner import ExecutionPlan, Pipeline, Profile, WorkerId
+from oobleck.planner import ExecutionPlan, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
-from oobleck.sim.costs import Costs, StepTimes
+from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 
 __all__ = ["AnalyticWorkers", "CommittedSteps"]
 
@@ -62,13 +62,12 @@ class _Pending:
 class AnalyticWorkers:
     """All that the sweep mode knows of workers. Times only go forward."""
 
-    def __init__(self, profile: Profile, *, num_samples: int, most_steps: int, costs: Costs) -> None:
+    def __init__(self, kinds: NodeKinds, *, num_samples: int, most_steps: int, costs: Costs) -> None:
         self.max_steps = most_steps
         """No worker trains any further."""
-        self._profile = profile
         self._num_samples = num_samples
         self._costs = costs
-        self._pace = StepTimes(profile)
+        self._pace = StepTimes(kinds.profile, profile_of=kinds.profile_of)
         self._plan: ExecutionPlan | None = None
         self._schedules: tuple[ScheduleKind, ...] = ()
         """Of the pipelines of the plan in force."""

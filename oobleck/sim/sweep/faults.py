@@ -160,7 +160,7 @@ class Faults:
             self._crew.go_on(self._agenda.now_s)
 
     def _crash(self, node: str, device: int) -> None:
-        if self._nodes.is_well(node) and self._run.log.is_planned and device < self._run.devices_per_node:
+        if self._nodes.is_well(node) and self._run.log.is_planned and device in self._run.kinds.devices_of(node):
             if self._crew.is_training(node):
                 self._crew.stop(self._agenda.now_s)
             self._run.end_worker(WorkerId(node, device))

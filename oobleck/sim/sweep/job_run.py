@@ -16,6 +16,7 @@ from oobleck.control.events import (
     DrainRequested,
     End,
     Event,
+    LookUpProfile,
     MessageReceived,
     NodeFailed,
     NodeUp,
@@ -43,7 +44,6 @@ from oobleck.control.protocol import (
     WorkerReady,
 )
 from oobleck.control.speed import found_out_s
-from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import Slowed, Trace
@@ -75,12 +75,11 @@ class JobRun:
             checkpoint_interval_s=settings.checkpoint_interval_s, checkpoint_read_s=settings.costs.checkpoint_read_s
         )
         self._job = settings.job(most_steps(trace, settings))
-        self._fewest = min(settings.planner().templates(max(count for _, count in trace.counts)))
-        # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
-        known = replace(settings.profile, network=replace(settings.profile.network, assumed=()))
-        self._profile_json = profile_to_json(known)
+        self._planner = settings.planner_of(trace)
+        self.kinds = settings.nodes_of(trace)
+        """What the nodes are."""
         self.crew = AnalyticWorkers(
-            settings.profile,
+            self.kinds,
             num_samples=settings.global_batch_size,
             most_steps=settings.max_steps or _NO_LIMIT,
             costs=settings.costs,
@@ -89,6 +88,8 @@ class JobRun:
         self.nodes = NodeStates(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
         self._crashed: set[WorkerId] = set()
+        self._asked: list[str] = []
+        """The kinds of nodes whose profiles it has asked for."""
         self._pids: dict[WorkerId, int] = {}
         """The newest process of each worker."""
         """Workers that have ended, and may be started again."""
@@ -102,14 +103,12 @@ class JobRun:
         """All steps of the job are committed."""
         self._reviews_s = inf
         """When the coordinator is next asked which nodes should train."""
-        self._reports = Reports(settings.profile) if any(isinstance(event, Slowed) for event in trace.events) else None
+        self._reports = (
+            Reports(self.kinds.profile_of) if any(isinstance(event, Slowed) for event in trace.events) else None
+        )
         """None where all nodes are always as fast as the profile says."""
         self._reporting = 0
         """The number of the reports that are due."""
-
-    @property
-    def devices_per_node(self) -> int:
-        return self._settings.devices_per_node
 
     @property
     def is_undisturbed(self) -> bool:
@@ -123,7 +122,7 @@ class JobRun:
 
     def begin(self) -> None:
         """Start the job on the nodes that are there at first, or wait for more."""
-        nodes = tuple(map(self._spec, self._trace.nodes))
+        nodes = tuple(map(self.kinds.spec, self._trace.nodes))
         self.log.record(JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
         self._start()
         for node in self.nodes.startable if self._coordinator is None else ():
@@ -198,6 +197,8 @@ class JobRun:
                 case SendOrders(update=PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
+                case LookUpProfile(kind=kind):
+                    self._asked.append(kind)
                 case SendOrders(update=update):
                     ordered = update
                 case Disconnect(node=node):
@@ -220,7 +221,7 @@ class JobRun:
         if fence:
             self._fence = fence
             self._update = None
-            asking_s = self.costs.asking_s(len(self.nodes.members) * self.devices_per_node)
+            asking_s = self.costs.asking_s(self.kinds.num_workers(self.nodes.members))
             self.agenda.when_seen(self.agenda.now_s + asking_s, lambda: self._answer(fence))
         if ordered is not None:
             self._take_update(ordered)
@@ -228,7 +229,7 @@ class JobRun:
 
     def _take_update(self, update: PlanUpdate) -> None:
         self._update = update
-        seconds, num_workers = transfer_s(self._settings.profile, update.transfers), len(update.plan.worker_ids)
+        seconds, num_workers = transfer_s(self.kinds.profile, update.transfers), len(update.plan.worker_ids)
         ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers, len(update.transfers))
         self.crew.take_update(update, self.agenda.now_s + ordered_s, transfer_s=seconds)
 
@@ -243,7 +244,7 @@ class JobRun:
         idle = [
             WorkerId(node=node, device=device)
             for node in sorted(well - at_work)
-            for device in range(self._settings.devices_per_node)
+            for device in self.kinds.devices_of(node)
         ]
         answers = self.crew.answers(generation, self.agenda.now_s, at_work - well, idle)
         for worker_ids, status in answers:
@@ -315,7 +316,7 @@ class JobRun:
     def _resume(self, update: PlanUpdate) -> None:
         """All have adopted the plan: say so."""
         resumed = self.crew.resumed
-        num_bytes = moved_bytes(self._settings.profile, update.transfers)
+        num_bytes = moved_bytes(self.kinds.profile, update.transfers)
         well = self.nodes.well
         everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
         worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
@@ -328,20 +329,18 @@ class JobRun:
 
     # --- beginnings and ends ------------------------------------------------------------------------------------
 
-    def _spec(self, node: str) -> NodeSpec:
-        return NodeSpec(name=node, host=node, devices=tuple(range(self._settings.devices_per_node)))
-
     def _start(self) -> None:
         """Start the job, or start it again, if the nodes that are there hold the model."""
         nodes = self.nodes.startable
-        if self._coordinator is not None or len(nodes) < self._fewest:
+        if self._coordinator is not None or not self._planner.can_hold(nodes):
             return
         self.nodes.members = {node: self.nodes.lives[node] for node in nodes}
         job = self._job
         if self._settings.max_steps is not None:
             self.crew.max_steps = self._settings.max_steps - self.log.past_steps
             job = replace(job, max_steps=self.crew.max_steps)
-        self._coordinator = Coordinator(job, tuple(map(self._spec, nodes)), started_at="", python_version=_PYTHON)
+        self._asked.clear()
+        self._coordinator = Coordinator(job, tuple(map(self.kinds.spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self.agenda.now_s)
         read_s = self.costs.checkpoint_read_s if self.log.newest_step else 0.0
         coordinator = self._coordinator
@@ -351,7 +350,7 @@ class JobRun:
                 if self._coordinator is coordinator:
                     self._come_up(node)
             if self._coordinator is coordinator:
-                self.feed(ProfileFound(profile_json=self._profile_json))
+                self._know_profiles()
             self._tick_later()
 
         self.agenda.when_seen(self.agenda.now_s + self.costs.starting_s(len(nodes)) + read_s, come_up)
@@ -364,8 +363,17 @@ class JobRun:
             self.fail(node, Unreachable(problem="it is gone"))
             return
         self.feed(NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
-        for device in range(self._settings.devices_per_node):
+        for device in self.kinds.devices_of(node):
             self._say_ready(WorkerId(node=node, device=device))
+
+    def _know_profiles(self) -> None:
+        """Profiles are cached: a master finds that of each kind for which there is a worker."""
+        asked, self._asked = self._asked, []
+        for kind in asked:
+            (profile,) = (each.profile for each in self.kinds.named if each.name == kind)
+            # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
+            profile = replace(profile, network=replace(profile.network, assumed=()))
+            self.feed(ProfileFound(profile_json=profile_to_json(profile), kind=kind))
 
     def _await_others(self, node: str) -> None:
         """Note that a node is there while no coordinator is: too few are, by now."""
@@ -411,8 +419,9 @@ class JobRun:
             else:
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
-                self.feed(AddRequested(spec=self._spec(node)))
+                self.feed(AddRequested(spec=self.kinds.spec(node)))
                 self._come_up(node)
+                self._know_profiles()
 
         self.agenda.when_seen(self.agenda.now_s + starting_s, join)
 

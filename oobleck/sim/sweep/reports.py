@@ -7,7 +7,7 @@ they are left out until somebody's has changed for as many of them as the master
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
@@ -19,8 +19,8 @@ __all__ = ["Reports"]
 class Reports:
     """How many times the usual time each worker takes, as the master knows it."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    def __init__(self, profile_of: Callable[[str], Profile]) -> None:
+        self._profile_of = profile_of
         self._told: dict[WorkerId, float] = {}
 
     def forget(self, node: str) -> None:
@@ -44,19 +44,20 @@ class Reports:
         Who stops listening, for a plan is made again, has heard only those that have said it often enough.
         """
         untold = frozenset(self.untold(plan, factors))
-        groups: dict[tuple[tuple[range, ...], int, float], list[WorkerId]] = defaultdict(list)
-        paces: dict[tuple[tuple[range, ...], int, float], Pace] = {}
+        groups: dict[tuple[tuple[range, ...], int, float, int], list[WorkerId]] = defaultdict(list)
+        paces: dict[tuple[tuple[range, ...], int, float, int], Pace] = {}
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:
                 for worker_id in untold.intersection(stage.worker_ids):
                     factor = factors.get(worker_id.node, 1.0)
-                    key = stage.chunks, len(stage.worker_ids), factor
+                    profile = self._profile_of(worker_id.node)
+                    key = stage.chunks, len(stage.worker_ids), factor, id(profile)
                     groups[key].append(worker_id)
                     if key not in paces:
-                        compute_s = factor * microbatch_s(self._profile, stage)
+                        compute_s = factor * microbatch_s(profile, stage)
                         paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
         for number in range(REPORTS_NEEDED + 1):
             for key, worker_ids in groups.items():
                 yield tuple(worker_ids), paces[key]
                 if number == REPORTS_NEEDED - 1:
-                    self._told.update(dict.fromkeys(worker_ids, key[-1]))
+                    self._told.update(dict.fromkeys(worker_ids, key[2]))

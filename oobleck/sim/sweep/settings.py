@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.coordinator import planner_for, schedules_for
+from oobleck.control.coordinator import one_kind_planner, planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
-from oobleck.planner import Planner, Profile
-from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, StepTimes
+from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
+from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
 __all__ = ["SweepSettings", "most_steps"]
@@ -24,9 +24,12 @@ class SweepSettings:
     """The job whose life is simulated."""
 
     profile: Profile
+    """Of all nodes, or of the first of several kinds."""
     global_batch_size: int
     """Samples in one step."""
     devices_per_node: int = 1
+    kinds: tuple[NodeKind, ...] = ()
+    """Those that a trace's nodes are of by the names of their devices, where they are of several."""
     fault_threshold: int = 1
     num_pipelines: int | None = None
     reductions_per_step: int | Literal["auto"] = "auto"
@@ -68,9 +71,20 @@ class SweepSettings:
             torch_threads=1,
         )
 
+    def nodes_of(self, trace: Trace) -> NodeKinds:
+        """What the nodes of a trace are."""
+        if self.kinds:
+            return NodeKinds(self.kinds, trace.kinds)
+        return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
+
     def planner(self) -> Planner:
-        """A planner with the settings that the coordinator gives its own."""
-        return planner_for(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
+        """A planner for nodes of one kind, with the settings that the coordinator gives its own."""
+        return one_kind_planner(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
+
+    def planner_of(self, trace: Trace) -> ClusterPlanner:
+        """A planner for the nodes of a trace."""
+        nodes = self.nodes_of(trace)
+        return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
 
 
 def most_steps(trace: Trace, settings: SweepSettings) -> int:
@@ -79,8 +93,10 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     Raises PlanningError where they do not hold the model.
     """
     most = trace.nodes[: max(count for _, count in trace.counts)]
-    plan = settings.planner().initial_plan(most).plan
+    planner, nodes = settings.planner_of(trace), settings.nodes_of(trace)
+    plan = planner.initial_plan(most).plan
     if settings.max_steps is not None:
         return settings.max_steps
-    schedules = schedules_for(settings.job(max_steps=1), settings.profile, plan)
-    return min(MAX_STEPS, int(trace.duration_s / StepTimes(settings.profile).step_s(plan, {}, schedules)) + 1)
+    schedules = schedules_for(settings.job(max_steps=1), nodes.profile, plan, profile_of=nodes.profile_of)
+    step_s = StepTimes(nodes.profile, profile_of=nodes.profile_of).step_s(plan, {}, schedules)
+    return min(MAX_STEPS, int(trace.duration_s / step_s) + 1)

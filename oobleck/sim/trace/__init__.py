@@ -25,7 +25,7 @@ from .events import (
 )
 from .facts import facts_of
 from .generate import PRESETS, FailSlow, FailureModel, generate
-from .resize import with_nodes
+from .resize import with_kinds, with_nodes
 from .spares import with_spares
 from .state import ClusterState
 from .trace import Trace
@@ -62,6 +62,7 @@ __all__ = [
     "generate",
     "trace_from_json",
     "trace_to_json",
+    "with_kinds",
     "with_nodes",
     "with_spares",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 
 from .events import Gone, Joined, TraceEvent
 from .state import ClusterState
@@ -17,12 +18,16 @@ def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
     """Return the trace with spares beside its nodes: `spare0`, `spare1`, …
 
     At a loss the next spare joins, `activation_s` seconds later. A node that was replaced and comes back stands by
-    from then on. So no run waits for a repair while there are spares, and every policy has the same ones.
+    from then on. So no run waits for a repair while there are spares, and every policy has the same ones. Of several
+    kinds of nodes, spares are of each in turn.
     """
     if not num_spares:
         return trace
     names = tuple(f"spare{number}" for number in range(num_spares))
-    return replace(trace, nodes=(*trace.nodes, *names), events=tuple(_Reserve(trace, names, activation_s).play()))
+    events = tuple(_Reserve(trace, names, activation_s).play())
+    in_turn = cycle(dict.fromkeys(trace.kinds.values())) if trace.kinds else ()
+    kinds = {**trace.kinds, **dict(zip(names, in_turn, strict=False))}
+    return replace(trace, nodes=(*trace.nodes, *names), events=events, kinds=kinds)
 
 
 class _Reserve:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError
-from oobleck.job import MAX_NODES
+from oobleck.job import MAX_KINDS, MAX_NODES, check_kind_name
 
 from .events import TraceEvent, event_nodes, event_to_json
 from .state import ClusterState
@@ -36,6 +37,8 @@ class Trace:
     """Those that are there at the beginning."""
     events: tuple[TraceEvent, ...] = ()
     """In the order of time."""
+    kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What the devices of nodes are called, where there are several kinds of nodes."""
     source: str = ""
     """Where the trace comes from, for people."""
 
@@ -55,6 +58,9 @@ class Trace:
             raise ConfigError("nodes holds an empty name")
         if unknown := sorted(set(self.start) - set(self.nodes)):
             raise ConfigError(f"start names {unknown[0]!r}, which is not among the trace's nodes")
+        if unknown := sorted(self.kinds.keys() - set(self.nodes)):
+            raise ConfigError(f"kinds names {unknown[0]!r}, which is not among the trace's nodes")
+        self._check_kinds()
         self._check_events()
 
     @cached_property
@@ -70,6 +76,15 @@ class Trace:
                 counts.pop()
             counts.append((event.t_s, len(cluster.here)))
         return tuple(counts)
+
+    def _check_kinds(self) -> None:
+        kinds = sorted(set(self.kinds.values()))
+        for kind in kinds:
+            check_kind_name(kind)
+        if len(kinds) > MAX_KINDS:
+            raise ConfigError(f"there are {len(kinds)} kinds of nodes; a trace has at most {MAX_KINDS}")
+        if self.kinds and (without := [node for node in self.nodes if node not in self.kinds]):
+            raise ConfigError(f"node {without[0]!r} is of no kind; name that of each node, or none")
 
     def _check_events(self) -> None:
         cluster, known, before_s = ClusterState(self.start), frozenset(self.nodes), 0.0

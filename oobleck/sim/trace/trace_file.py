@@ -19,6 +19,11 @@ TRACE_VERSION = 1
 def trace_to_json(trace: Trace) -> str:
     """Return the trace as the text of a trace file, one event a line."""
     head = {"version": TRACE_VERSION, "duration_s": trace.duration_s, "nodes": trace.nodes, "start": trace.start}
+    if trace.kinds:
+        head["kinds"] = {
+            kind: [node for node in trace.nodes if trace.kinds[node] == kind]
+            for kind in dict.fromkeys(trace.kinds.values())
+        }
     if trace.source:
         head["source"] = trace.source
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -39,7 +44,7 @@ def trace_from_json(text: str, *, source: str = "trace") -> Trace:
 
 
 def _read_trace(table: JsonTable) -> Trace:
-    table.check_keys(("version", "duration_s", "nodes", "events"), optional=("start", "source"))
+    table.check_keys(("version", "duration_s", "nodes", "events"), optional=("start", "kinds", "source"))
     version = table.integer("version")
     if version != TRACE_VERSION:
         raise ConfigError(f"trace version {version} is not known; this program reads {TRACE_VERSION}")
@@ -49,8 +54,20 @@ def _read_trace(table: JsonTable) -> Trace:
         nodes=nodes,
         start=table.texts("start") if "start" in table.items else nodes,
         events=tuple(_read_event(value, index) for index, value in enumerate(table.list("events"))),
+        kinds=_read_kinds(JsonTable(table.items["kinds"], "kinds")) if "kinds" in table.items else {},
         source=table.text("source") if "source" in table.items else "",
     )
+
+
+def _read_kinds(table: JsonTable) -> dict[str, str]:
+    """Read {kind: [node, …]}; returns the kind of each node."""
+    kinds: dict[str, str] = {}
+    for kind in table.items:
+        for node in table.texts(kind):
+            if node in kinds:
+                raise ConfigError(f"kinds: {node!r} is of {kinds[node]} and of {kind}; name it once")
+            kinds[node] = kind
+    return kinds
 
 
 def _read_event(value: object, index: int) -> TraceEvent:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from oobleck.control.coordinator import profile_key
+from oobleck.control.profiles import profile_key
 from oobleck.errors import ConfigError, UserError
 from oobleck.job import JobSpec
 from oobleck.planner import profile_from_json, profile_to_json

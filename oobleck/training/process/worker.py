@@ -87,6 +87,7 @@ def run_worker(sock: socket.socket) -> None:
     try:
         setup = link.receive()
         assert isinstance(setup, SetUpWorker), setup
+        os.environ["OOBLECK_NODE"] = setup.worker_id.node  # for what the job's script makes
         start_logging(setup.job.log_level)
         _Worker(link, setup).run()
     except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was

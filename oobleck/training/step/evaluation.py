@@ -115,8 +115,8 @@ class Evaluator:
         self._waiter.wait(lambda: not interrupted(), interrupted)
         if pipeline_rank.is_first(chunk):
             return None
-        source, source_chunk = pipeline_rank.before(chunk)
-        tag = microbatch * pipeline_rank.num_chunks + source_chunk
+        source, _ = pipeline_rank.before(chunk)
+        tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_before(chunk))
         structure, group = model.structure, pipeline_rank.group
         assert group is not None
         shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
@@ -143,7 +143,7 @@ def _in_rounds(pipeline_rank: PipelineRank, microbatches: Sequence[int]) -> Iter
 def _send(output: torch.Tensor, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> _Send:
     assert pipeline_rank.group is not None
     target, _ = pipeline_rank.after(chunk)
-    tag = microbatch * pipeline_rank.num_chunks + chunk
+    tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_after(chunk))
     return pipeline_rank.group.send(output, pipeline_rank.member(target), tag), output
 
 

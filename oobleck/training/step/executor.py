@@ -112,14 +112,11 @@ class Execution:
         """Have all messages received, those of each neighbour in the program's order."""
         for instruction in program:
             op, chunk = instruction.op, instruction.chunk
-            if op is Op.RECV_F:
-                stage, source_chunk = self._pipeline_rank.before(chunk)
-            elif op is Op.RECV_B:
-                stage, source_chunk = self._pipeline_rank.after(chunk)
-            else:
+            if op not in (Op.RECV_F, Op.RECV_B):
                 continue
+            stage, _ = self._pipeline_rank.before(chunk) if op is Op.RECV_F else self._pipeline_rank.after(chunk)
             inbox, post = self._inbox_of(stage)
-            inbox.expect(self._tag(op, microbatches[_position(instruction)], source_chunk), post)
+            inbox.expect(self._tag(op, microbatches[_position(instruction)], chunk), post)
 
     def _inbox_of(self, stage: int) -> tuple[Inbox, Post]:
         """The inbox for what a neighbour sends, and what makes room for one of its messages."""
@@ -220,10 +217,11 @@ class Execution:
         if (pending := group.send_off(tensor, member, self._tag(op, microbatch, chunk))) is not None:
             self._work.sends.append((pending, tensor))
 
-    def _tag(self, op: Op, microbatch: int, source_chunk: int) -> int:
-        """What the two ends of a message agree on: as between no two messages of a step from one worker to another."""
-        is_backward = op in (Op.SEND_B, Op.RECV_B)
-        return 2 * (microbatch * self._pipeline_rank.num_chunks + source_chunk) + is_backward
+    def _tag(self, op: Op, microbatch: int, chunk: int) -> int:
+        """A number that no other message of the step has, between the same two workers."""
+        rank, is_backward = self._pipeline_rank, op in (Op.SEND_B, Op.RECV_B)
+        cut = rank.cut_before(chunk) if op in (Op.RECV_F, Op.SEND_B) else rank.cut_after(chunk)
+        return 2 * rank.tag(microbatch, cut) + is_backward
 
 
 def _position(instruction: Instruction) -> int:

@@ -65,6 +65,22 @@ class PipelineRank:
         """(stage, chunk) that hidden states go to; not for the last of all."""
         return (self.stage + 1, chunk) if self.stage + 1 < self.num_stages else (0, chunk + 1)
 
+    def cut_after(self, chunk: int) -> int:
+        """A number for where the model is cut after a chunk, unlike that of any other cut between the same two stages.
+
+        Two stages are neighbours both ways, where there are no others.
+        """
+        return 2 * chunk + (self.stage == self.num_stages - 1)
+
+    def cut_before(self, chunk: int) -> int:
+        """The same of the cut before a chunk."""
+        stage, before = self.before(chunk)
+        return 2 * before + (stage == self.num_stages - 1)
+
+    def tag(self, microbatch: int, cut: int) -> int:
+        """What the two ends of a message agree on, whose number is no other's between the two stages, either way."""
+        return 2 * self.num_chunks * microbatch + cut
+
     @property
     def reports(self) -> bool:
         """Whether it reports its stage's losses and counts: of the devices that share the stage, which have the same,

@@ -117,9 +117,9 @@ def test_users_of_all_kinds(user):
     ("line", "problem"),
     [
         ("a slot=4", "unknown key 'slot'; did you mean slots?"),
-        ("a device=4", "unknown key 'device'; did you mean devices?"),
+        ("a devixes=4", "unknown key 'devixes'; did you mean devices?"),
         ("a Port=4", "unknown key 'Port'; did you mean port?"),
-        ("a gpus=4", "unknown key 'gpus'; known are address, devices, port, slots"),
+        ("a gpus=4", "unknown key 'gpus'; known are address, device, devices, port, slots"),
         ("a slots=0", "slots=0 is not possible; it must be a whole number from 1 to 256"),
         ("a slots=-1", "slots=-1 is not possible"),
         ("a slots=4.0", "slots=4.0 is not possible"),
@@ -286,3 +286,34 @@ def test_ranges_keep_their_width(first, count, width):
     last = first + count - 1
     hosts = [node.host for node in parse(f"n[{first:0{width}}-{last}]")]
     assert hosts == [f"n{number:0{width}}" for number in range(first, last + 1)]
+
+
+def test_nodes_may_have_different_devices():
+    first, second, plain = parse("node[1-2] slots=8 device=A100\nnode3 slots=4")
+    assert (first.device, first.kind, second.kind) == ("A100", "A100×8", "A100×8")
+    assert (plain.device, plain.kind) == ("default", "default×4")
+    assert parse("node1 device=A40")[0].kind == "A40"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("node1 device=3", "device=3: '3' is no name of a kind of devices; it has letters, digits, '.', '_', '+' and "),
+        ("node1 device=3", "; devices=3 says which devices a node has"),
+        ("node1 device=A100×8", "'A100×8' is no name of a kind"),
+        ("node1 device=" + "a" * 65, "at most 64, as in A100"),
+        ("node1 devic=A100", "unknown key 'devic'; did you mean devic"),
+    ],
+)
+def test_what_is_no_device_is_refused(line: str, words: str):
+    with pytest.raises(ConfigError) as caught:
+        parse(line)
+    assert str(caught.value).startswith("hosts:1: ")
+    assert words in str(caught.value)
+
+
+def test_a_run_has_few_kinds():
+    lines = [f"n{number} slots={number}" for number in range(1, 6)]
+    assert len(parse("\n".join(lines[:4]))) == 4
+    with pytest.raises(ConfigError, match=r"hosts:5: there are 5 kinds of nodes by now \(default, default×2, "):
+        parse("\n".join(lines))

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from oobleck.cli.inputs import KindCount, parse_nodes, parse_prices, parse_profiles
+from oobleck.cli.inputs import (
+    KindCount,
+    VirtualOnes,
+    parse_local,
+    parse_nodes,
+    parse_prices,
+    parse_profiles,
+    read_source,
+)
 from oobleck.errors import UsageError
 
 
@@ -53,3 +62,21 @@ def test_prices_and_profiles_name_each_kind_once():
         with pytest.raises(UsageError) as error:
             parse_prices(text, kinds)
         assert message in str(error.value)
+
+
+def test_virtual_nodes_may_be_of_kinds():
+    assert parse_local("4") == 4
+    assert parse_local("-1") == -1, "the limits are the machine's"
+    local = parse_local("fast:2,slow:1x2")
+    assert isinstance(local, tuple)
+    source = read_source(None, local=local)
+    assert isinstance(source, VirtualOnes)
+    assert source.names == ("node0", "node1", "node2")
+    assert source.shapes(num_spare=3, num_devices=1) == (
+        *(("fast", 1), ("fast", 1), ("slow", 2)),
+        *(("fast", 1), ("slow", 2), ("fast", 1)),
+    )
+    with pytest.raises(UsageError, match="--local: 30000 nodes are not possible here"):
+        read_source(None, local=(replace(local[0], num_nodes=29_999), local[1]))
+    with pytest.raises(UsageError, match="--local 'fast' is not KIND:VALUE"):
+        parse_local("fast")

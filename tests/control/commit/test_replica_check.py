@@ -95,3 +95,11 @@ def test_devices_that_share_stages_are_compared_with_those_of_like_rank() -> Non
     assert say(replica_check, 1, right) == ()
     wrong = right | {worker_ids[2]: {3: 77}}
     assert distrusted(say(replica_check, 2, wrong)) == {worker_ids[2]: frozenset({3})}
+
+
+def test_copies_are_compared_among_devices_of_one_kind() -> None:
+    """Two kinds that round differently agree each; a copy of one kind that differs from its own is wrong."""
+    replica_check = ReplicaCheck(device_of=lambda node: "slow" if node in ("n3", "n4") else "fast")
+    right = {worker_id: {0: 5 if worker_id.node < "n3" else 6} for worker_id in PLACES}
+    assert say(replica_check, 100, right) == ()
+    assert distrusted(say(replica_check, 200, right | {PLACES[1]: {0: 6}})) == {PLACES[1]: frozenset({0})}

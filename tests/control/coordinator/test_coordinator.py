@@ -164,12 +164,31 @@ def test_a_stop_before_training_is_immediate():
     assert bench.ended.exit_code == 130
 
 
-def test_nodes_with_different_numbers_of_devices_cannot_train_together():
+def test_nodes_with_different_numbers_of_devices_train_together():
     bench = Bench(nodes=(NodeSpec(name="a", host="a", devices=(0, 1)), NodeSpec(name="b", host="b")))
+    bench.prepare()
+    assert bench.ended is None
+    assert bench.updates[0].plan.nodes == ("a", "b")
+    assert len(bench.updates) == 3, "one for each worker"
+
+
+def test_stages_on_several_devices_need_nodes_of_one_kind():
+    shape = Shape(num_nodes=2, devices=2)
+    nodes = (shape.nodes[0], replace(shape.nodes[1], device="other"))
+    bench = Bench(shape, nodes=nodes, job=replace(shape.job, tensor_parallel=2))
     bench.prepare()
     assert bench.ended is not None
     assert bench.ended.exit_code == 78
-    assert "a has 2, b has 1" in bench.ended.reason
+    assert "tensor_parallel is 2, and nodes are of 2 kinds (default×2, other×2)" in bench.ended.reason
+
+
+def test_a_run_has_few_kinds():
+    nodes = tuple(NodeSpec(name=f"n{number}", host=f"n{number}", device=f"d{number}") for number in range(5))
+    bench = Bench(Shape(num_nodes=5), nodes=nodes)
+    bench.prepare()
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    assert "the nodes are of 5 kinds: d0, d1, d2, d3, d4; a run may have 4" in bench.ended.reason
 
 
 def test_a_model_that_no_plan_fits_is_the_users_to_change():
@@ -754,7 +773,6 @@ def test_a_new_node_trains_as_soon_as_it_is_ready():
     ("spec", "words"),
     [
         (NodeSpec(name="n1", host="host1"), "n1 is in the job already"),
-        (NodeSpec(name="n9", host="n9", devices=(0, 1)), "n9 has 2 devices; all nodes of the job have 1"),
     ],
 )
 def test_a_node_that_cannot_be_added_is_told(spec: NodeSpec, words: str):

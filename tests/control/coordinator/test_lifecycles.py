@@ -42,7 +42,7 @@ def members() -> Membership:
 
 
 def lifecycle(members: Membership) -> NodeLifecycle:
-    return NodeLifecycle(members, NodeRetry(first_wait_s=5.0), num_devices=1)
+    return NodeLifecycle(members, NodeRetry(first_wait_s=5.0), most_kinds=1)
 
 
 def test_a_lost_node_is_dropped_and_planned_without(members: Membership):

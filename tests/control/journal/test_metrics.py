@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.control.journal import ProfileKnown
+from oobleck.control.journal import JobStarted, NodeAdded, PlanAdopted, ProfileKnown
 from oobleck.control.journal.metrics import Metrics, MetricSample, prometheus_text
-from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
+from oobleck.job import NodeSpec
+from oobleck.planner import (
+    DeviceProfile,
+    LayerProfile,
+    NetworkProfile,
+    Profile,
+    device_sheet,
+    profile_to_json,
+)
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
 
 
@@ -69,6 +78,29 @@ def test_utilisation_is_measured_against_the_data_sheet_of_the_device():
     ]
     # Two layers of 10^9 parameters after the embedding, on two devices of 312 Tflop/s.
     assert sample_of(entries).mfu == pytest.approx(6 * 2e9 * 10_000 / (2 * 312e12))
+
+
+def test_utilisation_of_several_kinds_is_measured_against_all_of_their_sheets():
+    slow = NodeSpec(name="c", host="c", device="A40")
+    entries = [
+        job_started(("a", "b"), dtype="bfloat16"),
+        NodeAdded(t_s=0.2, node=slow),
+        profile("NVIDIA A100-SXM4-80GB"),
+        replace(profile("NVIDIA A40"), kind="A40"),
+        adopted(1.0, 1, plan(("a",), ("b",), ("c",))),
+        committed(2.0, 1, duration_s=1.0, tokens=10_000),
+    ]
+    expected = pytest.approx(6 * 2e9 * 10_000 / (2 * 312e12 + device_sheet("A40").bfloat16_flops))
+    assert sample_of(entries).mfu == expected
+    books = Metrics()
+    for entry in entries[:-1]:
+        books.apply(entry)
+    image = books.image()
+    known = [entry for entry in entries if isinstance(entry, JobStarted | ProfileKnown | PlanAdopted)]
+    continued = Metrics.of_image(image, *known)
+    continued.apply(entries[-1])
+    assert continued.sample(2.0).mfu == expected
+    assert sample_of([entry for entry in entries if entry != entries[3]]).mfu is None, "one kind is not known"
 
 
 @pytest.mark.parametrize("device", ["cpu", "Some GPU"])

@@ -204,3 +204,12 @@ def test_a_regrouping_that_lost_no_node_is_told_as_that():
     texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
     assert texts[-2] == sentence(regrouping)
     assert texts[-1].startswith("regrouped; rebuild; ")
+
+
+def test_nodes_show_their_kinds_where_there_are_several():
+    assert {node.kind for node in seen(*START).nodes} == {""}
+    other = NodeAdded(t_s=9.0, node=NodeSpec(name="node9", host="node9", devices=(0, 1), device="A40"))
+    assert {node.name: node.kind for node in seen(*START, other).nodes} == {
+        **dict.fromkeys(NODES, "default"),
+        "node9": "A40×2",
+    }

@@ -181,3 +181,20 @@ def test_nothing_is_asked_for_ever_when_all_fail():
     verdict = cluster.check()
     assert cluster.num_rounds <= 6
     assert all(node.health is Health.UNDECIDED for node in verdict.nodes)
+
+
+def test_nodes_are_compared_with_those_that_have_such_devices():
+    """Four nodes of another kind are three times slower, and one of them is slow even so."""
+    seconds = {f"f{number}": 1.0 for number in range(6)} | {"s0": 3.0, "s1": 3.1, "s2": 9.0, "s3": 2.9}
+    for device_of, expected in (
+        ({node: node[0] for node in seconds}, {"s2"}),
+        (None, {"s0", "s1", "s2", "s3"}),
+    ):
+        check = NodeCheck(list(seconds), device_of=device_of)
+        while (tests := check.next_round()) is not None:
+            check.take(
+                [SoloResult(node=node, seconds={"compute": seconds[node]}) for node in tests.solo],
+                [PairResult(nodes=pair, seconds=0.1) for pair in tests.pairs],
+            )
+        slow = {each.node for each in check.verdict().nodes if each.health is Health.SLOW}
+        assert slow == expected

@@ -33,7 +33,8 @@ def up(num_nodes: int, *, devices: int = 1, hosts: Sequence[str] = (), profile: 
         for device in range(devices):
             address = WorkerAddress(worker_id=WorkerId(node=spec.name, device=device), host="10.0.0.1", port=9)
             bench.say(spec.name, ready(device, address=address, device_name="H100"))
-    bench.feed(ProfileFound(profile_json=profile_to_json(profile or assumed(shape.profile))))
+    profile_json = profile_to_json(profile or assumed(shape.profile))
+    bench.feed(ProfileFound(profile_json=profile_json, kind=nodes[0].kind))
     return bench
 
 

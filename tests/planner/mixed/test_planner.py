@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import Decision, ExecutionPlan, PlannerSettings
 from oobleck.planner.instantiation import distribute_microbatches
-from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate, NodeKind
+from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate
+from oobleck.planner.node_kind import NodeKind
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
@@ -222,3 +224,27 @@ def test_a_plan_finishes_its_step_as_its_kinds_compute() -> None:
     assert planner.rest_s(plan, {slow: (1, 0)}, slow={plan.pipelines[slow].nodes[0]: 3.0}) == pytest.approx(
         3 * timing.next_s
     )
+
+
+def test_nodes_are_counted_from_the_fastest_on() -> None:
+    nodes = [*names("b", 3), *names("a", 3)]
+    planner = planner_for(two_kinds(memory_bytes=120), nodes)
+    ordered = planner.best_first(nodes)
+    assert ordered == [*names("a", 3), *names("b", 3)]
+    assert (
+        planner_for(
+            [replace(kind, devices_per_node=4 if kind.name == "b" else 1) for kind in two_kinds()], nodes
+        ).best_first(nodes)
+        == nodes
+    ), "four slow devices are faster than one"
+    fewest = planner.fewest_nodes(ordered)
+    assert len(planner.initial_plan(ordered[:fewest]).plan.pipelines) == 2
+    assert not planner.can_hold(ordered[:1])
+    with pytest.raises(PlanningError):
+        planner.fewest_nodes(ordered[:1])
+    for count in range(2, len(nodes) + 1):
+        chosen = ordered[:count]
+        assert planner.can_hold(chosen)
+        assert planner.step_s(chosen) == pytest.approx(planner.initial_plan(chosen).predicted_step_s)
+        is_enough = len(planner.initial_plan(chosen).plan.pipelines) == 2
+        assert is_enough == (count >= fewest)

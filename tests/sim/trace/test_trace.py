@@ -9,7 +9,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oobleck.errors import ConfigError
-from oobleck.sim.trace import Joined, Lost, Slowed, Trace, trace_from_json, trace_to_json
+from oobleck.sim.trace import (
+    Joined,
+    Lost,
+    Slowed,
+    Trace,
+    trace_from_json,
+    trace_to_json,
+    with_kinds,
+    with_nodes,
+    with_spares,
+)
 from tests.sim.strategies import traces
 
 DESIGNED = """
@@ -181,3 +191,32 @@ def test_a_damaged_file_is_a_trace_or_an_error_of_ours(data: st.DataObject, trac
     worker_id[key] = data.draw(_VALUES | st.sampled_from(["node_lost", "node_joined", "heal", "partition"]))
     read = read_or_refuse(json.dumps(document))
     assert read is None or trace_from_json(trace_to_json(read)) == read
+
+
+def test_nodes_may_be_of_kinds() -> None:
+    kinds = {"A100": ["node0", "node3"], "A40": ["node1", "node2"]}
+    trace = trace_from_json(changed(lambda document: document.update(kinds=kinds)))
+    assert trace.kinds == {"node0": "A100", "node3": "A100", "node1": "A40", "node2": "A40"}
+    assert trace_from_json(trace_to_json(trace)) == trace
+    smaller = with_nodes(trace, 2)
+    assert smaller.kinds == {"node0": "A100", "node1": "A40"}
+    assert with_kinds(trace, ["x"] * 5).kinds == dict.fromkeys([*trace.nodes, "healthy0"], "x")
+    spared = with_spares(trace, 3, activation_s=1.0)
+    assert [spared.kinds[f"spare{number}"] for number in range(3)] == ["A100", "A40", "A100"]
+    with pytest.raises(ConfigError, match="say of which kinds 5 are"):
+        with_nodes(trace, 5)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ({"A100": ["node0"]}, "node 'node1' is of no kind; name that of each node, or none"),
+        ({"A100": ["node9"]}, "kinds names 'node9', which is not among the trace's nodes"),
+        ({"A100": ["node0"], "A40": ["node0"]}, "kinds: 'node0' is of A100 and of A40; name it once"),
+        ({"9": ["node0"]}, "'9' is no name of a kind of devices"),
+    ],
+)
+def test_kinds_that_cannot_be_are_refused(kinds: dict[str, list[str]], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trace_from_json(changed(lambda document: document.update(kinds=kinds)))
+    assert words in str(caught.value)

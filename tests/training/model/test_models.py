@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -221,3 +222,26 @@ def test_a_stage_returns_hidden_states_and_the_last_one_a_loss():
     assert hidden.dtype == stages[0].hidden_dtype
     loss = stages[1].forward(batch, hidden.detach(), num_items=1, key=KEY)
     assert loss.shape == ()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_chunks_of_one_stage_compute_what_stages_of_their_own_compute(name: str) -> None:
+    """In any order, in evaluation too: only one chunk is in place at a time."""
+    structure = structure_of(name)
+    state = state_of(whole_stage(structure))
+    bounds = ((0, 1), (1, 3), (3, structure.num_layers))
+    apart = stages_of(structure, [1, 3], state, dtype=torch.float32)
+    together = StageModel(structure, dtype=torch.float32, device="cpu")
+    together.adopt_chunks([range(*each) for each in bounds], {key: value.clone() for key, value in state.items()})
+    assert together.layers == tuple(range(structure.num_layers))
+    for is_evaluated in (False, True, False):
+        batch, hidden, expected = random_batch(5), None, []
+        for stage in apart:
+            with stage.evaluating() if is_evaluated else nullcontext():
+                expected.append(stage.forward(batch, hidden, num_items=3, key=KEY))
+            hidden = expected[-1].detach()
+        with together.evaluating() if is_evaluated else nullcontext():
+            for chunk in (2, 0, 1):
+                received = None if chunk == 0 else expected[chunk - 1].detach()
+                found = together.forward(batch, received, num_items=3, key=KEY, chunk=chunk)
+                assert torch.equal(found, expected[chunk])

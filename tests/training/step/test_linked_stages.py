@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -41,30 +43,41 @@ def test_a_program_that_is_stopped_half_way_ends_what_its_pipeline_has_on_its_wa
     assert wire.num_aborts == 1
 
 
-@pytest.mark.parametrize("schedule", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE])
+ENDS = {1: (0, 3), 2: (0, 1, 3, 4)}
+"""Where the chunks begin, by how many each of two stages has."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks"),
+    [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZERO_BUBBLE, 1), (ScheduleKind.INTERLEAVED, 2)],
+)
 def test_two_stages_that_nccl_links_compute_what_they_compute_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch, schedule: ScheduleKind
+    monkeypatch: pytest.MonkeyPatch, schedule: ScheduleKind, num_chunks: int
 ) -> None:
     """The same bits: through real programs, in mixed precision, with hidden states in the type that is computed in."""
     FakeCuda(monkeypatch)
     structure = structure_of("gpt2")
     state = state_of(whole_stage(structure))
 
-    def stages() -> list[StageModel]:
+    chunks = [range(*ends) for ends in pairwise((*ENDS[num_chunks], structure.num_layers))]
+
+    def stages(held: Sequence[Sequence[range]]) -> list[StageModel]:
         made = []
-        for first, stop in ((0, 3), (3, structure.num_layers)):
+        for each in held:
             stage = StageModel(structure, dtype=torch.float32, device="cpu", autocast=torch.bfloat16)
-            stage.adopt(first, stop, {name: tensor.clone() for name, tensor in state.items()})
+            stage.adopt_chunks(each, {name: tensor.clone() for name, tensor in state.items()})
             made.append(stage)
         return made
 
-    expected, models = stages(), stages()
+    expected, models = stages([[chunk] for chunk in chunks]), stages([chunks[::2], chunks[1::2]])
     pipeline = LinkedPipeline([ME, WorkerId(node="b", device=0)])
     workers = [OneWorker(None, model) for model in models]
 
     def run(stage: int) -> None:
         group = pipeline.groups[stage]
-        rank = PipelineRank(stage=stage, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
+        rank = PipelineRank(
+            stage=stage, num_stages=2, num_chunks=num_chunks, group=group, rank=0, degree=1, schedule=schedule
+        )
         workers[stage].step.execute(rank, Compute(1, (0, 1)), cast("GradientReducer", None))
 
     with ThreadPoolExecutor(2) as pool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from oobleck.control.commit.groups import Committee
+from oobleck.control.commit.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
+from oobleck.training.comm import GroupTable
 from oobleck.training.model.models import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
-from oobleck.training.step.reduction import Bucket, make_buckets
+from oobleck.training.step.reduction import Bucket, GradientReducer, make_buckets
 from tests.examples import examples
 from tests.training.zoo import structure_of
 
@@ -22,17 +25,18 @@ SHARE = share_of(STRUCTURE, rank=0, degree=1)
 
 @st.composite
 def plans(draw: st.DrawFn, structure: ModelStructure = STRUCTURE) -> ExecutionPlan:
-    """One to three pipelines with cuts of their own."""
+    """One to three pipelines with cuts of their own, some with two chunks a stage."""
     names = (f"n{index}" for index in itertools.count())
     pipelines = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted(draw(st.sets(st.integers(1, structure.num_layers - 1), max_size=3)))
-        edges = itertools.pairwise([0, *cuts, structure.num_layers])
+        edges = list(itertools.pairwise([0, *cuts, structure.num_layers]))
+        num_stages = draw(st.sampled_from((2, 4))) if len(edges) == 4 else len(edges)
         stages = tuple(
-            StageTemplate(first_layer=first, stop_layer=stop, node_index=index)
+            StageTemplate(first_layer=first, stop_layer=stop, node_index=index % num_stages)
             for index, (first, stop) in enumerate(edges)
         )
-        nodes = tuple(next(names) for _ in stages)
+        nodes = tuple(itertools.islice(names, num_stages))
         pipelines.append(Pipeline(template=PipelineTemplate(stages=stages), nodes=nodes, num_microbatches=2))
     return ExecutionPlan(pipelines=tuple(pipelines))
 
@@ -99,3 +103,33 @@ def test_nothing_is_summed_among_all_workers_but_what_all_of_them_own() -> None:
     for worker_id in plan.worker_ids:
         make_buckets(plan, worker_id, share, key_of=committee.key_of)
     assert {tuple(each.node for each in members) for members in committee.keys} == {("a", "c"), ("b", "d")}
+
+
+class _Groups(dict[GroupKey, "_Groups"]):
+    """Stands for groups whose sums are never waited for."""
+
+    def __init__(self) -> None:
+        self.posted: list[GroupKey] = []
+
+    def __getitem__(self, key: GroupKey) -> _Groups:
+        self.posted.append(key)
+        return self
+
+    def all_reduce(self, _flat: torch.Tensor) -> object:
+        return object()
+
+
+def test_of_several_chunks_those_whose_backward_passes_are_over_are_summed_while_the_last_one_runs() -> None:
+    """The last to run is the first layers' chunk; what it does not touch is final before."""
+    names = ("late", "both", "early")
+    parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
+    keys = {name: GroupKey("reduce", 1, (WorkerId("a", 0), WorkerId(name, 0))) for name in names}
+    groups = _Groups()
+    buckets = [Bucket(key=keys[name], parameters=(name,)) for name in names]
+    reducer = GradientReducer(buckets, parameters, cast("GroupTable", groups))
+    with reducer.overlapping({"both", "early"}):
+        assert groups.posted == [keys["late"]]
+        parameters["early"].sum().backward()
+        assert groups.posted == [keys["late"]], "in their order"
+        parameters["both"].sum().backward()
+        assert groups.posted == [keys[name] for name in names]

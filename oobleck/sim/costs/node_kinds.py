@@ -1,0 +1,64 @@
+"""What the nodes of a simulation are: of one kind, or of several, each with a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from oobleck.job import DEFAULT_KIND, NodeSpec
+from oobleck.planner import NodeKind, Profile
+from oobleck.planner.node_kind import with_shared_links
+
+__all__ = ["NodeKinds"]
+
+
+class NodeKinds:
+    """The kind of each node by the name of its devices, with the links between nodes that all share."""
+
+    def __init__(self, kinds: Sequence[NodeKind], device_of: Mapping[str, str] | None = None) -> None:
+        """`device_of` names the devices of nodes, as `kinds` does; those that it leaves out are of the first kind."""
+        profiles = with_shared_links([kind.profile for kind in kinds])
+        self._device_of = device_of or {}
+        self._kinds = {kind.name: replace(kind, profile=profile) for kind, profile in zip(kinds, profiles, strict=True)}
+        self._first = next(iter(self._kinds.values()))
+
+    @classmethod
+    def alike(cls, profile: Profile, *, devices_per_node: int = 1) -> NodeKinds:
+        """Return the kinds of nodes that are all of one."""
+        return cls([NodeKind(name=DEFAULT_KIND, profile=profile, devices_per_node=devices_per_node)])
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the first kind; the layers of all have the same sizes."""
+        return self._first.profile
+
+    def __getitem__(self, node: str) -> NodeKind:
+        return self._kinds[self._device_of[node]] if node in self._device_of else self._first
+
+    def profile_of(self, node: str) -> Profile:
+        return self[node].profile
+
+    def devices_of(self, node: str) -> range:
+        return range(self[node].devices_per_node)
+
+    def num_workers(self, nodes: Iterable[str]) -> int:
+        """Return how many workers nodes have in all."""
+        return sum(self[node].devices_per_node for node in nodes)
+
+    def spec(self, node: str) -> NodeSpec:
+        """Return the node as a master is told of it."""
+        return NodeSpec(name=node, host=node, devices=tuple(self.devices_of(node)), device=self[node].name)
+
+    @cached_property
+    def named(self) -> tuple[NodeKind, ...]:
+        """The kinds by the names that nodes' kinds have in a run."""
+        return tuple(replace(kind, name=_name(kind)) for kind in self._kinds.values())
+
+    def kind_of(self, nodes: Iterable[str]) -> dict[str, str]:
+        """Return the kind of each of the nodes, as `named` calls it."""
+        return {node: _name(self[node]) for node in nodes}
+
+
+def _name(kind: NodeKind) -> str:
+    return NodeSpec(name="", host="", devices=tuple(range(kind.devices_per_node)), device=kind.name).kind
