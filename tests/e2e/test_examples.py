@@ -86,7 +86,6 @@ def test_a_script_of_transformers_trainer_continues_after_training(runner: Runne
     options = ("--resume", "never", "--set", "num_pipelines=2", "--kill", "node1@6")
     arguments = ("--layers", "2", "--files", "4", "--steps", "20", "--output", str(tmp_path / "trained"))
     outcome = _script(runner, "trainer.py", *arguments, options=options)
-    runner.forget_checkpoints()
     assert_nothing_lost(outcome, 20)
     after = float(outcome.output.split("eval_loss after training: ")[1].split()[0])
     assert after < outcome.losses[0] - 0.3, "it has learnt"

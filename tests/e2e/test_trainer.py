@@ -56,7 +56,6 @@ def test_losses_and_weights_are_those_of_transformers_trainer(
     options = [word for setting in settings for word in ("--set", setting)]
     arguments = ("--resume", "never", "--kill", f"node2@{KILL_STEP}", "--", case, family, str(output))
     outcome = runner.run(*options, *arguments, nodes=("--local", "4", str(SCRIPT)))
-    runner.forget_checkpoints()
     assert outcome.exit_code == 0, outcome.output
     assert lost_nodes(outcome) == ["node2"]
     assert_nothing_lost(outcome, 24)
@@ -78,8 +77,6 @@ def test_plain_python_trains_on_this_machine_and_continues(runner: Runner, tmp_p
     environment = {**runner.environment, "OOBLECK_LOCAL": "2", "OOBLECK_BASE_DIR": str(runner.base_dir)}
     command = [sys.executable, str(SCRIPT), "padded", "gpt2", str(output)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    runner.kill_fork_server()
-    runner.forget_checkpoints()
     assert done.returncode == 0, done.stderr
     (ours,) = map(json.loads, output.read_text().splitlines())
     theirs = plain_losses(tmp_path, "padded", "gpt2")
@@ -96,7 +93,6 @@ def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runne
     words = ("--set", "torch_threads=1", "--resume", "auto", "--", case, "gpt2", str(output))
     resumed = ("--resume", str(tmp_path / "theirs" / "checkpoint-9"))
     outcome = runner.run(*words, *resumed, nodes=("--local", "2", str(SCRIPT)))
-    runner.forget_checkpoints()
     assert outcome.exit_code == 0, outcome.output
     (ours,) = map(json.loads, output.read_text().splitlines())
     assert ours["losses"] == pytest.approx(theirs["losses"][9:], rel=0, abs=TOLERANCE)
