@@ -39,4 +39,4 @@ def test_what_is_refused_or_without_effect_says_more(rules: dict[str, Rule]):
 
 @pytest.mark.parametrize("rules", [TRAINING_ARGUMENTS, INIT_ARGUMENTS, METHODS])
 def test_the_documentation_shows_the_table(rules: dict[str, Rule]):
-    assert as_table(rules) in PAGE.read_text(encoding="utf-8"), "python -m oobleck.transformers.table prints it"
+    assert as_table(rules) in PAGE.read_text(encoding="utf-8"), "the page has what `as_table` returns"
