@@ -8,27 +8,47 @@
 A script is one file. Its text travels with the job, so the nodes need not have it; what it imports they need. It is
 run once where `oobleck up` is, for its settings, and once in every worker, for what it makes: so it must not depend on
 where or when it runs. Loads nothing but the standard library.
+
+A script without a function `job` is one that calls `train()` of an `oobleck.transformers.Trainer`. It runs as
+`__main__`, and ends there wherever it runs for what it makes.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, UsageError
+from .handover import TrainReached, receiving
 from .job import ScriptSpec
 
-__all__ = ["SCRIPT_STREAM", "Job", "is_running_script", "module_of", "run_script"]
+__all__ = [
+    "SCRIPT_STREAM",
+    "SCRIPT_WAITS",
+    "Job",
+    "blamed",
+    "has_job",
+    "is_running_script",
+    "module_of",
+    "never_trained",
+    "run_as_main",
+    "run_script",
+]
+
+SCRIPT_WAITS = "OOBLECK_SCRIPT_WAITS"
+"""An environment variable that is set where a script waits already, in a process of its own, for the run to end."""
 
 SCRIPT_STREAM = "script://data"
 """The shard, among a job's, that is what its script gives one after the other."""
 
 _MODULE = "__oobleck_script__"
 _MAIN_MODULE = "__oobleck_main__"
+_MAIN = "__main__"
 _FUNCTION = "job"
 
 _running: list[ScriptSpec] = []
@@ -88,27 +108,99 @@ class Job:
         return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
 
 
+def has_job(script: ScriptSpec) -> bool:
+    """Return whether a script has something called `job` at its top level: it is asked for that, and else run to its
+    `train()`. One that cannot be read is said to have one: running it says what is wrong.
+    """
+    try:
+        body = ast.parse(script.source).body
+    except (SyntaxError, ValueError):
+        return True
+    names = {name for statement in body for name in _names_bound(statement)}
+    return _FUNCTION in names
+
+
+def _names_bound(statement: ast.stmt) -> Iterator[str]:
+    is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    for node in [statement] if is_scope else ast.walk(statement):
+        match node:
+            case ast.FunctionDef(name=name):
+                yield name
+            case ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
 def run_script(script: ScriptSpec) -> Job:
-    """Run a script, and its `job()`; its arguments are in `sys.argv` meanwhile.
+    """Run a script, and its `job()`, or until its `train()`; its arguments are in `sys.argv` meanwhile.
 
     Raises ConfigError for one that fails, and UsageError for one that exits (argparse does, for wrong arguments).
     """
+    if not has_job(script):
+        return _run_to_train(script)
     module = types.ModuleType(_MODULE)
     module.__file__ = script.name
+    with _blaming(script), _surroundings(script):
+        _execute(module, script.source)
+        job = _function(module, script)()
+    if not isinstance(job, Job):
+        raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
+    return job
+
+
+def _run_to_train(script: ScriptSpec) -> Job:
+    """Run a script until it hands a trainer over, which ends it."""
+    reached: list[Any] = []
+
+    def end(trainer: Any) -> None:
+        reached.append(trainer)
+        raise TrainReached(trainer)
+
+    with _blaming(script):
+        with suppress(TrainReached), receiving(end):
+            run_as_main(script)
+        if not reached:
+            raise never_trained(script)
+        job: Job = reached[0].job()
+    return job
+
+
+def never_trained(script: ScriptSpec) -> ConfigError:
+    """What is wrong with a script that has come to its end without saying what to train."""
+    return ConfigError(
+        f"{script.name} has come to its end without a call of `train()` of an oobleck.transformers.Trainer, and has "
+        f"no function {_FUNCTION}() that returns an oobleck.Job; it needs one of the two"
+    )
+
+
+def run_as_main(script: ScriptSpec) -> None:
+    """Run a script as `python` does, as the module `__main__`. Raises whatever it raises."""
+    module = types.ModuleType(_MAIN)
+    module.__file__ = str(Path(script.directory) / script.name)
+    with _surroundings(script):
+        _execute(module, script.source)
+
+
+@contextmanager
+def _blaming(script: ScriptSpec) -> Iterator[None]:
+    """Turn what a script raises into errors that name it, and the line where that came about."""
     try:
-        with _surroundings(script):
-            _execute(module, script.source)
-            job = _function(module, script)()
+        yield
     except (ConfigError, UsageError):
         raise
     except SystemExit as end:
         raise UsageError(f"{script.name} exits with {end.code} for the arguments {' '.join(script.arguments)}") from end
     # It is somebody else's code, and may fail in any way.
     except Exception as error:
-        raise ConfigError(_blamed(error, script.name)) from error
-    if not isinstance(job, Job):
-        raise ConfigError(f"{script.name}: {_FUNCTION}() returns {type(job).__name__}, not an oobleck.Job")
-    return job
+        raise ConfigError(blamed(error, script)) from error
+
+
+def blamed(error: Exception, script: ScriptSpec) -> str:
+    """An error of a script, with the script's name and the line where it came about."""
+    files = (script.name, str(Path(script.directory) / script.name))
+    line = next(filter(None, (_line_of(error, file) for file in files)), "")
+    return f"{script.name}{line}: {type(error).__name__}: {error}"
 
 
 def is_running_script() -> bool:

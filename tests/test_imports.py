@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "job": {"bounds", "errors"},
     "json_table": {"errors"},
     "ranks": {"bounds", "job"},
-    "script": {"errors", "job"},
+    "handover": set(),
+    "script": {"errors", "handover", "job"},
     "streams": set(),
     "user_path": {"errors"},
     "planner": _VALUES,
@@ -34,8 +35,10 @@ MAY_IMPORT = {
     "wire": _PURE,
     "checkpoint": _PURE | {"wire"},
     "roles": _PURE | {"wire"},
-    "training": _VALUES | {"script", "streams", "user_path", "planner", "schedule", "control", "wire", "checkpoint"},
+    "training": _VALUES
+    | {"handover", "script", "streams", "user_path", "planner", "schedule", "control", "wire", "checkpoint"},
     "runtime": _WORLD | {"checkpoint", "user_path"},
+    "transformers": _PURE | {"handover", "script", "training"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
     "cli": _WORLD | {"script", "streams", "user_path", "checkpoint", "runtime", "sim", "ui"},
@@ -59,8 +62,8 @@ IMPURE = {
 }  # fmt: skip
 
 FLOORS_OF = {
-    "torch": {"training"},
-    "transformers": {"training"},
+    "torch": {"training", "transformers"},
+    "transformers": {"training", "transformers"},
     "tokenizers": {"training"},
     "safetensors": {"training"},
     "datasets": {"training"},
@@ -72,7 +75,7 @@ FLOORS_OF = {
     "asyncssh": {"runtime"},
     "cryptography": {"runtime"},
     "trio_asyncio": {"runtime"},
-    "numpy": {"planner", "training", "sim"},
+    "numpy": {"planner", "training", "sim", "transformers"},
     "rich": {"ui", "cli"},
     "typer": {"cli"},
     "msgpack": {"wire"},

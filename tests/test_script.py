@@ -16,7 +16,7 @@ from oobleck.errors import ConfigError, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes.script_process import describe_script
-from oobleck.script import SCRIPT_STREAM, run_script
+from oobleck.script import SCRIPT_STREAM, has_job, run_script
 
 
 def script(source: str, *arguments: str, directory: str = "/nowhere") -> ScriptSpec:
@@ -60,7 +60,8 @@ def job():
 @pytest.mark.parametrize(
     ("source", "kind", "message"),
     [
-        ("x = 1", ConfigError, r"train\.py: it has no function job\(\) that returns an oobleck\.Job"),
+        ("x = 1", ConfigError, r"train\.py has come to its end without .*train\(\).*no function job\(\)"),
+        ("job = 3", ConfigError, r"train\.py: it has no function job\(\) that returns an oobleck\.Job"),
         ("def job():\n    return 5", ConfigError, r"job\(\) returns int, not an oobleck\.Job"),
         ("def job():\n\n    return undefined", ConfigError, r"train\.py:3: NameError: name 'undefined' is not defined"),
         ("import no_such_module", ConfigError, r"train\.py:1: ModuleNotFoundError"),
@@ -75,6 +76,54 @@ def test_scripts_that_fail_say_where(source: str, kind: type[OobleckError] | Non
         return
     with pytest.raises(kind, match=message):
         run_script(script(source, "--what"))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def job(): ...", True),
+        ("if True:\n    from jobs import mine as job", True),
+        ("job = 3", True),
+        ("def (:", True),
+        ("def main():\n    job = 3", False),
+        ("class Mine:\n    def job(self): ...", False),
+        ("import jobs\njobs.job()", False),
+    ],
+)
+def test_a_script_has_a_job_if_it_binds_that_name_at_its_top(source: str, expected: bool):
+    assert has_job(script(source)) is expected
+
+
+STAND_IN = """
+import sys
+from oobleck import Job
+from oobleck.handover import take_over
+
+class Trainer:
+    def __init__(self, steps): self.steps = steps
+    def train(self): return take_over(self)
+    def job(self): return Job(max_steps=self.steps)
+"""
+"""A trainer that takes no time to import."""
+
+
+def test_a_script_that_trains_runs_as_main_and_ends_in_train():
+    source = f"{STAND_IN}\nif __name__ == '__main__':\n    Trainer(int(sys.argv[1])).train()\n    sys.exit('too far')"
+    main_module = sys.modules["__main__"]
+    try:
+        assert run_script(script(source, "7")).settings == {"max_steps": 7}
+    finally:
+        sys.modules["__main__"] = main_module
+
+
+@pytest.mark.parametrize("handler", ["except Exception: x = 1", "except BaseException: x = 1", "finally: x = 1"])
+def test_handlers_of_a_script_do_not_hide_that_it_trains(handler: str):
+    source = f"{STAND_IN}\ntry:\n    Trainer(7).train()\n{handler}"
+    main_module = sys.modules["__main__"]
+    try:
+        assert run_script(script(source)).settings == {"max_steps": 7}
+    finally:
+        sys.modules["__main__"] = main_module
 
 
 def test_a_script_is_described_in_a_process_of_its_own(tmp_path: Path):

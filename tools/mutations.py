@@ -43,6 +43,7 @@ RELAYED = "tests/sim/cluster/test_relays.py::test_what_a_frozen_relay_did_not_pa
 NAMED_TENSORS = "tests/training/model/test_named_tensors.py::test_masks_and_types_are_the_models_own_on_every_stage"
 MEANS = "tests/training/step/test_step.py::test_a_steps_loss_and_gradients_are_means_over_the_tokens_that_count"
 TUNING = "tests/e2e/test_finetuning.py::test_losses_are_those_of_transformers_whatever_fails"
+TRAINED = "tests/e2e/test_trainer.py::test_losses_and_weights_are_those_of_transformers_trainer[padded-gpt2]"
 ADAPTED = "tests/training/model/test_adapters.py::test_adapters_leave_a_model_as_it_is_until_they_are_trained"
 NOT_FULL = "tests/training/data/test_script_stream.py::test_a_step_that_is_not_full_is_filled_with_what_does_not_count"
 REDUCED = "tests/training/model/test_frozen.py::test_only_what_is_trained_is_reduced"
@@ -549,6 +550,23 @@ MUTATIONS = (
         old="labels=np.full(shape, IGNORED_LABEL)",
         new="labels=some.tokens.reshape(shape)",
         caught_by=NOT_FULL,
+    ),
+    Mutation(
+        name="rows_to_fill_up_that_count",
+        what="in the last step of a Trainer's epoch, what stands for samples that are not there counts",
+        file="oobleck/training/data/script_data.py",
+        old="labels=np.full(shape, IGNORED_LABEL)",
+        new="labels=rows[0].tokens.reshape(shape)",
+        caught_by="tests/training/data/test_collated.py::test_nothing_counts_of_samples_that_are_none",
+        end_to_end=TRAINED,
+    ),
+    Mutation(
+        name="every_epoch_the_first",
+        what="a Trainer's samples come in the order of its first epoch, in each of them",
+        file="oobleck/transformers/epochs.py",
+        old="self._loader.set_epoch(epoch)",
+        new="self._loader.set_epoch(0)",
+        caught_by="tests/transformers/test_epochs.py::test_each_step_takes_the_samples_that_transformers_takes",
     ),
     Mutation(
         name="means_of_microbatches",

@@ -35,6 +35,7 @@ from .inputs import (
     SlurmOption,
     SSHConfigOption,
     base_dir_of,
+    open_job,
     parse_local,
     parse_scaling,
     read_job,
@@ -182,7 +183,12 @@ def up(
     names = source.names
     if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
-    job = read_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+    if dry:
+        job, trainer = read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
+    else:
+        job, trainer = open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+    if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
+        resume = trainer.resume  # what its train() was given
     job = _with_options(
         job,
         {
@@ -226,6 +232,12 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
+    if trainer is not None and local is None and job.checkpoint.directory is None:
+        typer.echo(
+            "oobleck: the script needs the trained weights on this machine, and nodes save to their own "
+            "~/.oobleck; unless that is shared, set checkpoint.directory to a directory that is",
+            err=True,
+        )
     from .run import Run, end_with_stdin, run_job
 
     if until_eof:
@@ -243,6 +255,7 @@ def up(
         resume=resume,
         check=not no_check,
         metrics=address,
+        trainer=trainer,
     )
     raise SystemExit(run_job(run))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,17 @@ from typing import Any
 from oobleck.errors import ConfigError, DataError
 from oobleck.job import JobSpec
 from oobleck.script import SCRIPT_STREAM, run_script
-from oobleck.training.data import Dataset, ModelInputs, ScriptSamples, ScriptStream, open_source
-from oobleck.training.model import ModelStructure, separates_documents
+from oobleck.training.data import (
+    CollatedSamples,
+    Dataset,
+    ModelInputs,
+    ScriptSamples,
+    ScriptStream,
+    open_source,
+)
+from oobleck.training.model import LiveModel, ModelStructure, separates_documents
 from oobleck.training.optim import Optimizer
+from oobleck.training.randomness import seed_scripts
 
 __all__ = ["Assembly", "assemble", "check_optimizer", "structure_of_job"]
 
@@ -41,6 +49,8 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     Raises ConfigError for whatever the user must change.
     """
     made = _made_by_script(job)
+    if "live_model" in made:
+        return _assemble_live(job, made, cache_dir)
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size)
@@ -65,6 +75,35 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     )
 
 
+def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
+    """The same for a script that trains a model as it is, by a transformers `Trainer`."""
+    decayed = made["decayed"]()
+    structure = _live_structure(job, made, cache_dir)
+    inputs = _inputs(structure)
+    with _blaming_the_data():
+        train = replace(_collated(job, made["data"]), order=made["order"]()).with_inputs(inputs)
+        validation = _collated(job, made["eval_data"]).with_inputs(inputs) if "eval_data" in made else None
+    optimizer = _optimizer(job, made, structure, decayed=decayed)
+    return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
+
+
+def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
+    samples, collate, place = make()
+    length, vocab_size = job.data.sequence_length, job.data.vocab_size
+    source = CollatedSamples(
+        samples, collate, sequence_length=length, vocab_size=vocab_size, seed=job.seed, place=place
+    )
+    return Dataset(source)
+
+
+def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> ModelStructure:
+    model = made["live_model"]()
+    live = LiveModel.skeleton_of(model) if cache_dir is None else LiveModel.taken_apart(model, cache_dir)
+    return ModelStructure.from_live(
+        live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
+    )
+
+
 @contextmanager
 def _blaming_the_data() -> Iterator[None]:
     """Whatever the user must change while the data is opened is to be changed in the data, or in its settings."""
@@ -76,7 +115,10 @@ def _blaming_the_data() -> Iterator[None]:
 
 def structure_of_job(job: JobSpec) -> ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
-    return _structure(job, _made_by_script(job), vocab_size=job.data.vocab_size)
+    made = _made_by_script(job)
+    if "live_model" in made:
+        return _live_structure(job, made, None)
+    return _structure(job, made, vocab_size=job.data.vocab_size)
 
 
 def check_optimizer(job: JobSpec) -> None:
@@ -86,18 +128,24 @@ def check_optimizer(job: JobSpec) -> None:
     optimizer.learning_rate(1)
 
 
-def _optimizer(job: JobSpec, made: _Made, structure: ModelStructure | None) -> Optimizer:
+def _optimizer(
+    job: JobSpec, made: _Made, structure: ModelStructure | None, *, decayed: Collection[str] | None = None
+) -> Optimizer:
     return Optimizer(
         job.optimizer,
         max_steps=job.max_steps,
         factory=made.get("optimizer"),
         schedule=made.get("lr_lambda"),
         frozen=frozenset() if structure is None else structure.frozen,
+        decayed=decayed,
     )
 
 
 def _made_by_script(job: JobSpec) -> _Made:
-    return {} if job.script is None else run_script(job.script).made
+    if job.script is None:
+        return {}
+    seed_scripts()  # models that a script initializes are the same wherever it runs
+    return run_script(job.script).made
 
 
 def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Dataset | None]:

@@ -8,13 +8,18 @@ models or data.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-__all__ = ["MicrobatchKey", "derive_seed", "drawing_from", "seed_device"]
+__all__ = ["MicrobatchKey", "derive_seed", "drawing_from", "seed_device", "seed_scripts"]
+
+_SCRIPTS = 0
+"""The seed that scripts begin with, wherever they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,13 @@ def seed_device(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def seed_scripts() -> None:
+    """Seed all that a script may draw random numbers from, before it begins."""
+    random.seed(_SCRIPTS)
+    np.random.seed(_SCRIPTS)
+    torch.manual_seed(_SCRIPTS)
 
 
 @contextmanager

@@ -80,6 +80,19 @@ def test_llama_from_a_script_with_evaluation_and_callbacks(runner: Runner) -> No
     assert "failed" not in log
 
 
+@pytest.mark.slow
+def test_a_script_of_transformers_trainer_continues_after_training(runner: Runner, tmp_path: Path) -> None:
+    """`trainer.py`: a node is killed on the way; the lines after `train()` have the trained weights."""
+    options = ("--resume", "never", "--set", "num_pipelines=2", "--kill", "node1@6")
+    arguments = ("--layers", "2", "--files", "4", "--steps", "20", "--output", str(tmp_path / "trained"))
+    outcome = _script(runner, "trainer.py", *arguments, options=options)
+    assert_nothing_lost(outcome, 20)
+    after = float(outcome.output.split("eval_loss after training: ")[1].split()[0])
+    assert after < outcome.losses[0] - 0.3, "it has learnt"
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+    assert "node1 lost; " in (runner.base_dir / TAG / "script.log").read_text()
+
+
 def test_a_model_of_ones_own_survives_a_kill(runner: Runner) -> None:
     """`own_model.py`: layers, data, optimizer and schedule are the script's."""
     outcome = _script(runner, "own_model.py", options=("--steps", "60", "--kill", "node1@20"))

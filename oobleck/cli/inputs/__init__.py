@@ -47,7 +47,7 @@ from .planning_options import (
     RecomputeOption,
     SequenceLengthOption,
 )
-from .read_job import read_job
+from .read_job import open_job, read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
 from .schedule_option import parse_schedule_name
@@ -98,6 +98,7 @@ __all__ = [
     "did_you_mean",
     "duration_s",
     "load_job",
+    "open_job",
     "parse_costs",
     "parse_hostfile",
     "parse_local",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
@@ -56,6 +57,11 @@ class Run:
     def tag(self) -> str:
         """The run's name."""
         return self._directory.tag
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this machine has its checkpoints, unless `checkpoint.directory` says otherwise."""
+        return self._directory.path / "checkpoints"
 
     @property
     def is_active(self) -> bool:

@@ -38,7 +38,7 @@ from oobleck.runtime.descriptors import raise_descriptor_limit, require_descript
 from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_losses, set_aside
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
-from oobleck.runtime.processes import CallbackProcess, PatientClock
+from oobleck.runtime.processes import CallbackProcess, PatientClock, TrainerProcess
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
@@ -83,10 +83,19 @@ class Run:
     """Check nodes, unless they are virtual, before anything is started there."""
     metrics: MetricsAddress | None = None
     """Where metrics are served; None for nowhere."""
+    trainer: TrainerProcess | None = None
+    """The script that waits in its `train()`."""
 
 
 def run_job(run: Run) -> int:
-    """Run the job to its end; returns the exit code."""
+    """Run the job to its end, and the script that waits for it to its own; returns the exit code."""
+    code = _run_job(run)
+    if run.trainer is None:
+        return code
+    return run.trainer.end(code, _checkpoints(run, RunDirectory(base_dir=run.base_dir, tag=run.job.tag)).path)
+
+
+def _run_job(run: Run) -> int:
     limit = raise_descriptor_limit()  # virtual nodes inherit it
     num_nodes = len(run.source.names)
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
@@ -164,13 +173,18 @@ def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun
     found = books.finished
     if found is None or not found.is_all_of(run.job):
         return None
-    told = run.job.checkpoint.directory
-    checkpoints = CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
+    checkpoints = _checkpoints(run, directory)
     try:
         manifest = checkpoints.manifest(found.name)
     except CorruptCheckpoint:
         return None
     return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
+
+
+def _checkpoints(run: Run, directory: RunDirectory) -> CheckpointDirectory:
+    """Those of a run, where this machine has them."""
+    told = run.job.checkpoint.directory
+    return CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
 
 
 def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
@@ -248,7 +262,7 @@ async def _run(
             try:
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=run.plain)
-                    callbacks = _start_callbacks(run.job, master, directory, watching)
+                    callbacks = _start_callbacks(run, master, directory, watching)
                     end = await master.run()
                     if callbacks is not None:
                         await callbacks.finish()
@@ -374,13 +388,19 @@ def _make_master(
 
 
 def _start_callbacks(
-    job: JobSpec, master: Master, directory: RunDirectory, nursery: trio.Nursery
-) -> CallbackProcess | None:
+    run: Run, master: Master, directory: RunDirectory, nursery: trio.Nursery
+) -> CallbackProcess | TrainerProcess | None:
     """Start what runs the script's callbacks, if it has any."""
-    if job.script is None or "callbacks" not in job.script.provides:
-        return None
     stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
-    process = CallbackProcess(job, log=directory.path / "script.log", on_stop=lambda: master.submit(stop))
+    log, script = directory.path / "script.log", run.job.script
+    process: CallbackProcess | TrainerProcess
+    if run.trainer is not None:
+        process = run.trainer
+        process.begin(log, on_stop=lambda: master.submit(stop))
+    elif script is not None and "callbacks" in script.provides:
+        process = CallbackProcess(run.job, log=log, on_stop=lambda: master.submit(stop))
+    else:
+        return None
     master.observe(process.tell)
     nursery.start_soon(process.run)
     return process

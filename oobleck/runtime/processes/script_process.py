@@ -19,7 +19,7 @@ from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
 from oobleck.wire import encode_json
 
-__all__ = ["CallbackProcess", "DescribedScript", "describe_script"]
+__all__ = ["CallbackProcess", "DescribedScript", "EntryFeed", "describe_script", "read_script"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,14 +40,19 @@ class DescribedScript:
     """As JSON, by the keys of a job file."""
 
 
+def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
+    """Return a script, which is not run. Raises UserError where it cannot be read."""
+    source = read_input(path, "script")
+    return ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
+
+
 def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     """Run a script for what it says; takes as long as what it imports. Its words go to stderr.
 
     Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
     back within two minutes.
     """
-    source = read_input(path, "script")
-    spec = ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
+    spec = read_script(path, arguments)
     try:
         done = subprocess.run(
             [*_HOST, "describe"], input=encode_json(spec), stdout=subprocess.PIPE, timeout=_TIMEOUT_S, check=False
@@ -65,17 +70,11 @@ def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     )
 
 
-class CallbackProcess:
-    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+class EntryFeed:
+    """Entries of the journal on their way to a process, which may be slow, or gone."""
 
-    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
-        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
-        self._job = job
-        self._log = log
-        self._on_stop = on_stop
+    def __init__(self) -> None:
         self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
-        self._scope = trio.CancelScope()
-        self._closed = trio.Event()
 
     def tell(self, entry: JournalEntry) -> None:
         """Hand an entry on; never waits."""
@@ -85,6 +84,19 @@ class CallbackProcess:
             _log.warning("callbacks are too slow: %s is not passed on to them", type(entry).__name__)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the process is gone, which was said
+
+
+class CallbackProcess(EntryFeed):
+    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+
+    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
+        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
+        self._job = job
+        self._log = log
+        self._on_stop = on_stop
+        super().__init__()
+        self._scope = trio.CancelScope()
+        self._closed = trio.Event()
 
     async def finish(self) -> None:
         """Let the callbacks hear what waits for them, and come to an end; after 30 s they are ended."""

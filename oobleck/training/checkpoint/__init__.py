@@ -5,6 +5,8 @@ from __future__ import annotations
 from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
+from .weights import newest_weights
 
 __all__ = [
     "FlashSaver",
@@ -13,4 +15,7 @@ __all__ = [
     "SavedLayers",
     "StateReader",
     "digest_of",
+    "import_trainer_checkpoint",
+    "is_trainer_checkpoint",
+    "newest_weights",
 ]

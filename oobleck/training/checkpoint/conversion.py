@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from oobleck.checkpoint import (
     Shard,
     checkpoint_name,
     layer_file_name,
-    read_layer_file,
     write_layer_file,
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -48,14 +47,15 @@ from oobleck.training.model import (
 )
 from oobleck.training.tensor_bytes import as_tensor
 
-from .parts import Tensors, join_parts, model_metadata
+from .parts import model_metadata
 from .state import layer_layout
+from .weights import read_weights
 
-__all__ = ["export_model", "import_model"]
+__all__ = ["IMPORTED", "export_model", "import_model", "manifest_of", "write_layer"]
 
 _EXIT_CONFIG = 78
-_IMPORTED = "imported"
-_NOT_WEIGHTS = ("optimizer.", "training.")
+IMPORTED = "imported"
+"""What a run is called that has not been one of ours."""
 _TRIAL_LENGTH = 16
 """Length of the sample on which the model's layers are found."""
 
@@ -80,18 +80,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     Every file is verified before. Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of
     transformers, or that has no adapters to be written alone, or OSError.
     """
-    directory = CheckpointDirectory(checkpoint.parent)
-    manifest = directory.manifest(checkpoint.name)
-    faults = list(directory.faults(manifest))
-    if faults:
-        raise CorruptCheckpoint("; ".join(map(str, faults)))
-    weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for layer in range(len(manifest.layer_names)):
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
-        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
-        metadata = dict(parts[0][0])
-        weights |= join_parts(parts)
+    metadata, weights = read_weights(checkpoint)
     task = metadata.get("task", "causal_lm")
     if task not in get_args(Task):
         raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
@@ -129,21 +118,13 @@ def _save_whole(save: Callable[[Path], object], target: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    """Return a layer file's metadata, and of its tensors the parameters."""
-    file = read_layer_file(path)
-    return file.metadata, {
-        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
-    }
-
-
 def import_model(source: Path, target: Path) -> Path:
     """Write a model directory's weights as a checkpoint of step 0, whose optimizer starts afresh; returns its path.
 
     Layers are read and written one after the other. Raises ConfigError or OSError.
     """
     structure = ModelStructure.from_spec(ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH)
-    name = checkpoint_name(_IMPORTED, step=0, generation=0)
+    name = checkpoint_name(IMPORTED, step=0, generation=0)
     directory = CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
@@ -153,13 +134,14 @@ def import_model(source: Path, target: Path) -> Path:
         model.adopt(layer, layer + 1, {})
         model.initialize([layer], seed=0)
         tensors = {name: parameter.detach() for name, parameter in model.parameters.items()}
-        shards.append(_write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
+        shards.append(write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
         model.adopt(layer, layer, {})
-    directory.commit(_manifest(name, structure, tuple(shards)))
+    directory.commit(manifest_of(name, structure, tuple(shards)))
     return target / name
 
 
-def _write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+def write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+    """Write a layer's file into a checkpoint's directory. Raises OSError."""
     data = memoryview(bytearray(layout.size_bytes))
     for entry in layout.entries:
         as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
@@ -169,14 +151,15 @@ def _write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torc
     return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
 
 
-def _manifest(name: str, structure: ModelStructure, shards: tuple[Shard, ...]) -> Manifest:
+def manifest_of(name: str, structure: ModelStructure, shards: tuple[Shard, ...], *, step: int = 0) -> Manifest:
+    """Return the manifest of a checkpoint that no run has saved."""
     return Manifest(
         version=MANIFEST_VERSION,
         name=name,
-        tag=_IMPORTED,
-        run=_IMPORTED,
+        tag=IMPORTED,
+        run=IMPORTED,
         saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        step=0,
+        step=step,
         generation=0,
         loss=None,
         seed=0,

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
-    from .script_data import ScriptSamples
+    from .script_data import CollatedSamples, ScriptSamples
     from .script_stream import ScriptStream
 
 __all__ = [
     "IGNORED_LABEL",
     "NO_SAMPLE",
     "Batch",
+    "CollatedSamples",
     "Dataset",
     "ModelInputs",
     "ScriptSamples",
@@ -35,6 +36,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Batch": "batches",
+    "CollatedSamples": "script_data",
     "Dataset": "data",
     "IGNORED_LABEL": "batches",
     "ModelInputs": "samples",

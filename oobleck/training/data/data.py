@@ -6,7 +6,7 @@ the seed, the nodes, and the run that continues from a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from oobleck.job import DataSpec
 from .batches import IGNORED_LABEL, Batch
 from .corpus import prepare_corpus
 from .masking import Masking
-from .records import Records
+from .records import NO_SAMPLE, Records
 from .samples import ModelInputs, Sample, side_by_side
-from .sampling import permuted
-from .script_data import ScriptSamples
+from .sampling import permuted, samples_of_step
+from .script_data import CollatedSamples, ScriptSamples
 from .script_stream import ScriptStream
 from .shard_scanner import SurveyedShards
 from .shard_source import ShardSource
@@ -68,12 +68,14 @@ class Source(Protocol):
 class Dataset:
     """Samples by index: all of a source, or one side of its split."""
 
-    source: Source | ScriptSamples | ScriptStream | TuningRows
+    source: Source | ScriptSamples | ScriptStream | TuningRows | CollatedSamples
     masking: Masking | None = None
     inputs: ModelInputs = field(default_factory=ModelInputs)
     """What the model takes."""
     part: range | None = None
     """Positions in the split's permutation of the source's samples; None for all samples in their own order."""
+    order: Callable[[int], Sequence[int]] | None = None
+    """From a step to its samples, which may be fewer than others'; None: as `samples_of_step` says."""
 
     @property
     def digest(self) -> str:
@@ -117,11 +119,25 @@ class Dataset:
             case _:
                 return self.sequence_length
 
+    @property
+    def fills_up(self) -> bool:
+        """Whether a batch may have samples that are none (`NO_SAMPLE`)."""
+        return isinstance(self.source, CollatedSamples)
+
+    def samples_of_step(self, seed: int, step: int, batch: int) -> tuple[int, ...]:
+        """Return the numbers of a step's samples, `batch` with what stands for none. Steps count from 1."""
+        if self.order is None:
+            return samples_of_step(seed, step, batch, self.num_samples)
+        numbers = tuple(self.order(step))
+        return (*numbers, *[NO_SAMPLE] * (batch - len(numbers)))
+
     def batch(self, indices: Sequence[int], *, step: int = 0) -> Batch:
         """Return samples side by side, in the order of `indices`, on the CPU; masked for a step, if they are."""
         numbers = list(indices)
         if self.part is not None:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
+        if isinstance(self.source, CollatedSamples):
+            return self.source.batch(numbers, self.inputs, step=step)
         if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
@@ -147,7 +163,7 @@ class Dataset:
 
     def with_inputs(self, inputs: ModelInputs) -> Dataset:
         """Return the dataset as a model takes it. Raises ConfigError where samples do not fit the model."""
-        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows | CollatedSamples):
             self.source.check(inputs)
         elif inputs.is_classified:
             raise ConfigError(

@@ -6,6 +6,7 @@ from .adapters import Adapters, add_adapters, save_adapters, tied_parameters
 from .compilation import require_compiler
 from .configuration import build_model
 from .documents import separates_documents
+from .live_model import LiveModel
 from .models import MicrobatchKey, StageModel
 from .precision import Precision
 from .structure import ModelStructure
@@ -14,6 +15,7 @@ from .weight_gradients import WeightGradients
 
 __all__ = [
     "Adapters",
+    "LiveModel",
     "MicrobatchKey",
     "ModelStructure",
     "Precision",

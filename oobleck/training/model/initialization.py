@@ -20,7 +20,7 @@ from oobleck.training.randomness import derive_seed, drawing_from
 from .adapters import initialize_adapter, is_adapted, plain_name
 from .structure import SplittableModel
 
-__all__ = ["initialize_adapters", "initialize_module", "materialize_buffers", "unset"]
+__all__ = ["initialize_adapters", "initialize_module", "materialize_buffers", "move_buffers", "unset"]
 
 
 def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,6 +83,13 @@ def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None
                     f"its rules for initialization leave the buffer {name}.{attribute} without a value"
                 )
             module._buffers[attribute] = value.to(device)
+
+
+def move_buffers(model: SplittableModel, *, device: torch.device) -> None:
+    """Move all buffers of a model, which have their values, to `device`."""
+    for module in model.modules():
+        for attribute, buffer in module.named_buffers(recurse=False):
+            module._buffers[attribute] = buffer.to(device)
 
 
 def _is_unset(value: torch.Tensor) -> bool:

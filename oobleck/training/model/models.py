@@ -22,15 +22,16 @@ from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
-from .adapters import is_adapter, original_of, plain_name
+from .adapters import original_of
 from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
-from .initialization import initialize_adapters, initialize_module, materialize_buffers, unset
+from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
+from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
 from .placeholders import Passthrough, ZeroEmbedding, replace_module
 from .recomputation import recompute_activations
 from .signature import arguments_of
-from .structure import ModelStructure, Site
+from .structure import LossOfOutputs, ModelStructure, Site
 from .traced_forward import TracedForward, trace_forward
 from .weights import WeightFiles
 
@@ -80,6 +81,7 @@ class StageModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
+        self._tried_loss = False
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
@@ -87,7 +89,10 @@ class StageModel:
         self._trunk_takes = structure.takes
         if isinstance(self.model, PreTrainedModel):
             self._trunk_takes &= arguments_of(type(self.model.base_model).forward)
-        materialize_buffers(self.model, device=self.device)
+        if structure.keeps_buffers:
+            move_buffers(self.model, device=self.device)
+        else:
+            materialize_buffers(self.model, device=self.device)
         self._modules = dict(self.model.named_modules())
         for layer in filter(structure.is_block, range(structure.num_layers)):
             for module in self.modules_of(layer):
@@ -178,7 +183,7 @@ class StageModel:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
             if self.structure.weights is None or self._may_lack(layer):
                 self._initialize_layer(layer, seed=seed)
-            elif self.structure.adapters is not None:
+            elif self.structure.adapters is not None and not self.structure.weights.is_whole:
                 for root in self.structure.layer_roots(layer):
                     initialize_adapters(self.model, self._modules[root], root, seed=seed)
             if self.structure.weights is not None:
@@ -246,12 +251,31 @@ class StageModel:
         loss: torch.Tensor
         # With a cache, models overlook where documents begin.
         given = {"input_ids": batch.input_ids, "use_cache": False, **self._others(batch)}
-        if self.structure.task == "causal_lm":
+        if self.structure.compute_loss is not None:
+            loss = self._loss_by(self.structure.compute_loss, self.model(**given), batch.labels, num_items)
+        elif self.structure.task == "causal_lm":
             loss = self.model(labels=batch.labels, num_items_in_batch=num_items, **given).loss
         else:
             logits = self.model(**given).logits
             loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _loss_by(self, compute: LossOfOutputs, outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        """A script's own loss. What is divided by a number of items here is corrected when all are counted, so it must
+        be proportional to that: the first one is tried. Raises ConfigError."""
+        counted = torch.tensor(num_items, device=labels.device)
+        loss = compute(outputs, labels, num_items_in_batch=counted)
+        if not self._tried_loss:
+            with torch.no_grad():
+                half = compute(outputs, labels, num_items_in_batch=2 * counted)
+            if not torch.allclose(2 * half, loss.detach(), rtol=1e-3):
+                raise ConfigError(
+                    "compute_loss_func: it must return a sum divided by num_items_in_batch, as samples are spread over "
+                    "nodes; of twice as many items it returns "
+                    f"{float(half):g}, and of these {float(loss.detach()):g}"
+                )
+            self._tried_loss = True
+        return loss
 
     def _others(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What a batch brings beside tokens and labels, numbers in the precision of this stage."""
@@ -402,12 +426,14 @@ class StageModel:
 
     def _may_lack(self, layer: int) -> bool:
         """Whether a directory of weights need not have all of a layer: it may be of a language model."""
-        return self.structure.task in CLASSIFICATION and layer == self.structure.num_layers - 1
+        weights = self.structure.weights
+        is_head = self.structure.task in CLASSIFICATION and layer == self.structure.num_layers - 1
+        return is_head and not (weights is not None and weights.is_whole)
 
     @torch.no_grad()
-    def _read_layer(self, layer: int, weights: WeightFiles) -> None:
+    def _read_layer(self, layer: int, weights: WeightFiles | LiveWeights) -> None:
         assert isinstance(self.model, PreTrainedModel)
-        in_files = {name: plain_name(name) for name in self.structure.layer_parameters(layer) if not is_adapter(name)}
+        in_files = weights.names_in_files(self.structure.layer_parameters(layer))
         wanted: Collection[str] = set(in_files.values())
         if self._may_lack(layer):
             wanted = weights.known(wanted, self.model)

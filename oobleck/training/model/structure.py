@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,13 +23,16 @@ from oobleck.job import ModelSpec, Task
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
 from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
+from .live_model import LiveModel, LiveWeights
 from .signature import names_taken
 from .splitting import Anatomy, dissect
 from .weights import WeightFiles
 
-__all__ = ["ModelStructure", "Site", "SplittableModel"]
+__all__ = ["LossOfOutputs", "ModelStructure", "Site", "SplittableModel"]
 
 SplittableModel = PreTrainedModel | LayeredModel
+LossOfOutputs = Callable[..., torch.Tensor]
+"""From a model's outputs, labels and `num_items_in_batch`, to the sum of the losses divided by that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,12 @@ class ModelStructure:
 
     make: Callable[[torch.dtype], SplittableModel]
     """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
-    weights: WeightFiles | None
+    weights: WeightFiles | LiveWeights | None
     """Where parameters start from; None: from the seed."""
+    keeps_buffers: bool = False
+    """Whether what is built has its buffers' values; else they follow from the model's rules."""
+    compute_loss: LossOfOutputs | None = None
+    """What takes the place of the model's own loss."""
     adapters: Adapters | None
     """Those in the model, which start from the seed; None: there are none."""
 
@@ -134,15 +141,33 @@ class ModelStructure:
         )
 
     @classmethod
+    def from_live(
+        cls, live: LiveModel, *, compute_loss: LossOfOutputs | None = None, sequence_length: int
+    ) -> ModelStructure:
+        """Find the layers of a model that a script has made, from whose weights training starts.
+
+        Raises ConfigError as above.
+        """
+        structure = cls._of(
+            lambda dtype: prepared(live.make()),
+            is_adapted=True,
+            config=None,
+            task=None,
+            sequence_length=sequence_length,
+            weights=live.weights,
+        )
+        return replace(structure, keeps_buffers=True, compute_loss=compute_loss)
+
+    @classmethod
     def _of(
         cls,
         make: Callable[[torch.dtype], SplittableModel],
         *,
-        is_adapted: bool,
+        is_adapted: bool,  # or made without torch's contexts
         config: PreTrainedConfig | None,
         task: Task | None,
         sequence_length: int,
-        weights: WeightFiles | None,
+        weights: WeightFiles | LiveWeights | None,
     ) -> ModelStructure:
         """Without a configuration, the model has its own; so it is with the task."""
         on_meta = _on_meta(make) if is_adapted else None

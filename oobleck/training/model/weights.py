@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError
 from oobleck.user_path import expand_user
 
+from .adapters import is_adapter, plain_name
+
 __all__ = ["WeightFiles"]
 
 _DIGESTED_PIECES, _PIECE_BYTES = 64, 4096
@@ -29,6 +31,9 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 class WeightFiles:
     """The safetensors files of a directory. Nothing is read before it is asked for."""
+
+    is_whole = False
+    """Whether there is nothing that starts from the seed: adapters, or a head that is new."""
 
     def __init__(self, directory: str) -> None:
         self._directory = expand_user(directory)
@@ -68,6 +73,10 @@ class WeightFiles:
                     f"{tuple(shapes[name])} in the model; leave the keys of its configuration as they are"
                 )
         return state
+
+    def names_in_files(self, parameters: Iterable[str]) -> dict[str, str]:
+        """Return what the files call parameters; adapters are in none."""
+        return {name: plain_name(name) for name in parameters if not is_adapter(name)}
 
     def known(self, names: Iterable[str], model: PreTrainedModel) -> tuple[str, ...]:
         """Return those of some parameters that the files have by their own names."""

@@ -46,13 +46,16 @@ class Optimizer:
         factory: OptimizerFactory | None = None,
         schedule: Callable[[int], float] | None = None,
         frozen: Collection[str] = (),
+        decayed: Collection[str] | None = None,
     ) -> None:
-        """`frozen` parameters, by canonical name, are kept as they are: nothing is kept for them."""
+        """`frozen` parameters, by canonical name, are kept as they are: nothing is kept for them. With `decayed`, these
+        parameters are decayed, and no others."""
         self.spec = spec
         self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
         self._peak = spec.learning_rate
         self._make = factory or _named(spec)
         self._frozen = frozenset(frozen)
+        self._decayed = None if decayed is None else frozenset(decayed)
         self._layouts: dict[torch.device, StateLayout] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -62,7 +65,7 @@ class Optimizer:
         device = device or torch.device("cpu")
         if device not in self._layouts:
             probe = make_probe(device)
-            optimizer = self._make(_groups({"probe": probe}, self.spec.weight_decay))
+            optimizer = self._make(self._groups({"probe": probe}))
             self._peak = optimizer.param_groups[0]["lr"]
             self._layouts[device] = layout_of(optimizer, probe)
         return self._layouts[device]
@@ -81,7 +84,7 @@ class Optimizer:
         known = {id(parameter) for parameter in self._parameters.values()}
         self._parameters = dict(parameters)
         if trained := self._trained():
-            self._optimizer = self._make(_groups(trained, self.spec.weight_decay))
+            self._optimizer = self._make(self._groups(trained))
         for name, parameter in parameters.items():
             given = (states or {}).get(name)
             if self._optimizer is not None and name in trained:
@@ -202,19 +205,24 @@ class Optimizer:
             state = {} if self._optimizer is None or name in self._frozen else self._optimizer.state[parameter]
             yield from flat_tensors(self._layout_of(name, parameter.device), parameter, state)
 
+    def _groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """Torch's parameter groups: those that are decayed, and the others."""
+        decayed = self._decayed
+        names = {name for name, p in parameters.items() if (p.ndim > 1 if decayed is None else name in decayed)}
+        groups = (
+            {
+                "params": [parameters[name] for name in parameters if name in names],
+                "weight_decay": self.spec.weight_decay,
+            },
+            {"params": [parameters[name] for name in parameters if name not in names], "weight_decay": 0.0},
+        )
+        return [group for group in groups if group["params"]]
+
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if name not in self._frozen}
 
     def _layout_of(self, name: str, device: torch.device | None = None) -> StateLayout:
         return NO_STATE if name in self._frozen else self.layout(device)
-
-
-def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    groups = (
-        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
-    )
-    return [group for group in groups if group["params"]]
 
 
 def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:

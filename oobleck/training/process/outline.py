@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -40,13 +41,16 @@ _SHAPE_KEYS = (
 
 def main() -> int:
     """Read the job, print the outline; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a script may print
     job = decode_json((JobSpec,), sys.stdin.readline())
     try:
         outline = outline_of_job(job)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return _EXIT_CONFIG
-    sys.stdout.write(json.dumps(outline))
+    with answers:
+        answers.write(json.dumps(outline))
     return 0
 
 

@@ -33,6 +33,8 @@ _EXIT_CONFIG = 78
 
 def main() -> int:
     """Print the profile of a job; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a script may print
     job = decode_json((JobSpec,), sys.stdin.readline())
     cache_dir, profile_dir, workers, freshness = sys.argv[1:]
     try:
@@ -40,7 +42,8 @@ def main() -> int:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return _EXIT_CONFIG
-    sys.stdout.write(json.dumps(answer))
+    with answers:
+        answers.write(json.dumps(answer))
     return 0
 
 

@@ -18,7 +18,7 @@ from oobleck.control.commit import Evaluation
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 from oobleck.training.comm import Pending, Waiter, blaming_peers
-from oobleck.training.data import Batch, Dataset
+from oobleck.training.data import NO_SAMPLE, Batch, Dataset
 from oobleck.training.model import MicrobatchKey, StageModel
 
 from .step_work import PipelineRank, item_share_of
@@ -56,12 +56,14 @@ class Evaluator:
         self._waiter = waiter
         self._interrupted = interrupted
         self._on_progress = on_progress
-        num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
-        self._num_microbatches = num_samples // job.microbatch_size
+        self._num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
+        self._num_microbatches = self._num_samples // job.microbatch_size
+        if dataset.fills_up:
+            self._num_microbatches = -(-self._num_samples // job.microbatch_size)
         if not self._num_microbatches:
             raise ConfigError(
-                f"eval_steps: {num_samples} samples are not one microbatch of {job.microbatch_size}; keep more by "
-                "data.validation_split, or raise max_eval_samples"
+                f"eval_steps: {self._num_samples} samples are not one microbatch of {job.microbatch_size}; keep more "
+                "by data.validation_split, or raise max_eval_samples"
             )
         self._divisor = self._num_microbatches * job.microbatch_size * dataset.items_per_sample
 
@@ -76,7 +78,7 @@ class Evaluator:
         loss, num_items = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
             loss=loss / item_share_of(num_items, divisor=self._divisor),
-            num_samples=self._num_microbatches * self._job.microbatch_size,
+            num_samples=min(self._num_samples, self._num_microbatches * self._job.microbatch_size),
             duration_s=time.monotonic() - began_s,
         )
 
@@ -124,7 +126,8 @@ class Evaluator:
 
     def _load(self, microbatch: int) -> Batch:
         size = self._job.microbatch_size
-        return self._dataset.batch(range(microbatch * size, (microbatch + 1) * size))
+        numbers = range(microbatch * size, (microbatch + 1) * size)
+        return self._dataset.batch([number if number < self._num_samples else NO_SAMPLE for number in numbers])
 
 
 def _in_rounds(pipeline_rank: PipelineRank, microbatches: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from oobleck.control.commit import FAILURES, CommitState, Compute
 from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
 from oobleck.training.comm import DeviceWork, Waiter
-from oobleck.training.data import Dataset, samples_of_step
+from oobleck.training.data import Dataset
 from oobleck.training.model import StageModel, WeightGradients
 
 from .executor import Execution
@@ -102,7 +102,7 @@ class StepInFlight:
         known without reading them. From shards, once its records are known."""
         batch, records = self._job.global_batch_size, self._dataset.records
         if records is None:
-            samples = samples_of_step(self._job.seed, step, batch, self._dataset.num_samples)
+            samples = self._dataset.samples_of_step(self._job.seed, step, batch)
             return samples, len(samples) * self._dataset.items_per_sample
         self._waiter.wait(lambda: records.is_told(step), self._commit_state.is_pipeline_stopped)
         numbers, num_items = records.numbers_of(step, batch)

@@ -1,0 +1,134 @@
+"""The process of a script that calls `train()`: it says what to train, waits while that is trained, and continues.
+
+Unlike the scripts of `script_process`, it runs in the terminal as any program: the same output, the same input, and the
+same Ctrl-C, but for the time in which its `train()` waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import ScriptSpec
+from oobleck.wire import encode_json
+
+from .script_process import DescribedScript, EntryFeed
+
+__all__ = ["TrainerProcess"]
+
+_log = logging.getLogger(__name__)
+
+_HOST = (sys.executable, "-m", "oobleck.training.process.trainer_host")
+_LAST_WORDS_S = 30.0
+"""How long callbacks may take for what has still to be said to them when the run has ended."""
+_MOST_BYTES = 1 << 24
+"""Of what is said at `train()`."""
+
+
+class TrainerProcess(EntryFeed):
+    """A script on its way: at its `train()`, until `end`."""
+
+    def __init__(self, script: ScriptSpec) -> None:
+        """Start it; it runs until it says what to train. Takes as long as its lines take.
+
+        Raises UsageError or ConfigError for what it says is wrong, and SystemExit where it exits by itself.
+        """
+        self._ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [*_HOST, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        theirs.close()
+        self._ours.sendall(encode_json(script))
+        super().__init__()
+        self._scope = trio.CancelScope()
+        answer = self._await_train()
+        self.resume: str | bool | None = answer["resume"]
+        """What training is to continue from, as `train()` was told."""
+        self.described = DescribedScript(
+            spec=replace(script, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
+        )
+
+    def _await_train(self) -> Any:
+        with self._ours.makefile("rb") as lines:
+            line = lines.readline(_MOST_BYTES)
+        if not line:
+            raise SystemExit(self._wait())
+        answer = json.loads(line)
+        if "problem" in answer:
+            self._wait()
+            raise (UsageError if answer["is_usage"] else ConfigError)(answer["problem"])
+        return answer
+
+    # --- while the run is on -----------------------------------------------------------------------------------
+
+    def begin(self, log: Path, *, on_stop: Callable[[], None]) -> None:
+        """Have what it prints go to `log` from now on; `on_stop` is called when a callback wants training to stop."""
+        self._on_stop = on_stop
+        self._ours.sendall(json.dumps({"log": str(log.absolute())}).encode() + b"\n")
+
+    async def run(self) -> None:
+        """Feed the process until `finish`."""
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._ours.dup()))
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._listen, stream)
+                    async for entry in self._entries:
+                        await stream.send_all(encode_json(entry))
+                    nursery.cancel_scope.cancel()
+        except* trio.BrokenResourceError:
+            _log.warning("the script has ended in its train()")
+        finally:
+            self._entries.close()
+            stream.socket.close()
+
+    async def finish(self) -> None:
+        """Have it told what waits for it; after 30 s it is told no more."""
+        self._send.close()
+        self._scope.deadline = trio.current_time() + _LAST_WORDS_S
+
+    async def _listen(self, stream: trio.SocketStream) -> None:
+        async for words in stream:
+            if b"stop" in words:
+                self._on_stop()
+
+    # --- afterwards --------------------------------------------------------------------------------------------
+
+    def end(self, exit_code: int, checkpoints: Path) -> int:
+        """Have the script continue after its `train()`, or end where the run has failed; returns its exit status."""
+        self._ours.setblocking(True)
+        ended = {"exit_code": int(exit_code), "checkpoints": str(checkpoints)}
+        try:
+            self._ours.sendall(json.dumps(ended).encode() + b"\n")
+        except OSError:
+            _log.warning("the script has ended in its train()")
+        code = self._wait()
+        return int(exit_code) or code
+
+    def _wait(self) -> int:
+        """Wait for its end. It has the terminal's Ctrl-C itself; a SIGTERM is passed on."""
+        self._ours.close()  # it has read what there was, or will
+        before = signal.signal(signal.SIGTERM, lambda *_: self._process.terminate())
+        try:
+            while True:
+                try:
+                    code = self._process.wait()
+                    return code if code >= 0 else 128 - code
+                except KeyboardInterrupt:
+                    continue
+        finally:
+            signal.signal(signal.SIGTERM, before)

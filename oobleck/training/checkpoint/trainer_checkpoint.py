@@ -1,0 +1,106 @@
+"""A checkpoint of transformers' Trainer, made one of Oobleck's: its weights, its optimizer's state and its step.
+
+The optimizer's state is that of torch: numbers stand for parameters, in the order of the optimizer's groups, which are
+the decayed parameters of the model and the others. Where it is not laid out like that, it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from oobleck.checkpoint import CheckpointDirectory, checkpoint_name
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.training.model import LiveModel, ModelStructure
+
+from .conversion import IMPORTED, manifest_of, write_layer
+from .parts import model_metadata
+from .state import layer_layout
+
+__all__ = ["import_trainer_checkpoint", "is_trainer_checkpoint"]
+
+_STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
+_OURS = "oobleck"
+_TRIAL_LENGTH = 8
+
+
+def is_trainer_checkpoint(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint of transformers' Trainer."""
+    return (directory / _STATE).is_file()
+
+
+def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collection[str]) -> Path:
+    """Write a checkpoint of ours beside a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
+
+    `model` has the weights already, and `decayed` names those of its parameters that are decayed. Raises ConfigError
+    for an optimizer's state that is not laid out as transformers does, CorruptCheckpoint or OSError.
+    """
+    try:
+        step = int(json.loads((directory / _STATE).read_text())["global_step"])
+        saved: Any = torch.load(directory / _OPTIMIZER, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{error.filename}: missing; continue from a checkpoint that was saved without save_only_model"
+        ) from error
+    except (ValueError, KeyError, RuntimeError, EOFError) as error:
+        raise CorruptCheckpoint(f"{directory}: {error}") from error
+    states = dict(_states(directory, model, decayed, saved, step))
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=_TRIAL_LENGTH)
+    return _write(directory / _OURS, structure, dict(model.named_parameters(remove_duplicate=False)), states, step)
+
+
+def _states(
+    directory: Path, model: nn.Module, decayed: Collection[str], saved: Mapping[str, Any], step: int
+) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
+    """The state of each trained parameter, by the parameter's id."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups: list[list[nn.Parameter]] = [
+        [parameter for name, parameter in trained.items() if (name in decayed) == is_decayed]
+        for is_decayed in (True, False)
+    ]
+    found: Sequence[Sequence[int]] = [group["params"] for group in saved["param_groups"]]
+    if [len(group) for group in groups] != [len(numbers) for numbers in found]:
+        raise ConfigError(
+            f"{directory / _OPTIMIZER}: its groups have {[len(numbers) for numbers in found]} parameters, and the "
+            f"model's {[len(group) for group in groups]}; continue with the model and the optimizer that saved it"
+        )
+    for group, numbers in zip(groups, found, strict=True):
+        for parameter, number in zip(group, numbers, strict=True):
+            state = dict(saved["state"].get(number, {}))
+            taken = int(state.pop("step", step))
+            if taken != step or any(value.shape not in ((), parameter.shape) for value in state.values()):
+                raise ConfigError(
+                    f"{directory / _OPTIMIZER}: the state of parameter {number} is of step {taken} and the shapes "
+                    f"{[tuple(value.shape) for value in state.values()]}, not of step {step} and "
+                    f"{tuple(parameter.shape)}; "
+                    "continue from a checkpoint of the same model, no step of which was skipped"
+                )
+            yield id(parameter), state
+
+
+def _write(
+    target: Path,
+    structure: ModelStructure,
+    parameters: Mapping[str, nn.Parameter],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    step: int,
+) -> Path:
+    name = checkpoint_name(IMPORTED, step=step, generation=0)
+    (target / name).mkdir(parents=True, exist_ok=True)
+    metadata = model_metadata(structure)
+    shards = []
+    for layer in range(structure.num_layers):
+        tensors: dict[str, torch.Tensor] = {}
+        for each in structure.layer_parameters(layer):
+            tensors[each] = parameters[each].detach().cpu()
+            for key, value in states.get(id(parameters[each]), {}).items():
+                tensors[f"optimizer.{key}.{each}"] = value
+        layout = layer_layout({layer: tensors}, metadata=metadata)
+        shards.append(write_layer(target / name, layer, layout, tensors))
+    CheckpointDirectory(target).commit(manifest_of(name, structure, tuple(shards), step=step))
+    return target / name

@@ -1,0 +1,61 @@
+"""The weights of a whole checkpoint, for those who want a model: exports, and scripts that go on after training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import CheckpointDirectory, read_layer_file
+from oobleck.errors import CorruptCheckpoint
+from oobleck.training.tensor_bytes import as_tensor
+
+from .parts import Tensors, join_parts
+
+__all__ = ["newest_weights", "read_weights"]
+
+_SHARED = (
+    "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
+    "checkpoint.directory to a directory that all share"
+)
+_NOT_WEIGHTS = ("optimizer.", "training.")
+
+
+def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
+    found = next((each for each in CheckpointDirectory(directory).find() if each.manifest is not None), None)
+    if found is None:
+        raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
+    try:
+        return read_weights(directory / found.name)[1]
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{error}; {_SHARED}") from error
+
+
+def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return what is said about a checkpoint's model, and its weights. Every file is verified before.
+
+    Raises CorruptCheckpoint.
+    """
+    directory = CheckpointDirectory(checkpoint.parent)
+    manifest = directory.manifest(checkpoint.name)
+    faults = list(directory.faults(manifest))
+    if faults:
+        raise CorruptCheckpoint("; ".join(map(str, faults)))
+    weights: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for layer in range(len(manifest.layer_names)):
+        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
+        metadata = dict(parts[0][0])
+        weights |= join_parts(parts)
+    return metadata, weights
+
+
+def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    """Return a layer file's metadata, and of its tensors the parameters."""
+    file = read_layer_file(path)
+    return file.metadata, {
+        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
+    }

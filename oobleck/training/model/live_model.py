@@ -1,0 +1,133 @@
+"""A model that a script has made, with weights that training is to start from: taken apart.
+
+What is left of the model is a skeleton without memory, of which stages are copies. Its weights go into a file in the
+node's cache, named for what they are, and each worker reads its own layers from there: no worker keeps the whole
+model, and those of a machine share the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError, ResourceLost
+
+from .adapters import unwrapped
+
+__all__ = ["LiveModel", "LiveWeights"]
+
+
+class LiveModel:
+    """A model's skeleton, and its weights."""
+
+    def __init__(self, skeleton: PreTrainedModel, weights: LiveWeights | None) -> None:
+        self._skeleton = skeleton
+        self.weights = weights
+        """None where nobody asks for them."""
+
+    @classmethod
+    def skeleton_of(cls, model: object) -> LiveModel:
+        """Return a model's skeleton alone. Raises ConfigError for what is no transformers model."""
+        inner = unwrapped(model)
+        if not isinstance(inner, PreTrainedModel):
+            raise ConfigError(
+                f"Trainer(model=…): {type(inner).__name__} is no model of transformers; write a job() whose model is a "
+                "list of layers"
+            )
+        empty = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in inner.parameters()}
+        skeleton = copy.deepcopy(inner, empty)
+        modules: Iterable[Any] = skeleton.modules()
+        for module in modules:
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # stages do it themselves, where the job says so
+        return cls(skeleton, None)
+
+    @classmethod
+    def taken_apart(cls, model: object, cache_dir: Path) -> LiveModel:
+        """Return a model's skeleton, and its weights in a file; all memory is taken from the model itself.
+
+        Raises as `skeleton_of`, and ResourceLost where the file cannot be written.
+        """
+        skeleton = cls.skeleton_of(model)._skeleton
+        inner = unwrapped(model)
+        assert isinstance(inner, nn.Module)
+        weights = LiveWeights.saved(inner, cache_dir)
+        for parameter in inner.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        return cls(skeleton, weights)
+
+    def make(self) -> PreTrainedModel:
+        """Return a copy of the skeleton: parameters without memory, buffers with their values."""
+        return copy.deepcopy(self._skeleton)
+
+
+class LiveWeights:
+    """The weights of a live model, all of them, in a file."""
+
+    is_whole = True
+
+    def __init__(self, file: Path, digest: str, names: Mapping[str, str]) -> None:
+        """`names` has what the file calls a parameter, under each name that it has in the model."""
+        self._file = file
+        self._digest = digest
+        self._names = names
+
+    @classmethod
+    def saved(cls, model: nn.Module, cache_dir: Path) -> LiveWeights:
+        """Write a model's parameters, each once, unless the file is there. Raises ResourceLost if that fails."""
+        tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+        homes = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {name: homes[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+        digest = _digest_of(tensors)
+        file = cache_dir / f"start-{digest}.safetensors"
+        if not file.exists():
+            unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+            try:
+                cache_dir.mkdir(parents=True, exist_ok=True)
+                save_file({name: tensor.cpu() for name, tensor in tensors.items()}, unfinished)
+                unfinished.replace(file)
+            except (OSError, SafetensorError) as error:
+                raise ResourceLost(f"the model's weights cannot be written to {file}: {error}") from error
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return cls(file, digest, names)
+
+    def digest(self) -> str:
+        """Digest all of the weights, and their names."""
+        return self._digest
+
+    def names_in_files(self, parameters: Iterable[str]) -> dict[str, str]:
+        """Return what the file calls parameters."""
+        return {name: self._names[name] for name in parameters}
+
+    def read(
+        self, names: Iterable[str], model: PreTrainedModel, shapes: Mapping[str, torch.Size]
+    ) -> dict[str, torch.Tensor]:
+        """Return the parameters of these names. Raises ResourceLost where the file is gone."""
+        try:
+            with safe_open(self._file, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise ResourceLost(f"{self._file}, with the weights that training starts from: {error}") from error
+
+    def known(self, names: Iterable[str], model: PreTrainedModel) -> tuple[str, ...]:
+        """Return those of some parameters that the file has: all of them."""
+        return tuple(names)
+
+
+def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}:{tensor.dtype}{tuple(tensor.shape)};".encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,141 @@
+"""Runs a script whose `train()` trains on a run's nodes: `python -m oobleck.training.process.trainer_host SOCKET`.
+
+It is the user's own process: the script runs once in it, as `__main__`, from its first line to its last. At `train()`
+it says over the socket, whose number it is given, what is to be trained; then it is told what happens, calls the
+script's callbacks for that, and continues with the trained weights when the run has ended.
+
+    here it comes     a ScriptSpec
+    out it goes       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
+    here it comes     {"log": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
+    out it goes       "stop" when a callback wants that
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from oobleck.control.journal import JournalEntry
+from oobleck.errors import ConfigError, UserError
+from oobleck.handover import receiving
+from oobleck.job import ScriptSpec
+from oobleck.script import blamed, never_trained, run_as_main
+from oobleck.training.randomness import seed_scripts
+from oobleck.wire import decode_json
+
+__all__ = ["main"]
+
+_FAILED = 1
+_IS_ENTRY = b'{"@type"'
+_GONE = 75
+"""The run continues, or can be continued, without this process."""
+
+
+def main() -> int:
+    """Run the script; returns the exit status."""
+    master = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(master.fileno(), False)
+    host = _TrainerHost(master)
+    script = decode_json((ScriptSpec,), host.lines.readline())
+    seed_scripts()
+    try:
+        with receiving(host.train):
+            run_as_main(script)
+    # It is the user's own, and may fail in any way.
+    except Exception as error:  # noqa: BLE001
+        if host.has_begun:
+            traceback.print_exception(error)
+        else:
+            host.send({"problem": blamed(error, script), "is_usage": False})
+        return _FAILED
+    if not host.has_begun:
+        host.send({"problem": str(never_trained(script)), "is_usage": False})
+        return _FAILED
+    return 0
+
+
+class _TrainerHost:
+    def __init__(self, master: socket.socket) -> None:
+        self._master = master
+        self.lines: BinaryIO = master.makefile("rb")
+        self.has_begun = False
+        """Whether it was said what is to be trained, or why nothing can be."""
+
+    def send(self, answer: object) -> None:
+        """Tell the master something."""
+        self.has_begun = True
+        self._master.sendall(json.dumps(answer).encode() + b"\n")
+
+    def train(self, trainer: Any) -> Any:
+        """Have a trainer's job trained; returns what its `train()` returns. Exits with the run, if that fails."""
+        try:
+            job = trainer.job()
+            described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume()}
+        except UserError as error:
+            self.send({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
+            raise SystemExit(_FAILED) from error
+        self.send(described)
+        run = trainer.follow(job)
+        with _left_alone():
+            ended = self._follow(run)
+        if ended["exit_code"]:
+            raise SystemExit(ended["exit_code"])
+        return run.finish(Path(ended["checkpoints"]))
+
+    def _follow(self, run: Any) -> Any:
+        """Take what the master tells until the run has ended; returns what it says then."""
+        first = self.lines.readline()
+        if not first:
+            return {"exit_code": _GONE}
+        begun = json.loads(first)
+        if "exit_code" in begun:
+            return begun
+        with _output_in(Path(begun["log"])):
+            for line in self.lines:
+                if not line.startswith(_IS_ENTRY):
+                    return json.loads(line)
+                run.take(decode_json(JournalEntry, line))
+                if run.wants_stop:
+                    self._master.sendall(b"stop\n")
+        return {"exit_code": _GONE}
+
+
+@contextmanager
+def _left_alone() -> Iterator[None]:
+    """Within the block a Ctrl-C is for the master, which finishes the step."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _output_in(log: Path) -> Iterator[None]:
+    """Within the block all output goes to a file: the terminal shows the run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    with log.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Whether a trainer can be trained here: everything that has no meaning is refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainingArguments
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
+
+from oobleck.errors import ConfigError
+
+from .table import INIT_ARGUMENTS, METHODS, TRAINING_ARGUMENTS, Fate, Rule
+
+__all__ = ["check_arguments", "check_trainer", "default_arguments"]
+
+_UNKNOWN = Rule(Fate.REFUSED, "leave it out: it is not known to this version of Oobleck")
+_OF_EVALUATIONS = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
+"""Schedules that follow evaluations."""
+_OTHER_RECOMPUTATION = ("every_n_layers", "offload")
+
+
+def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> None:
+    """Raise ConfigError for a trainer that asks for something that has no meaning here; warn of what has no effect.
+
+    `default` are the arguments where nothing is said.
+    """
+    check_arguments(trainer.args, default)
+    for name, rule in METHODS.items():
+        if rule.fate is Fate.REFUSED and _is_overridden(trainer, name):
+            raise ConfigError(f"Trainer.{name} is overridden by {type(trainer).__name__}: {rule.note}")
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ConfigError(f"Trainer(optimizers=…): {INIT_ARGUMENTS['optimizers'].note}")
+    _check_data(trainer)
+
+
+def check_arguments(
+    args: TrainingArguments, default: TrainingArguments, rules: Mapping[str, Rule] = TRAINING_ARGUMENTS
+) -> None:
+    """Raise ConfigError for an argument that has a value, and no meaning here; warn of those without effect."""
+    unused = []
+    for name, value in non_default(args, default):
+        rule = rules.get(name, _UNKNOWN)
+        if rule.fate is Fate.REFUSED and value not in rule.allowed:
+            raise ConfigError(f"TrainingArguments({name}={value!r}): {rule.note}")
+        if rule.fate is Fate.UNUSED:
+            unused.append(f"{name} ({rule.note})")
+    _check_values(args)
+    if unused:
+        warnings.warn(f"TrainingArguments without effect on Oobleck: {', '.join(unused)}", stacklevel=3)
+
+
+def default_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Return arguments where nothing is said but where to compute.
+
+    They set devices up, so they are to be made before the trainer.
+    """
+    return TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+
+
+def non_default(args: TrainingArguments, default: TrainingArguments) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments, of transformers' own, that have another value than the default."""
+    for field in dataclasses.fields(TrainingArguments):
+        value = getattr(args, field.name, None)
+        if value != getattr(default, field.name, None):
+            yield field.name, value
+
+
+def _check_values(args: TrainingArguments) -> None:
+    """What depends on more than whether there is a value."""
+    schedule = args.lr_scheduler_type
+    if schedule in _OF_EVALUATIONS or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
+        name = getattr(schedule, "value", schedule)
+        raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
+    if args.save_strategy == SaveStrategy.BEST:
+        raise ConfigError("TrainingArguments(save_strategy='best'): save by steps or epochs")
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        for key in getattr(args, name, None) or {}:
+            if key in _OTHER_RECOMPUTATION:
+                raise ConfigError(f"TrainingArguments({name}={{{key!r}: …}}): leave it out: all blocks are recomputed")
+
+
+def _check_data(trainer: transformers.Trainer) -> None:
+    dataset, evaluated = trainer.train_dataset, trainer.eval_dataset
+    if dataset is None:
+        raise ConfigError("Trainer: training needs a train_dataset")
+    for name, each in (("train_dataset", dataset), ("eval_dataset", evaluated)):
+        is_stream = isinstance(each, torch.utils.data.IterableDataset)
+        if each is not None and not isinstance(each, dict) and (is_stream or not has_length(each)):
+            raise ConfigError(
+                f"Trainer({name}=…): it has no length; give samples by number, or write a job() with streaming=True"
+            )
+    if isinstance(evaluated, dict) and trainer.args.eval_strategy != IntervalStrategy.NO:
+        raise ConfigError(
+            f"Trainer(eval_dataset={{{', '.join(map(repr, evaluated))}: …}}): give one of them, and call "
+            "trainer.evaluate() for the others after training; or leave eval_strategy out"
+        )
+
+
+def _is_overridden(trainer: transformers.Trainer, name: str) -> bool:
+    own = getattr(transformers.Trainer, name, None)
+    return own is not None and getattr(type(trainer), name) is not own

@@ -1,0 +1,185 @@
+"""What happens on the nodes, told to a trainer: its state, its logs and its callbacks, in the script's own process.
+
+Events come when the journal has them, so callbacks see numbers of steps that are committed, each once, whatever fails.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from oobleck.control.journal import (
+    CheckpointSaved,
+    Evaluated,
+    JournalEntry,
+    PlanAdopted,
+    RecoveryDone,
+    StepDone,
+    sentence,
+)
+from oobleck.control.protocol import CommitRecord
+from oobleck.errors import CorruptCheckpoint
+from oobleck.training.checkpoint import newest_weights
+
+from .epochs import Epochs
+from .job import inner_model
+
+__all__ = ["RunFollower"]
+
+
+class RunFollower:
+    """Follows a run for a trainer."""
+
+    def __init__(self, trainer: Any, epochs: Epochs, *, max_steps: int) -> None:
+        self._trainer: transformers.Trainer = trainer
+        self._epochs = epochs
+        self._max_steps = max_steps
+        self._started_s = time.time()
+        self._has_begun = False
+        self._first_step: int | None = None
+        self._losses: list[float] = []
+        """Of the steps since the last log."""
+        self._total_loss = 0.0
+        trainer.is_in_train = True
+        trainer.state = self._new_state()
+
+    def _new_state(self) -> TrainerState:
+        trainer = self._trainer
+        handled = [*trainer.callback_handler.callbacks, trainer.control]
+        stateful: list[Any] = [each for each in handled if isinstance(each, ExportableState)]
+        state = TrainerState(stateful_callbacks=stateful)
+        state.train_batch_size = trainer.args.train_batch_size
+        state.compute_steps(trainer.args, self._max_steps)  # type: ignore[no-untyped-call]  # transformers' own
+        state.max_steps = self._max_steps
+        state.num_train_epochs = math.ceil(self._max_steps / self._epochs.num_steps)
+        return state
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a callback has set `control.should_training_stop` before the last step."""
+        is_over = self._trainer.state.global_step >= self._max_steps
+        return bool(self._trainer.control.should_training_stop) and not is_over
+
+    def take(self, entry: JournalEntry) -> None:
+        """Tell the trainer of the journal's next entry. A callback that fails is reported on stderr."""
+        try:
+            self._take(entry)
+        except Exception:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
+            traceback.print_exc()
+
+    def finish(self, checkpoints: Path) -> TrainOutput:
+        """Load the trained weights, and return what `train()` returns. Raises CorruptCheckpoint."""
+        trainer = self._trainer
+        self._load(checkpoints)
+        first = self._first_step or trainer.state.global_step + 1
+        num_steps = trainer.state.global_step - first + 1
+        mean = self._total_loss / max(num_steps, 1)
+        num_samples = num_steps * trainer.args.train_batch_size * self._epochs.batches_per_step
+        metrics: dict[str, float] = speed_metrics(  # type: ignore[no-untyped-call]  # transformers' own
+            "train", self._started_s, num_samples=num_samples, num_steps=num_steps
+        )
+        metrics["train_loss"] = mean
+        trainer.is_in_train = False
+        trainer.log(metrics)
+        self._call("on_train_end")
+        return TrainOutput(trainer.state.global_step, mean, metrics)
+
+    def _load(self, checkpoints: Path) -> None:
+        model = inner_model(self._trainer.model)
+        missing, unexpected = model.load_state_dict(newest_weights(checkpoints), strict=False)
+        known = {id(parameter) for parameter in model.parameters()}
+        absent = set(missing) & {name for name, _ in model.named_parameters()}
+        if unexpected or absent:
+            raise CorruptCheckpoint(
+                f"{checkpoints}: its parameters are not the model's: {[*sorted(absent), *unexpected]}"
+            )
+        assert known == {id(parameter) for parameter in model.parameters()}, "values are set, parameters stay"
+
+    def _take(self, entry: JournalEntry) -> None:
+        match entry:
+            case PlanAdopted() if not self._has_begun:
+                self._has_begun = True
+                self._call("on_train_begin")
+            case StepDone():
+                self._step(entry.record)
+            case Evaluated():
+                self._evaluated(entry)
+            case CheckpointSaved():
+                self._call("on_save")
+            case RecoveryDone():
+                self._recovered(entry)
+
+    def _step(self, record: CommitRecord) -> None:
+        trainer, step = self._trainer, record.step
+        if self._first_step is None:
+            self._first_step = step
+        _, within = self._epochs.epoch_of(step)
+        if within == 0:
+            self._call("on_epoch_begin")
+        self._call("on_step_begin")
+        trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
+        self._note_loss(record.loss)
+        self._call("on_step_end")
+        self._log(record)
+        if within + 1 == self._epochs.num_steps or step == self._max_steps:
+            self._call("on_epoch_end")
+            self._log(record)
+
+    def _note_loss(self, loss: float) -> None:
+        """transformers counts the mean of those before for one that is no number, unless it is told not to."""
+        if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+            loss = sum(self._losses) / (1 + len(self._losses))
+        self._losses.append(loss)
+        self._total_loss += loss
+
+    def _log(self, record: CommitRecord) -> None:
+        if not self._trainer.control.should_log or not self._losses:
+            return
+        logs = {
+            "loss": sum(self._losses) / len(self._losses),
+            "grad_norm": record.grad_norm,
+            "learning_rate": record.learning_rate,
+        }
+        self._losses = []
+        self._trainer.log(logs, self._started_s)
+
+    def _evaluated(self, entry: Evaluated) -> None:
+        metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
+        if entry.duration_s > 0:
+            metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
+        self._trainer.log(metrics)
+        trainer = self._trainer
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        self._note_best(metrics)
+
+    def _note_best(self, metrics: dict[str, float]) -> None:
+        """As transformers does once its callbacks have seen the metrics."""
+        args, state = self._trainer.args, self._trainer.state
+        name = args.metric_for_best_model
+        if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
+            return
+        best = state.best_metric
+        if best is None or (value > best if args.greater_is_better else value < best):
+            state.best_metric, state.best_global_step = value, state.global_step
+
+    def _recovered(self, entry: RecoveryDone) -> None:
+        """The one event that transformers does not have."""
+        trainer = self._trainer
+        for callback in trainer.callback_handler.callbacks:
+            told: Any = getattr(callback, "on_recovery", None)
+            if told is not None:
+                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=sentence(entry))
+
+    def _call(self, event: str) -> None:
+        trainer = self._trainer
+        with torch.no_grad():
+            trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)

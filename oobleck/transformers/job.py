@@ -1,0 +1,243 @@
+"""A trainer as a job: its settings, and the parts that every worker makes from it.
+
+What transformers' own trainer would do is asked of its own methods: how samples are read and in which order, which
+parameters are decayed, which optimizer and which schedule there is.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerState
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from oobleck.errors import ConfigError
+from oobleck.script import Job
+
+from .epochs import EpochOrder, Epochs
+from .lengths import longest_row
+
+__all__ = ["TrainerJob", "decayed_parameters", "epochs_of", "inner_model"]
+
+_LEAST_MICROBATCHES = 8
+"""Of a step, if its samples suffice: for four stages, or two pipelines of two."""
+_START_TIMEOUT_S = 900.0
+"""Workers run the script to its `train()`, which may load a model and data."""
+_NO_CLIPPING = 0.0
+
+
+class TrainerJob(Job):
+    """The job of a trainer. Settings take a look at all samples, for the longest; parts are made when they are asked
+    for.
+    """
+
+    def __init__(self, trainer: Any, *, tag: str) -> None:
+        """`tag` names the run where the arguments do not. Raises ConfigError for what cannot be trained."""
+        self._trainer = trainer
+        self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
+        self._epochs = epochs_of(trainer, self._loader)
+        self._tag = tag
+        self.made = self._parts()
+        self.callbacks = ()
+
+    @property
+    def epochs(self) -> Epochs:
+        """How its samples are divided into steps."""
+        return self._epochs
+
+    @property
+    def max_steps(self) -> int:
+        """Of the run, as the arguments have it."""
+        args = self._trainer.args
+        return self._epochs.max_steps(max_steps=args.max_steps, num_epochs=args.num_train_epochs)
+
+    @functools.cached_property
+    def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # looked at where they are asked for alone
+        """What a job file would say."""
+        return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
+
+    def _parts(self) -> Mapping[str, Callable[..., Any]]:
+        trainer, loader = self._trainer, self._loader
+        make_optimizer, peak = _optimizer(trainer)
+        parts: dict[str, Callable[..., Any]] = {
+            "live_model": lambda: trainer.model,
+            "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
+            "order": lambda: EpochOrder(loader, self._epochs),
+            "optimizer": make_optimizer,
+            "decayed": lambda: decayed_parameters(trainer),
+            "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
+        }
+        if _evaluates(trainer):
+            evaluated = trainer.get_eval_dataloader()
+            parts["eval_data"] = lambda: (evaluated.dataset, evaluated.collate_fn, "Trainer(eval_dataset=…)")
+        if (compute_loss := _loss(trainer)) is not None:
+            parts["compute_loss"] = compute_loss
+        return parts
+
+
+def inner_model(model: Any) -> Any:
+    """Return the transformers model within one of PEFT's, adapters and all; any other as it is."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def epochs_of(trainer: Any, loader: Any) -> Epochs:
+    """Return how a trainer's loader, that of its training data, is divided into steps."""
+    num_batches = len(loader)
+    if not num_batches:
+        raise ConfigError(
+            f"Trainer(train_dataset=…): {len(loader.dataset)} samples are no batch of "
+            f"{trainer.args.train_batch_size}; lower per_device_train_batch_size, or leave dataloader_drop_last out"
+        )
+    return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
+
+
+# --- settings --------------------------------------------------------------------------------------------------
+
+
+def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
+    args = trainer.args
+    state = TrainerState()
+    state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
+    global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
+    return {
+        "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
+        "model": {"type": "script"},
+        "data": {
+            "sequence_length": max(2, *(longest_row(each) for each in batches)),
+            "vocab_size": max(257, trainer.model.get_input_embeddings().num_embeddings),
+        },
+        "optimizer": {
+            **({"learning_rate": args.learning_rate} if args.learning_rate > 0 else {}),
+            "weight_decay": args.weight_decay,
+            "max_grad_norm": args.max_grad_norm or _NO_CLIPPING,
+        },
+        "max_steps": max_steps,
+        "global_batch_size": global_batch_size,
+        "microbatch_size": _microbatch_size(args.per_device_train_batch_size, global_batch_size),
+        "dtype": _dtype(trainer),
+        "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
+        "seed": args.seed,
+        "activation_checkpointing": _recomputes(trainer),
+        "compile": args.torch_compile,
+        "checkpoint": _checkpoints(trainer, state, epochs),
+        "control": {"start_timeout_s": _START_TIMEOUT_S},
+        **({"eval_steps": _eval_steps(trainer, state, epochs)} if _evaluates(trainer) else {}),
+    }
+
+
+def _microbatch_size(batch_size: int, global_batch_size: int) -> int:
+    """The largest divisor of a batch that leaves enough microbatches."""
+    sizes = (size for size in range(batch_size, 0, -1) if batch_size % size == 0)
+    return next((size for size in sizes if global_batch_size // size >= _LEAST_MICROBATCHES), 1)
+
+
+def _dtype(trainer: Any) -> str:
+    args, of_model = trainer.args, trainer.model.dtype
+    if of_model == torch.float64:
+        if args.bf16 or args.fp16:
+            raise ConfigError("TrainingArguments: the model is of float64; leave bf16 and fp16 out")
+        return "float64"
+    if args.fp16 or of_model == torch.float16:
+        return "float16"
+    return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
+
+
+def _recomputes(trainer: Any) -> bool:
+    args = trainer.args
+    asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    return any(asked) or any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+
+
+def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
+    args = trainer.args
+    by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
+    steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
+    return {
+        **({"save_steps": int(steps)} if steps else {}),
+        **({"save_total_limit": limit} if limit else {}),
+    }
+
+
+def _evaluates(trainer: Any) -> bool:
+    return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+
+
+def _eval_steps(trainer: Any, state: TrainerState, epochs: Epochs) -> int:
+    return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(state.eval_steps)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------
+
+
+def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:
+    """Return what makes the optimizer from parameter groups, and its rate at its highest.
+
+    Raises ConfigError for one that wants the whole model.
+    """
+    try:
+        made = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {error}") from error
+    kind, arguments = made
+    if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & arguments.keys():
+        raise ConfigError(
+            f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {kind.__name__} wants the whole model, which "
+            "no worker has; choose another, as adamw_torch"
+        )
+    return lambda groups: kind(groups, **arguments), arguments.get("lr", trainer.args.learning_rate)
+
+
+def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], float]:
+    """Return the factor of the learning rate of each step, from 1, as transformers' schedules have it."""
+    args = trainer.args
+    stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    made = transformers.get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=stand_in,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
+    )
+    if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
+        raise ConfigError(
+            f"TrainingArguments(lr_scheduler_type={_value_of(args.lr_scheduler_type)!r}): it is no function of the "
+            "step alone; choose another"
+        )
+    factor = made.lr_lambdas[0]
+    return lambda step: float(factor(step - 1))
+
+
+def decayed_parameters(trainer: Any) -> frozenset[str]:
+    """Return the parameters that are decayed, by all names that they have in the model without what PEFT adds."""
+    named = dict(trainer.model.named_parameters(remove_duplicate=False))
+    decayed = {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
+    own = inner_model(trainer.model).named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in own if id(parameter) in decayed)
+
+
+def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
+    """Return what takes the place of the model's loss, if anything does."""
+    if trainer.compute_loss_func is not None:
+        given: Callable[..., torch.Tensor] = trainer.compute_loss_func
+        return given
+    epsilon = trainer.args.label_smoothing_factor
+    if not epsilon:
+        return None
+    shifts = type(inner_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    smoothed: Callable[..., torch.Tensor] = functools.partial(LabelSmoother(epsilon=epsilon), shift_labels=shifts)
+    return smoothed
+
+
+def _value_of(name: Any) -> str:
+    """What a member of one of transformers' enums is called in its arguments."""
+    return str(getattr(name, "value", name))

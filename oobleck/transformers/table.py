@@ -1,0 +1,285 @@
+"""What becomes of each argument of transformers' `TrainingArguments` and `Trainer`, and of the trainer's methods.
+
+The one place that says so: trainers are checked by it, the page in the documentation is made from it, and a test fails
+on any argument of the installed transformers that is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["INIT_ARGUMENTS", "METHODS", "TRAINING_ARGUMENTS", "Fate", "Rule", "as_table"]
+
+
+class Fate(Enum):
+    """What becomes of an argument."""
+
+    HONOURED = "as in transformers"
+    MAPPED = "a key of the job"
+    AFTERWARDS = "of `evaluate()` and `predict()`"
+    UNUSED = "without effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of one argument."""
+
+    fate: Fate
+    note: str = ""
+    """More about it; of what is refused, what to do instead."""
+    allowed: tuple[object, ...] = ()
+    """Values that are accepted all the same, beside the default, of what is refused."""
+
+    def __str__(self) -> str:
+        return f"{self.fate.value}{': ' if self.note else ''}{self.note}"
+
+
+def _honoured(note: str = "") -> Rule:
+    return Rule(Fate.HONOURED, note)
+
+
+def _mapped(note: str) -> Rule:
+    return Rule(Fate.MAPPED, note)
+
+
+def _unused(note: str) -> Rule:
+    return Rule(Fate.UNUSED, note)
+
+
+def _refused(note: str, *allowed: object) -> Rule:
+    return Rule(Fate.REFUSED, note, allowed)
+
+
+_AFTERWARDS = Rule(Fate.AFTERWARDS)
+_OF_DDP = _unused("workers do not use DistributedDataParallel")
+_OF_LOADER = _unused("each worker reads its own samples, when a microbatch needs them")
+_OF_HUB = _honoured("by `push_to_hub()`, which the script may call after training")
+_OTHER_PARALLELISM = "leave it out: the planner splits the model over the nodes"
+_OF_OPTIMIZER = _honoured(
+    "by the optimizer class that transformers chooses; [its state must fit](training.md#precision-and-memory)"
+)
+
+TRAINING_ARGUMENTS: Mapping[str, Rule] = {
+    # What is trained, and how long.
+    "output_dir": _honoured("for what the script writes; checkpoints are in the run's directory"),
+    "per_device_train_batch_size": _mapped(
+        "`global_batch_size`, times `gradient_accumulation_steps`, however many nodes there are; its largest divisor "
+        "that leaves eight microbatches a step is `microbatch_size`"
+    ),
+    "gradient_accumulation_steps": _mapped("`global_batch_size`"),
+    "num_train_epochs": _mapped("`max_steps`, by the length of the dataset"),
+    "max_steps": _mapped("`max_steps`"),
+    "seed": _mapped("`seed`; samples come in transformers' order, dropout draws other numbers"),
+    "data_seed": _honoured(),
+    "full_determinism": _honoured("for the lines before and after `train()`"),
+    "use_cpu": _mapped("`device`: `cuda` if the machine of the script has a GPU and this is false"),
+    "do_train": _honoured("the script's own"),
+    "do_eval": _honoured("the script's own"),
+    "do_predict": _honoured("the script's own"),
+    "resume_from_checkpoint": _honoured("the script's own, to pass to `train()`"),
+    # The optimizer.
+    "learning_rate": _OF_OPTIMIZER,
+    "optim": _OF_OPTIMIZER,
+    "optim_args": _OF_OPTIMIZER,
+    "adam_beta1": _OF_OPTIMIZER,
+    "adam_beta2": _OF_OPTIMIZER,
+    "adam_epsilon": _OF_OPTIMIZER,
+    "weight_decay": _honoured("of the parameters that transformers decays"),
+    "max_grad_norm": _mapped("`optimizer.max_grad_norm`"),
+    "lr_scheduler_type": _honoured("but `reduce_lr_on_plateau` and `greedy`, which depend on evaluations"),
+    "lr_scheduler_kwargs": _honoured(),
+    "warmup_steps": _honoured(),
+    "warmup_ratio": _honoured("where this version of transformers has it"),
+    "optim_target_modules": _refused("leave it out: optimizers of some layers only are not supported"),
+    # Losses.
+    "label_smoothing_factor": _honoured(),
+    "average_tokens_across_devices": _refused("leave it true: the loss is the mean over all tokens of a step"),
+    "label_names": _refused("leave it out: labels are called `labels`", ["labels"]),
+    "neftune_noise_alpha": _refused("leave it out: noise in embeddings is not supported"),
+    # Precision, memory and speed.
+    "bf16": _mapped("`dtype: bfloat16`"),
+    "fp16": _mapped("`dtype: float16`"),
+    "tf32": _honoured(),
+    "bf16_full_eval": _refused("leave it out: evaluations compute as training does"),
+    "fp16_full_eval": _refused("leave it out: evaluations compute as training does"),
+    "activation_checkpointing": _mapped("`activation_checkpointing`"),
+    "activation_checkpointing_kwargs": _unused("but `every_n_layers` and `offload`, which are refused"),
+    "gradient_checkpointing": _mapped("`activation_checkpointing`"),
+    "gradient_checkpointing_kwargs": _unused("but `every_n_layers` and `offload`, which are refused"),
+    "torch_compile": _mapped("`compile`"),
+    "torch_compile_backend": _refused("leave it out: blocks are compiled by inductor", "inductor"),
+    "torch_compile_mode": _refused("leave it out: blocks are compiled in the default mode"),
+    "use_liger_kernel": _refused("leave it out: layers compute as the model's own code does"),
+    "liger_kernel_config": _refused("leave it out: layers compute as the model's own code does"),
+    "use_cache": _unused("training keeps no cache"),
+    "torch_empty_cache_steps": _unused("workers keep their memory"),
+    "auto_find_batch_size": _refused("leave it out: the planner knows what fits; set per_device_train_batch_size"),
+    # Logs and trackers.
+    "logging_strategy": _honoured(),
+    "logging_steps": _honoured(),
+    "logging_first_step": _honoured(),
+    "logging_nan_inf_filter": _honoured(),
+    "logging_dir": _honoured("where this version of transformers has it"),
+    "log_level": _honoured(),
+    "log_level_replica": _unused("the script runs once for its logs"),
+    "log_on_each_node": _unused("the script runs once for its logs"),
+    "disable_tqdm": _honoured("progress goes to `script.log` in the run's directory"),
+    "include_num_input_tokens_seen": _refused("leave it out: `oobleck status` counts tokens", "no", False),
+    "report_to": _honoured(),
+    "run_name": _mapped("`tag`, if it is given; else the script's name is"),
+    "project": _honoured(),
+    "trackio_space_id": _honoured(),
+    "trackio_bucket_id": _honoured(),
+    "trackio_static_space_id": _honoured(),
+    "skip_memory_metrics": _unused("the memory of workers is in the profile"),
+    "debug": _refused("leave it out: set `log_level: debug` in the job"),
+    # Evaluations.
+    "eval_strategy": _mapped("`eval_steps`: the steps of an epoch, for `epoch`"),
+    "eval_steps": _mapped("`eval_steps`"),
+    "eval_delay": _refused("leave it out: evaluations begin with the first that is due", 0),
+    "eval_on_start": _refused("leave it out, and call `trainer.evaluate()` after training"),
+    "per_device_eval_batch_size": _AFTERWARDS,
+    "prediction_loss_only": _AFTERWARDS,
+    "eval_do_concat_batches": _AFTERWARDS,
+    "eval_use_gather_object": _AFTERWARDS,
+    "eval_accumulation_steps": _AFTERWARDS,
+    "include_for_metrics": _AFTERWARDS,
+    "batch_eval_metrics": _AFTERWARDS,
+    "load_best_model_at_end": _refused(
+        "leave it out: the newest weights are loaded; export a checkpoint with `oobleck checkpoint export`"
+    ),
+    "metric_for_best_model": _honoured("for callbacks"),
+    "greater_is_better": _honoured("for callbacks"),
+    # Checkpoints.
+    "save_strategy": _mapped(
+        "`checkpoint.save_steps`: the steps of an epoch, for `epoch`; for `no`, as often as it pays off, since the "
+        "run needs its state; `best` is refused"
+    ),
+    "save_steps": _mapped("`checkpoint.save_steps`"),
+    "save_total_limit": _mapped("`checkpoint.save_total_limit`"),
+    "save_only_model": _unused("checkpoints have the optimizer's state"),
+    "save_on_each_node": _unused("each node saves its own layers"),
+    "enable_jit_checkpoint": _refused("leave it out: runs save when a node has notice"),
+    "ignore_data_skip": _refused("leave it out: the samples of a step follow from its number"),
+    "restore_callback_states_from_checkpoint": _refused("leave it out: callbacks start afresh"),
+    # Data.
+    "remove_unused_columns": _honoured(),
+    "train_sampling_strategy": _refused(
+        "leave it out: rows are padded to one length, so lengths need not be grouped", "random", "sequential"
+    ),
+    "length_column_name": _unused("lengths are not grouped"),
+    "group_by_length": _refused("leave it out: rows are padded to one length"),
+    "dataloader_drop_last": _honoured(),
+    "dataloader_num_workers": _OF_LOADER,
+    "dataloader_pin_memory": _OF_LOADER,
+    "dataloader_persistent_workers": _OF_LOADER,
+    "dataloader_prefetch_factor": _OF_LOADER,
+    "dataloader_multiprocessing_context": _OF_LOADER,
+    "dataloader_in_order": _OF_LOADER,
+    # Other ways to be distributed.
+    "accelerator_config": _refused("leave it out: workers are not accelerate's"),
+    "parallelism_config": _refused(_OTHER_PARALLELISM),
+    "fsdp": _refused(_OTHER_PARALLELISM, []),
+    "fsdp_config": _refused(_OTHER_PARALLELISM),
+    "deepspeed": _refused(_OTHER_PARALLELISM),
+    "ddp_backend": _OF_DDP,
+    "ddp_bucket_cap_mb": _OF_DDP,
+    "ddp_broadcast_buffers": _OF_DDP,
+    "ddp_find_unused_parameters": _OF_DDP,
+    "ddp_static_graph": _OF_DDP,
+    "ddp_timeout": _unused("`control.lease_s` says when a node is lost"),
+    "local_rank": _unused("it says nothing about workers"),
+    # The hub.
+    "push_to_hub": _refused("leave it out, and call `trainer.push_to_hub()` after training"),
+    "hub_model_id": _OF_HUB,
+    "hub_strategy": _OF_HUB,
+    "hub_token": _OF_HUB,
+    "hub_private_repo": _OF_HUB,
+    "hub_always_push": _OF_HUB,
+    "hub_revision": _OF_HUB,
+}
+
+INIT_ARGUMENTS: Mapping[str, Rule] = {
+    "model": _honoured("training starts from its weights, and they are the trained ones afterwards"),
+    "args": _honoured("as the table of `TrainingArguments` says"),
+    "data_collator": _honoured("called in the workers, for a microbatch at a time; it may draw random numbers"),
+    "train_dataset": _honoured("with a length: others are refused"),
+    "eval_dataset": _honoured("one, with a length; a dictionary of several is refused while `eval_strategy` is on"),
+    "processing_class": _honoured(),
+    "model_init": _honoured("called with the seed set, wherever the script runs"),
+    "compute_loss_func": _honoured("it must return a sum divided by `num_items_in_batch`, which is tried"),
+    "compute_metrics": Rule(Fate.AFTERWARDS, "evaluations while training runs have `eval_loss` alone"),
+    "callbacks": _honoured("in the script's own process; there are no gradients to see"),
+    "optimizers": _refused("leave it out, and give optimizer_cls_and_kwargs: workers make their own"),
+    "optimizer_cls_and_kwargs": _OF_OPTIMIZER,
+    "preprocess_logits_for_metrics": _AFTERWARDS,
+}
+
+_LOOP = "is not called: the workers' own loop trains"
+_PARTS = "is called to find out how samples are read; do not override it"
+
+METHODS: Mapping[str, Rule] = {
+    "train": _honoured("on the nodes; once in a script"),
+    "evaluate": _honoured("in the script's own process, on its own devices"),
+    "predict": _honoured("in the script's own process, on its own devices"),
+    "evaluation_loop": _AFTERWARDS,
+    "prediction_step": _AFTERWARDS,
+    "get_eval_dataloader": _honoured(),
+    "get_test_dataloader": _honoured(),
+    "num_examples": _honoured(),
+    "save_model": _honoured(),
+    "save_state": _honoured(),
+    "save_metrics": _honoured(),
+    "log": _honoured("it may be overridden"),
+    "log_metrics": _honoured(),
+    "metrics_format": _honoured(),
+    "add_callback": _honoured(),
+    "pop_callback": _honoured(),
+    "remove_callback": _honoured(),
+    "create_model_card": _honoured(),
+    "init_hf_repo": _OF_HUB,
+    "push_to_hub": _OF_HUB,
+    "is_local_process_zero": _honoured(),
+    "is_world_process_zero": _honoured(),
+    "get_decay_parameter_names": _honoured("it may be overridden"),
+    "get_optimizer_cls_and_kwargs": _honoured("it may be overridden"),
+    "get_learning_rates": _honoured(),
+    "get_num_trainable_parameters": _honoured(),
+    "get_optimizer_group": _honoured(),
+    "floating_point_ops": _honoured(),
+    "store_flos": _honoured(),
+    "end": _honoured(),
+    "call_model_init": _honoured("it may be overridden"),
+    "create_accelerator_and_postprocess": _honoured(),
+    "set_initial_training_values": _honoured(),
+    "get_total_train_batch_size": _honoured("of one process"),
+    "get_cp_size": _honoured("1"),
+    "get_sp_size": _honoured("1"),
+    "get_tp_size": _honoured("1"),
+    "training_step": _refused(f"it {_LOOP}; give compute_loss_func"),
+    "compute_loss": _refused(f"it {_LOOP}; give compute_loss_func"),
+    "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
+    "compute_loss_context_manager": _refused(f"it {_LOOP}"),
+    "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),
+    "get_train_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
+    "create_optimizer": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
+    "create_scheduler": _refused(f"it {_LOOP}; set lr_scheduler_type"),
+    "create_optimizer_and_scheduler": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
+    "hyperparameter_search": _refused("start one run for each trial"),
+}
+"""Of what is refused, that it is overridden; of `hyperparameter_search`, its use."""
+
+
+def as_table(rules: Mapping[str, Rule]) -> str:
+    """Return rules as a table of Markdown."""
+    return "\n".join(_lines(rules))
+
+
+def _lines(rules: Mapping[str, Rule]) -> Iterator[str]:
+    yield "| | |"
+    yield "|---|---|"
+    for name, rule in rules.items():
+        yield f"| `{name}` | {rule} |"

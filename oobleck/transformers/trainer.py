@@ -1,0 +1,101 @@
+"""`oobleck.transformers.Trainer`: transformers' Trainer, whose `train()` trains on the nodes of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from oobleck.errors import UsageError
+from oobleck.handover import is_received, take_over
+from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
+
+from .checks import check_trainer, default_arguments
+from .follower import RunFollower
+from .job import TrainerJob, decayed_parameters, inner_model
+from .launched import train_here
+
+__all__ = ["Trainer"]
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer, with one difference: `train()` trains on the nodes of `oobleck up`.
+
+    All arguments are transformers'; docs/trainer.md says what becomes of each of them.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel | torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """All arguments are transformers' own."""
+        self._has_trained = False
+        self._script_name = ""
+        self._resumes_from: str | bool | None = None
+        args = args or TrainingArguments(output_dir="tmp_trainer")
+        self._default = default_arguments(args)
+        super().__init__(model, args, *others, **named)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train on the nodes; returns once the run has ended, with the weights in `model`.
+
+        Raises ConfigError for what has no meaning on them, and names it.
+        """
+        if trial is not None:
+            raise UsageError("Trainer.train(trial=…): start one run for each trial")
+        if self._has_trained:
+            raise UsageError("Trainer.train() is called twice: a run trains once; start another for more")
+        self._has_trained = True
+        self._script_name = Path(sys.argv[0]).stem
+        self._resumes_from = resume_from_checkpoint or None
+        check_trainer(self, self._default)
+        if self.model_init is not None:
+            transformers.set_seed(self.args.seed)
+            self.model = self.call_model_init()
+        if not is_received():
+            return train_here(self)
+        output: TrainOutput = take_over(self)
+        return output
+
+    def job(self) -> TrainerJob:
+        """Return what is trained, as a job. Raises ConfigError for what cannot be."""
+        return TrainerJob(self, tag=self._script_name)
+
+    def resume(self) -> str | bool | None:
+        """Return what training is to continue from: a checkpoint of ours by its path, True for the newest of the run's.
+
+        A checkpoint of transformers' own is made one of ours. Raises ConfigError for one that cannot be.
+        """
+        wanted = self._resumes_from
+        if not isinstance(wanted, str):
+            return wanted
+        if is_trainer_checkpoint(Path(wanted)):
+            self._load_from_checkpoint(wanted)
+            return str(import_trainer_checkpoint(Path(wanted), inner_model(self.model), decayed_parameters(self)))
+        return wanted
+
+    def follow(self, job: TrainerJob) -> RunFollower:
+        """Return what tells this trainer of the run of its job."""
+        return RunFollower(self, job.epochs, max_steps=job.max_steps)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate in the script's own process, on its own device, as transformers does."""
+        if getattr(self, "place_model_on_device", True) and self.model is not None:
+            super()._move_model_to_device(self.model, self.args.device)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leave a new model where it is: workers have their parts of it where they compute."""

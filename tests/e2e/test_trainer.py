@@ -1,0 +1,100 @@
+"""A script of transformers' Trainer with one changed import: it trains on pipelines, a node is killed on the way, and
+it has the losses and the weights that transformers' own Trainer has in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .elastic import assert_nothing_lost, lost_nodes
+from .harness import Runner
+
+SCRIPT = Path(__file__).with_name("trainer_script.py")
+OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
+TOLERANCE = 1e-6
+KILL_STEP = 6
+
+
+def plain_losses(directory: Path, *arguments: str) -> dict[str, Any]:
+    """What transformers' own Trainer comes to, by plain `python`."""
+    text = SCRIPT.read_text()
+    assert text.count(OURS) == 1
+    script = directory / SCRIPT.name
+    script.write_text(text.replace(OURS, THEIRS))
+    output = directory / "theirs.json"
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments[:2], str(output), *arguments[2:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(output.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        ("padded", "gpt2"),
+        pytest.param("padded", "llama", marks=pytest.mark.slow),
+        pytest.param("packed", "gpt2", marks=pytest.mark.slow),
+        pytest.param("packed", "llama", marks=pytest.mark.slow),
+        pytest.param("lora", "gpt2", marks=pytest.mark.slow),
+        pytest.param("lora", "llama", marks=pytest.mark.slow),
+        pytest.param("labels", "gpt2", marks=pytest.mark.slow),
+        pytest.param("labels", "llama", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_are_those_of_transformers_trainer(
+    runner: Runner, tmp_path: Path, case: str, family: str
+) -> None:
+    output = tmp_path / "ours.json"
+    settings = ("num_pipelines=2", "torch_threads=1", "control.lease_s=10", "reductions_per_step=2")
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ("--resume", "never", "--kill", f"node2@{KILL_STEP}", "--", case, family, str(output))
+    outcome = runner.run(*options, *arguments, nodes=("--local", "4", str(SCRIPT)))
+    assert outcome.exit_code == 0, outcome.output
+    assert lost_nodes(outcome) == ["node2"]
+    assert_nothing_lost(outcome, 24)
+    (ours,) = map(json.loads, output.read_text().splitlines())  # the lines after train() have run once
+    theirs = plain_losses(tmp_path, case, family)
+    assert theirs["global_step"] == ours["global_step"] == 24
+    for name in ("losses", "rates", "training_loss", "after"):
+        assert ours[name] == pytest.approx(theirs[name], rel=0, abs=TOLERANCE), name
+    assert ours["losses"] == outcome.losses
+    assert ours["steps"] == theirs["steps"]
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
+    assert len(ours["evaluations"]) == len(theirs["evaluations"])
+    assert len(ours["recoveries"]) >= 1
+
+
+@pytest.mark.slow
+def test_plain_python_trains_on_this_machine_and_continues(runner: Runner, tmp_path: Path) -> None:
+    output = tmp_path / "ours.json"
+    environment = {**runner.environment, "OOBLECK_LOCAL": "2", "OOBLECK_BASE_DIR": str(runner.base_dir)}
+    command = [sys.executable, str(SCRIPT), "padded", "gpt2", str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    theirs = plain_losses(tmp_path, "padded", "gpt2")
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
+    assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["padded", "lora"])
+def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runner, tmp_path: Path, case: str) -> None:
+    """What transformers saved after 9 steps is continued to the losses that transformers itself comes to."""
+    theirs = plain_losses(tmp_path, case, "gpt2", "--save-steps", "9")
+    output = tmp_path / "ours.json"
+    words = ("--set", "torch_threads=1", "--resume", "auto", "--", case, "gpt2", str(output))
+    resumed = ("--resume", str(tmp_path / "theirs" / "checkpoint-9"))
+    outcome = runner.run(*words, *resumed, nodes=("--local", "2", str(SCRIPT)))
+    assert outcome.exit_code == 0, outcome.output
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    assert ours["losses"] == pytest.approx(theirs["losses"][9:], rel=0, abs=TOLERANCE)
+    assert ours["rates"] == pytest.approx(theirs["rates"][9:])
+    assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)

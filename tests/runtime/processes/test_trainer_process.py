@@ -1,0 +1,103 @@
+"""A script that trains runs once from its first line to its last, in a process of its own that waits in its train()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from oobleck.control.journal import JobEnded
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import ScriptSpec
+from oobleck.runtime.processes import TrainerProcess
+
+TRAINER = """
+import sys
+from oobleck import Job
+from oobleck.errors import ConfigError
+from oobleck.handover import take_over
+
+class Trainer:
+    wants_stop = False
+    def job(self): return Job(max_steps=int(sys.argv[1]))
+    def resume(self): return "there"
+    def follow(self, job): return self
+    def take(self, entry): print("hears", entry.reason); self.wants_stop = entry.reason == "enough"
+    def finish(self, checkpoints): return checkpoints.name
+"""
+"""A trainer that takes no time to import."""
+TRAINS = f"{TRAINER}\nprint('before', __name__)\nprint('after', take_over(Trainer()))"
+
+
+def script(source: str, *arguments: str) -> ScriptSpec:
+    return ScriptSpec(name="train.py", source=source, arguments=arguments, directory="/nowhere")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110  another process makes it true
+        await trio.sleep(0.01)
+
+
+async def followed(process: TrainerProcess, log: Path, *reasons: str) -> int:
+    """Tell a process of some ends; returns how often it wanted a stop."""
+    stops: list[int] = []
+    process.begin(log, on_stop=lambda: stops.append(1))
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.run)
+            for reason in reasons:
+                process.tell(JobEnded(t_s=1.0, exit_code=0, reason=reason))
+            await until(lambda: log.exists() and log.read_text().count("hears") == len(reasons))
+            await until(lambda: bool(stops) or "enough" not in reasons)
+            await process.finish()
+    return len(stops)
+
+
+async def test_the_lines_after_train_run_once_the_run_has_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    process = TrainerProcess(script(TRAINS, "7"))
+    assert process.described.settings == '{"max_steps": 7}'
+    assert process.resume == "there"
+    assert await followed(process, tmp_path / "script.log", "one", "enough") == 1
+    assert "after" not in capfd.readouterr().out
+    assert process.end(0, tmp_path / "checkpoints") == 0
+    assert capfd.readouterr().out == "after checkpoints\n"
+    assert (tmp_path / "script.log").read_text().splitlines() == ["hears one", "hears enough"]
+
+
+def test_a_run_that_fails_ends_the_script_in_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    source = TRAINS.replace("print('after', take_over(Trainer()))", "try: take_over(Trainer())\nfinally: print('last')")
+    process = TrainerProcess(script(f"{source}\nprint('after')", "7"))
+    assert process.end(75, tmp_path) == 75
+    assert capfd.readouterr().out == "before __main__\nlast\n"
+
+
+def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
+    process = TrainerProcess(script(f"{TRAINS}\nsys.exit(9)", "7"))
+    assert process.end(0, tmp_path) == 9
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "problem"),
+    [
+        ("x = 1", ConfigError, r"train\.py has come to its end without a call of `train\(\)`.*no function job\(\)"),
+        ("x = 1\ny = x / 0", ConfigError, r"train\.py:2: ZeroDivisionError"),
+        (f"{TRAINER}\ntake_over(Trainer())", ConfigError, r"train\.py:\d+: IndexError"),
+        (
+            f"{TRAINER}\nclass Bad(Trainer):\n    def job(self): raise ConfigError('leave fsdp out')\ntake_over(Bad())",
+            ConfigError,
+            "leave fsdp out",
+        ),
+    ],
+)
+def test_what_is_wrong_before_is_said(source: str, kind: type[UsageError], problem: str):
+    with pytest.raises(kind, match=problem):
+        TrainerProcess(script(source))
+
+
+def test_a_script_that_exits_by_itself_has_said_why(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exited:
+        TrainerProcess(script("import argparse\nargparse.ArgumentParser().parse_args()", "--what"))
+    assert exited.value.code == 2
+    assert "unrecognized arguments: --what" in capfd.readouterr().err

@@ -1,0 +1,143 @@
+"""What has no meaning on nodes is refused by name; what has no effect is said once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from oobleck.errors import ConfigError, UsageError
+from oobleck.transformers import Trainer
+from oobleck.transformers.checks import check_arguments, check_trainer, default_arguments
+
+from .trainers import arguments, model, rows, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def checked(made: transformers.Trainer) -> None:
+    """What `train()` does first."""
+    check_trainer(made, default_arguments(made.args))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"neftune_noise_alpha": 5.0},
+        {"auto_find_batch_size": True},
+        {"eval_on_start": True, "eval_dataset": rows(3), "eval_strategy": "steps"},
+        {"train_sampling_strategy": "group_by_length"},
+        {"label_names": ["start_positions"]},
+        {"average_tokens_across_devices": False},
+        {"load_best_model_at_end": True, "save_strategy": "no", "eval_dataset": rows(3), "eval_strategy": "no"},
+        {"torch_compile_mode": "max-autotune"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": rows(3)},
+        {"accelerator_config": {"split_batches": True}},
+        {"ignore_data_skip": True},
+    ],
+)
+def test_arguments_without_a_meaning_are_refused_by_name(tmp_path: Path, values: dict[str, Any]):
+    made = trainer(tmp_path, **values)
+    with pytest.raises(ConfigError, match=f"TrainingArguments\\({next(iter(values))}="):
+        checked(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("fsdp", "the planner splits the model"),
+        ("deepspeed", "the planner splits the model"),
+        ("parallelism_config", "the planner splits the model"),
+        ("push_to_hub", r"call .trainer.push_to_hub\(\). after training"),
+    ],
+)
+def test_what_needs_packages_or_a_network_is_refused_too(tmp_path: Path, name: str, instead: str):
+    made = trainer(tmp_path)
+    setattr(made.args, name, "full_shard")
+    with pytest.raises(ConfigError, match=f"{name}=.*{instead}"):
+        checked(made)
+
+
+def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path: Path):
+    """As if all were new."""
+    args = default_arguments(arguments(tmp_path))
+    check_arguments(args, default_arguments(args), {})
+    args.seed = 7
+    with pytest.raises(ConfigError, match=r"TrainingArguments\(seed=7\).*not known to this version"):
+        check_arguments(args, default_arguments(args), {})
+
+
+def test_arguments_without_effect_are_said(tmp_path: Path):
+    made = trainer(tmp_path, dataloader_num_workers=2, ddp_timeout=5, save_only_model=True)
+    with pytest.warns(UserWarning, match=r"without effect .*save_only_model.*dataloader_num_workers.*ddp_timeout"):
+        checked(made)
+
+
+def test_defaults_are_said_nothing_about(tmp_path: Path):
+    made = trainer(tmp_path)
+    default_arguments(made.args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked(made)
+
+
+@pytest.mark.parametrize("name", ["training_step", "compute_loss", "get_train_dataloader", "create_optimizer"])
+def test_overridden_parts_of_the_loop_are_refused(tmp_path: Path, name: str):
+    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: getattr(Trainer, name)(self, *args, **kwargs)})
+    with pytest.raises(ConfigError, match=f"Trainer.{name} is overridden by Mine"):
+        checked(trainer(tmp_path, kind=kind))
+
+
+def test_overridden_logs_and_decays_are_not(tmp_path: Path):
+    kind = type("Mine", (Trainer,), {"log": lambda self, logs, start_time=None: None})
+    checked(trainer(tmp_path, kind=kind))
+
+
+def test_live_optimizers_are_refused(tmp_path: Path):
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="optimizer_cls_and_kwargs"):
+        checked(trainer(tmp_path, model=trained, optimizers=(optimizer, None)))
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows(3))
+
+
+def test_data_without_a_length_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"train_dataset=.*no length"):
+        checked(trainer(tmp_path, train_dataset=Endless(), max_steps=3))
+
+
+def test_several_sets_for_evaluation_are_refused_while_training_evaluates(tmp_path: Path):
+    sets = {"a": rows(3), "b": rows(4)}
+    checked(trainer(tmp_path, eval_dataset=sets))
+    with pytest.raises(ConfigError, match=r"eval_dataset=\{'a', 'b'"):
+        checked(trainer(tmp_path, eval_dataset=sets, eval_strategy="epoch"))
+
+
+def test_a_trainer_trains_once(tmp_path: Path):
+    made = trainer(tmp_path, neftune_noise_alpha=1.0)
+    with pytest.raises(ConfigError):
+        made.train()
+    with pytest.raises(UsageError, match="twice"):
+        made.train()
+
+
+def test_the_default_has_what_follows_from_where_to_compute(tmp_path: Path):
+    default = default_arguments(arguments(tmp_path))
+    assert default.use_cpu
+    assert not default.dataloader_pin_memory
+
+
+def test_a_rank_of_torchrun_starts_no_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = trainer(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UsageError, match="a rank of torchrun"):
+        made.train()

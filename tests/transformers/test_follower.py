@@ -1,0 +1,188 @@
+"""A trainer that is told of a run has the state, the logs and the events that transformers' own loop would give it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from oobleck.control.journal import Evaluated, JournalEntry, PlanAdopted, StepDone
+from oobleck.control.protocol import CommitRecord
+from oobleck.errors import CorruptCheckpoint
+from oobleck.training.checkpoint.conversion import import_model
+from tests.control.journals import run_with_a_loss
+
+from .trainers import model, rows, trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
+)
+
+
+class Recorder(TrainerCallback):
+    """Notes all events, and what the state is in them."""
+
+    LEFT_OUT = ("on_init_end", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step")
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name in Recorder.LEFT_OUT:
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **details: Any) -> None:
+            self.heard.append((name, state.global_step, state.epoch and round(state.epoch, 6)))
+
+        return note
+
+
+def step(number: int, loss: float) -> StepDone:
+    record = CommitRecord(
+        step=number, generation=1, loss=loss, grad_norm=2.0, learning_rate=0.1, num_samples=4, samples_repeated=0,
+        samples_missing=0, duration_s=0.1,
+    )  # fmt: skip
+    return StepDone(t_s=float(number), record=record, tokens=64)
+
+
+def told(made: Any, *entries: JournalEntry) -> Any:
+    follower = made.follow(made.job())
+    begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
+    for entry in (begun, *entries):
+        follower.take(entry)
+    return follower
+
+
+def checkpoint(directory: Path, trained: torch.nn.Module) -> Path:
+    """A directory with a checkpoint of ours that has these weights."""
+    trained.save_pretrained(directory / "model")  # type: ignore[operator]  # of transformers
+    import_model(directory / "model", directory / "checkpoints")
+    return directory / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logging_steps": 2, "num_train_epochs": 2},
+        {"logging_strategy": "epoch", "max_steps": 4},
+        {"logging_steps": 5, "logging_first_step": True, "num_train_epochs": 2},
+    ],
+)
+def test_events_and_logs_are_those_of_transformers(tmp_path: Path, values: dict[str, Any]):
+    theirs, ours = Recorder(), Recorder()
+    given = {"per_device_train_batch_size": 4, "save_strategy": "no", **values}
+    real = trainer(tmp_path, kind=transformers.Trainer, callbacks=[theirs], **given)
+    real.train()
+    losses = [5.5 - 0.1 * number for number in range(real.state.global_step)]
+    made = trainer(tmp_path, callbacks=[ours], **given)
+    follower = told(made, *(step(number, loss) for number, loss in enumerate(losses, 1)))
+    output = follower.finish(checkpoint(tmp_path, model()))
+    assert ours.heard == theirs.heard
+    assert output.global_step == real.state.global_step
+    assert output.training_loss == pytest.approx(sum(losses) / len(losses))
+    assert [entry.keys() for entry in made.state.log_history][:-1] == [
+        entry.keys() for entry in real.state.log_history
+    ][:-1]
+    logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert sum(logged) / len(logged) == pytest.approx(sum(losses[: _logged(made)]) / _logged(made), abs=0.2)
+
+
+def _logged(made: Any) -> int:
+    """How many steps the logs are of."""
+    return int([entry["step"] for entry in made.state.log_history if "loss" in entry][-1])
+
+
+def test_the_trained_weights_are_in_the_model_that_the_script_has(tmp_path: Path):
+    made = trainer(tmp_path)
+    kept, trained = made.model, model()
+    with torch.no_grad():
+        trained.lm_head.weight.add_(1.0)
+    told(made, step(1, 5.0)).finish(checkpoint(tmp_path, trained))
+    assert made.model is kept
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(made.model.get_parameter(name), parameter), name
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path):
+    made = trainer(tmp_path)
+    other = model()
+    other.config.n_layer = 1
+    other = type(other)(other.config)
+    with pytest.raises(CorruptCheckpoint, match="are not the model's"):
+        told(made).finish(checkpoint(tmp_path, other))
+    with pytest.raises(CorruptCheckpoint, match="there is no checkpoint"):
+        told(trainer(tmp_path)).finish(tmp_path / "nothing")
+
+
+def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
+    made = trainer(
+        tmp_path, callbacks=[EarlyStoppingCallback(2)], eval_dataset=rows(3), eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="eval_loss", greater_is_better=False, num_train_epochs=9,
+    )  # fmt: skip
+    follower = told(made)
+    for number, loss in enumerate([5.0, 4.0, 4.5, 4.2], 1):
+        assert not follower.wants_stop
+        follower.take(step(number, 5.0))
+        follower.take(Evaluated(t_s=1.0, step=number, loss=loss, num_samples=3, duration_s=0.1))
+    assert follower.wants_stop
+    assert made.state.best_metric == 4.0
+    assert [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry] == [5.0, 4.0, 4.5, 4.2]
+
+
+def test_a_callback_that_fails_is_reported_and_training_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            raise ValueError("is ill")
+
+    made = trainer(tmp_path, callbacks=[Failing()])
+    told(made, step(1, 5.0), step(2, 5.0))
+    assert capsys.readouterr().err.count("ValueError: is ill") == 2
+    assert made.state.global_step == 2
+
+
+# --- trackers, as they are ----------------------------------------------------------------------------------------
+
+
+def tracked(tmp_path: Path, tracker: str) -> None:
+    made = trainer(tmp_path, report_to=[tracker], logging_steps=1, num_train_epochs=2, run_name="e2e")
+    follower = told(made, step(1, 5.5), step(2, 5.25))
+    follower.finish(checkpoint(tmp_path, model()))
+
+
+def test_tensorboard_has_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    tracked(tmp_path, "tensorboard")
+    (file,) = (tmp_path / "board").rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [5.5, 5.25]
+
+
+def test_mlflow_has_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: it brings twenty packages along")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    tracked(tmp_path, "mlflow")
+    (losses,) = (tmp_path / "mlruns").rglob("metrics/loss")
+    found = [line.split() for line in losses.read_text().splitlines()]  # time, value, step
+    assert {int(step): value for _, value, step in found} == {1: "5.5", 2: "5.25"}
+
+
+def test_wandb_has_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed: it brings fifteen packages along")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    tracked(tmp_path, "wandb")
+    wandb.finish()
+    (directory,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(directory.glob("*.wandb"))
+    summary = directory / "files" / "wandb-summary.json"
+    assert not summary.exists() or json.loads(summary.read_text())["train/loss"] == 5.25

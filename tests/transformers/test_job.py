@@ -1,0 +1,158 @@
+"""A trainer's job: what transformers would do, as settings and parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers.trainer_pt_utils import LabelSmoother
+
+from oobleck.errors import ConfigError
+from oobleck.transformers.job import inner_model
+from oobleck.transformers.lengths import longest_row
+
+from .trainers import VOCAB_SIZE, model, rows, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:'pin_memory' argument:UserWarning")
+
+
+def settings(tmp_path: Path, **values: Any) -> dict[str, Any]:
+    return dict(trainer(tmp_path, **values).job().settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, (16, 2)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, (32, 4)),
+        ({"per_device_train_batch_size": 8}, (8, 1)),
+        ({"per_device_train_batch_size": 3}, (3, 1)),
+    ],
+)
+def test_the_batch_is_that_of_one_process_however_it_is_divided(
+    tmp_path: Path, values: dict[str, Any], expected: tuple[int, int]
+):
+    found = settings(tmp_path, count=64, **values)
+    assert (found["global_batch_size"], found["microbatch_size"]) == expected
+
+
+def test_settings_say_what_the_arguments_say(tmp_path: Path):
+    found = settings(
+        tmp_path, count=20, per_device_train_batch_size=4, num_train_epochs=3, max_grad_norm=0.5, weight_decay=0.2,
+        seed=7, bf16=True, save_strategy="epoch", save_total_limit=2, eval_strategy="steps", eval_steps=4,
+        eval_dataset=rows(3), run_name="named", gradient_checkpointing=True,
+    )  # fmt: skip
+    assert found["tag"] == "named"
+    assert found["max_steps"] == 15
+    assert found["eval_steps"] == 4
+    assert found["checkpoint"] == {"save_steps": 5, "save_total_limit": 2}
+    assert found["data"] == {"sequence_length": 8, "vocab_size": VOCAB_SIZE}
+    assert (found["dtype"], found["seed"], found["activation_checkpointing"]) == ("bfloat16", 7, True)
+    assert (found["optimizer"]["max_grad_norm"], found["optimizer"]["weight_decay"]) == (0.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        (torch.float32, {}, "float32"),
+        (torch.bfloat16, {}, "bfloat16"),
+        (torch.float16, {}, "float16"),
+        (torch.float64, {}, "float64"),
+        (torch.float32, {"bf16": True}, "bfloat16"),
+    ],
+)
+def test_the_precision_is_the_models_unless_the_arguments_say_otherwise(
+    tmp_path: Path, dtype: torch.dtype, values: dict[str, Any], expected: str
+):
+    assert settings(tmp_path, model=model().to(dtype), **values)["dtype"] == expected
+
+
+def test_mixed_precision_of_float64_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="leave bf16 and fp16 out"):
+        settings(tmp_path, model=model().double(), bf16=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
+@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+def test_the_rate_of_each_step_is_that_of_transformers(tmp_path: Path, kind: str, warmup: float):
+    values = {"lr_scheduler_type": kind, "warmup_steps": warmup, "learning_rate": 0.5, "max_steps": 12}
+    theirs = trainer(tmp_path, kind=transformers.Trainer, **values)
+    theirs.create_optimizer_and_scheduler(12)
+    factor = trainer(tmp_path, **values).job().made["lr_lambda"]
+    for step in range(1, 13):
+        assert 0.5 * factor(step) == pytest.approx(theirs.lr_scheduler.get_last_lr()[0], abs=1e-15)
+        theirs.optimizer.step()
+        theirs.lr_scheduler.step()
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_transformers_decays_is_decayed(tmp_path: Path, adapts: bool):
+    def make() -> Any:
+        built = model()
+        return peft.get_peft_model(built, peft.LoraConfig(r=2, bias="all", fan_in_fan_out=True)) if adapts else built
+
+    theirs = trainer(tmp_path, kind=transformers.Trainer, model=make(), weight_decay=0.1)
+    theirs.create_optimizer()
+    own = {id(parameter): name for name, parameter in inner_model(theirs.model).named_parameters()}
+    expected = {own[id(parameter)] for parameter in theirs.optimizer.param_groups[0]["params"]}
+    ours = trainer(tmp_path, model=make(), weight_decay=0.1)
+    trained = {name for name, parameter in inner_model(ours.model).named_parameters() if parameter.requires_grad}
+    assert ours.job().made["decayed"]() & trained == expected
+
+
+def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path: Path):
+    group = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "weight_decay": 0.1}]
+    adamw = trainer(tmp_path, adam_beta2=0.9, learning_rate=0.25).job().made["optimizer"](group)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert (adamw.defaults["lr"], adamw.defaults["betas"]) == (0.25, (0.9, 0.9))
+    given = (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9})
+    sgd = trainer(tmp_path, optimizer_cls_and_kwargs=given).job().made["optimizer"](group)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["lr"], sgd.param_groups[0]["weight_decay"]) == (0.5, 0.1)
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw", "lomo", "adamw_bnb_8bit"])
+def test_an_optimizer_that_wants_more_than_parameters_is_refused(tmp_path: Path, optim: str):
+    with pytest.raises(ConfigError, match=f"optim='{optim}'"):
+        trainer(tmp_path, optim=optim, optim_target_modules="all-linear").job()
+
+
+def test_smoothed_labels_have_transformers_loss(tmp_path: Path):
+    outputs = {"logits": torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(1))}
+    labels = torch.tensor([[1, 2, -100, 4, 5], [6, 7, 8, -100, 1]])
+    ours = trainer(tmp_path, label_smoothing_factor=0.1).job().made["compute_loss"]
+    expected = LabelSmoother(epsilon=0.1)(outputs, labels, shift_labels=True, num_items_in_batch=6)
+    assert torch.equal(ours(outputs, labels, num_items_in_batch=torch.tensor(6)), expected)
+
+
+def test_the_model_is_the_one_that_is_initialized(tmp_path: Path):
+    made = trainer(tmp_path, model_init=lambda: model())
+    assert made.job().made["live_model"]() is made.model
+
+
+def test_the_longest_row_is_what_the_collator_makes_of_the_longest_sample(tmp_path: Path):
+    made = trainer(tmp_path, count=8)
+    assert longest_row(made.get_train_dataloader()) == 8
+    padded = trainer(tmp_path, count=8)
+    padded.data_collator = lambda batch: {"input_ids": torch.zeros(len(batch), 16, dtype=torch.int64)}
+    assert longest_row(padded.get_train_dataloader()) == 16
+    padded.data_collator = lambda batch: {"pixels": torch.zeros(len(batch), 16)}
+    with pytest.raises(ConfigError, match="returns no input_ids; what it returns is pixels"):
+        longest_row(padded.get_train_dataloader())
+
+
+def test_a_dataset_of_datasets_gives_its_lengths_by_its_column(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    made = trainer(tmp_path, train_dataset=datasets.Dataset.from_list([{**row, "text": "x"} for row in rows(9)]))
+    loader = made.get_train_dataloader()
+    assert "text" not in loader.dataset.column_names, "as transformers removes it"
+    assert longest_row(loader) == 8
+
+
+def test_too_few_samples_for_a_batch_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="3 samples are no batch of 8"):
+        trainer(tmp_path, count=3, per_device_train_batch_size=8, dataloader_drop_last=True).job()
