@@ -116,7 +116,8 @@ def test_a_sweep_that_chooses_its_schedules_never_has_slower_steps_than_1f1b(pro
     except PlanningError:
         reject()
     plan, same = (only(journal, PlanAdopted)[0] for journal in (plain, chosen))
-    assert plan.plan == same.plan
+    who, still = ([(each.nodes, each.num_microbatches) for each in adopted.plan.pipelines] for adopted in (plan, same))
+    assert who == still, "other chunks at most"
     before, after = (only(journal, StepsDone) for journal in (plain, chosen))
     assert [each.num_steps for each in before] == [each.num_steps for each in after] == [9]
     assert after[0].record.duration_s <= before[0].record.duration_s * (1 + 1e-12)
