@@ -240,6 +240,7 @@ def _ranks_specs() -> st.SearchStrategy[RanksSpec]:
         ranks_per_node=st.sampled_from(["auto", "cpu", "gpu", "slots", "1", "1024"]),
         min_nodes=st.integers(1, 4),
         max_nodes=st.integers(4, 8),
+        node_unit=st.sampled_from([1, 2, 4]),  # of each, 4 is a multiple
     )
 
 
