@@ -32,6 +32,18 @@ def test_the_end_of_a_pipe_is_a_sigterm_and_what_is_written_to_it_is_nothing():
         assert process.wait(timeout=30) == -signal.SIGTERM
 
 
+def test_the_program_that_started_it_can_interrupt_it_from_a_shells_background():
+    ignoring = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as processes that it starts have it, too
+    try:
+        with started(subprocess.PIPE, seconds=60) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"lives\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == -signal.SIGINT, "as Python ends by a KeyboardInterrupt"
+    finally:
+        signal.signal(signal.SIGINT, ignoring)
+
+
 def test_without_a_pipe_it_stays():
     with started(subprocess.DEVNULL, seconds=0.2) as process:
         assert process.wait(timeout=30) == 0
