@@ -24,8 +24,6 @@ class Holding:
     viewer: int
     place: Literal["memory", "disk"]
     note: PartNote
-    digest: str
-    """Of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +36,11 @@ class Chosen:
     """By the rank that saved it."""
     viewers: Mapping[int, tuple[int, ...]]
     """By the rank that saved it: those that can read its part now."""
-    digests: Mapping[int, str]
 
     @property
     def note(self) -> PartNote:
         """Of any part: what is the same in all."""
         return self.notes[min(self.notes)]
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all parts have the same bytes."""
-        return len(set(self.digests.values())) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +83,7 @@ def _whole(holdings: Sequence[Holding]) -> list[Chosen]:
         if notes.keys() != savers or not all(is_covered(each, notes) for each in shardings):
             continue
         viewers = {rank: tuple(sorted({each.viewer for each in parts if each.note.rank == rank})) for rank in notes}
-        digests = {holding.note.rank: holding.digest for holding in parts}
-        found.append(Chosen(name=name, place=parts[0].place, notes=notes, viewers=viewers, digests=digests))
+        found.append(Chosen(name=name, place=parts[0].place, notes=notes, viewers=viewers))
     return found
 
 

@@ -74,10 +74,7 @@ class Loader:
         return None
 
     def _choose(self) -> Chosen | None:
-        mine = tuple(
-            Holding(viewer=self._peers.rank, place=part.place, note=part.note, digest=part.digest)
-            for part in self._parts
-        )
+        mine = tuple(Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
         said = self._peers.gather(encode_json(_Holdings(parts=mine)))
         chosen = choose([holding for each in said for holding in decode_json(_Holdings, each).parts])
         if isinstance(chosen, LostState):

@@ -39,7 +39,7 @@ def holding(
         is_planned=False,
         shardings=(CUT,) if is_cut else (),
     )
-    return Holding(viewer=viewer, place=place, note=note, digest="")
+    return Holding(viewer=viewer, place=place, note=note)
 
 
 def chosen(*holdings: Holding) -> tuple[int, str, str] | None:
