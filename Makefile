@@ -16,7 +16,7 @@ SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
-MORE_RUNS := $(wildcard tests/e2e/test_[m-z]*.py)
+MORE_RUNS := $(addprefix tests/e2e/test_,precision.py sections.py shards.py silence.py slow.py stress.py tensor_parallel.py)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
 

@@ -111,4 +111,4 @@ class Ranks:
         files = [str(path) for path in self.temporary.rglob("*") if path.is_file() or path.is_socket()]
         shutil.rmtree(self.temporary)
         assert not left
-        assert not [file for file in files if "torchinductor" not in file and "_remote_module" not in file]
+        assert [file for file in files if "torchinductor" not in file and "_remote_module" not in file] == []

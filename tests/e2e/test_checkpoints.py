@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +20,7 @@ from oobleck.exit_codes import ExitCode
 from tests.disks import fill, small_disk
 
 from .elastic import TOLERANCE
-from .harness import TAG, Outcome, Runner, incidents, kill_everything
+from .harness import TAG, Outcome, Runner, incidents, kill_everything, send_signal
 from .reference import reference_losses
 
 ENDS_BADLY = (ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.CONFIG)
@@ -139,8 +140,9 @@ def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
         up.wait_for_checkpoint(10)
         plan = next(entry["plan"] for entry in runner.journal() if entry["@type"] == "PlanAdopted")
         victims = [pipeline["nodes"][0] for pipeline in plan["pipelines"]]
-        for node in victims:
-            runner.signal(node)
+        pids = [pid for node in victims for pid in runner.pids(node)]  # beforehand: to find them takes a while
+        for pid in pids:
+            send_signal(pid, signal.SIGKILL)
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     gaps = [abs(one - other) for one, other in zip(outcome.losses, reference, strict=True)]
