@@ -64,6 +64,8 @@ ELSEWHERE = (
     (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
     (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
     (r"oobleck checkpoint export lora .*", "tests/e2e/test_examples.py, by the other name of a run"),
+    (r"oobleck checkpoint export", "the name of a command; tests/e2e/test_checkpoints.py"),
+    (r"oobleck (run|up) .*train\.py.*", "scripts of one's own: tests/e2e/test_run_scripts.py, test_examples.py, test_trainer.py"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",
