@@ -65,7 +65,8 @@ ELSEWHERE = (
     (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
     (r"oobleck checkpoint export lora .*", "tests/e2e/test_examples.py, by the other name of a run"),
     (r"oobleck checkpoint export", "the name of a command; tests/e2e/test_checkpoints.py"),
-    (r"oobleck (run|up) .*train\.py.*", "scripts of one's own: tests/e2e/test_run_scripts.py, test_examples.py, test_trainer.py"),
+    (r"oobleck (run|up) .*train\.py.*", "tests/e2e/test_run_scripts.py, test_trainer.py"),
+    (r"oobleck up --dry-run|python train\.py", "tests/e2e/test_dry_run.py, test_trainer.py"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",
