@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -36,3 +38,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Leave nothing of it, but for what a failed test wrote."""
     if _short in session.config.stash and exitstatus == 0:
         shutil.rmtree(session.config.stash[_short], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def main_module_and_search_path() -> Iterator[None]:
+    """Put back what a script that a test runs in this process takes over; processes forked later would look for it."""
+    main_module, search_path = sys.modules["__main__"], sys.path[:]
+    yield
+    sys.modules["__main__"] = main_module
+    sys.path[:] = search_path

@@ -109,21 +109,13 @@ class Trainer:
 
 def test_a_script_that_trains_runs_as_main_and_ends_in_train():
     source = f"{STAND_IN}\nif __name__ == '__main__':\n    Trainer(int(sys.argv[1])).train()\n    sys.exit('too far')"
-    main_module = sys.modules["__main__"]
-    try:
-        assert run_script(script(source, "7")).settings == {"max_steps": 7}
-    finally:
-        sys.modules["__main__"] = main_module
+    assert run_script(script(source, "7")).settings == {"max_steps": 7}
 
 
 @pytest.mark.parametrize("handler", ["except Exception: x = 1", "except BaseException: x = 1", "finally: x = 1"])
 def test_handlers_of_a_script_do_not_hide_that_it_trains(handler: str):
     source = f"{STAND_IN}\ntry:\n    Trainer(7).train()\n{handler}"
-    main_module = sys.modules["__main__"]
-    try:
-        assert run_script(script(source)).settings == {"max_steps": 7}
-    finally:
-        sys.modules["__main__"] = main_module
+    assert run_script(script(source)).settings == {"max_steps": 7}
 
 
 def test_a_script_is_described_in_a_process_of_its_own(tmp_path: Path):

@@ -127,7 +127,8 @@ def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], lis
     def install(package: str) -> list[tuple[Any, ...]]:
         (tmp_path / f"{package}.py").write_text(SINK)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, package, raising=False)
+        monkeypatch.setitem(sys.modules, package, None)  # so that what was there before is there again after the test
+        del sys.modules[package]
         said: list[tuple[Any, ...]] = importlib.import_module(package).said
         return said
 
