@@ -175,8 +175,11 @@ class LiveCluster(Cluster, Protocol):
         """Give the node back to the launcher that gave it, once it is cleaned."""
         ...
 
-    async def forget(self, node: NodeSpec) -> None:
-        """Give back the memory in which the node keeps states; best effort, raises nothing."""
+    async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
+        """Give back the memory in which the node keeps states; best effort, raises nothing.
+
+        With `keeps_only_copy`, memory that its agent has left because it could not be written stays.
+        """
         ...
 
     async def aclose(self) -> None:

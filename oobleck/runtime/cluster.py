@@ -212,10 +212,11 @@ class SSHCluster:
         """Give the node back to the launcher that gave it, once it is cleaned."""
         self._released.add(node.name)
 
-    async def forget(self, node: NodeSpec) -> None:
+    async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
         """Give back the memory in which the node keeps states; best effort, raises nothing."""
+        command = forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
         try:
-            await self._run(node, forget_command(self._run_id, node.name))
+            await self._run(node, command)
         except NodeUnreachable as error:
             _log.info("%s keeps its memory: %s", node.name, error.reason)
 

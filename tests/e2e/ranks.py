@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oobleck.runtime.files import read_journal
+from oobleck.runtime.files import AgentDir, RunDirectory, read_journal
 from tests.e2e.harness import processes_with
 
 __all__ = ["SCRIPT", "Ranks"]
@@ -103,12 +103,16 @@ class Ranks:
     def close(self) -> None:
         """See that nothing is left."""
         mark = f"TMPDIR={self.temporary}"
+        memory = AgentDir(RunDirectory(base_dir=self.base_dir, tag="ranks").run_id, "any").memory.parent
         deadline_s = time.monotonic() + 30
-        while (left := processes_with(mark)) and time.monotonic() < deadline_s:
+        while ((left := processes_with(mark)) or memory.exists()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         for process in left:
             process.kill()
+        states = list(memory.rglob("*"))
+        shutil.rmtree(memory, ignore_errors=True)
         files = [str(path) for path in self.temporary.rglob("*") if path.is_file() or path.is_socket()]
         shutil.rmtree(self.temporary)
         assert not left
+        assert states == []
         assert [file for file in files if "torchinductor" not in file and "_remote_module" not in file] == []

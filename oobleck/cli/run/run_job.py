@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -23,7 +23,6 @@ from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
-from oobleck.control.membership import saying_farewell_s
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
@@ -46,6 +45,7 @@ from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
 
 from .log_output import background_logging
+from .node_memory import ENDS_WELL, give_memory_back
 from .past import is_any_alive, keep_image, read_past
 from .places import check_first, open_nodes, remote_paths
 from .run_dir_watch import watch_run_directory
@@ -54,10 +54,6 @@ from .session import MasterLeaves, Session
 __all__ = ["Run", "run_job"]
 
 _log = logging.getLogger("oobleck.up")
-
-_FORGET_S = 5.0
-_ENDS_WELL = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""The newest state is on disk after these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +131,7 @@ def _run_job(run: Run) -> int:
     if end.exit_code != ExitCode.DONE:
         told = Console(stderr=True)
         told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-        if end.exit_code not in _ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
             told.print(
                 f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
                 "next run of this tag",
@@ -267,8 +263,8 @@ async def _run(
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
-                if end.exit_code in _ENDS_WELL:
-                    await _give_memory_back(cluster, master.nodes)
+                if end.exit_code in ENDS_WELL:
+                    await give_memory_back(cluster, master.nodes)
             finally:
                 metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
@@ -279,7 +275,7 @@ async def _run(
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
     """No run that ends with less in its journal than happened is a success: its readers would know less."""
-    if not journal.num_missing or end.exit_code not in (*_ENDS_WELL, ExitCode.NOT_SAVED):
+    if not journal.num_missing or end.exit_code not in (*ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
     lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
@@ -304,14 +300,6 @@ def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> Metr
 
 def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
     return prometheus_text(output.metrics.sample(master.now_s), tag)
-
-
-async def _give_memory_back(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> None:
-    """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not."""
-    with trio.move_on_after(saying_farewell_s(_FORGET_S, len(nodes))):
-        async with trio.open_nursery() as forgetting:
-            for spec in nodes:
-                forgetting.start_soon(cluster.forget, spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

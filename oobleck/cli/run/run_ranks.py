@@ -38,6 +38,7 @@ from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
 
 from .log_output import background_logging
+from .node_memory import ENDS_WELL, give_memory_back
 from .places import check_first, open_nodes, remote_paths
 from .session import Session
 
@@ -139,6 +140,8 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                     watching.start_soon(screen.run)
                     end = await master.run()
                     watching.cancel_scope.cancel()
+                if end.exit_code in ENDS_WELL:
+                    await give_memory_back(cluster, master.nodes, keeps_only_copies=True)
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
                     await cluster.aclose()

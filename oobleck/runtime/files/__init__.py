@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .agent_dir import (
+    ONLY_COPY,
     AgentDir,
     answer_command,
     clean_command,
@@ -35,6 +36,7 @@ __all__ = [
     "BASE_DIR_VARIABLE",
     "MAX_DATA_BYTES",
     "MAX_SOCKET_PATH_BYTES",
+    "ONLY_COPY",
     "AgentDir",
     "JournalWriter",
     "LineFile",

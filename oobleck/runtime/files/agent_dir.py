@@ -19,6 +19,7 @@ from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, tempora
 from .process_id import ProcessId
 
 __all__ = [
+    "ONLY_COPY",
     "AgentDir",
     "answer_command",
     "clean_command",
@@ -32,6 +33,8 @@ __all__ = [
 
 
 _MEMORY = "/dev/shm"  # noqa: S108  memory that outlives its processes; the directory in it is ours alone
+ONLY_COPY = "only-copy"
+"""A file in there that says that it has what no disk has."""
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
 
@@ -194,10 +197,15 @@ def clean_command(run_id: str, node: str) -> str:
     return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
 
 
-def forget_command(run_id: str, node: str) -> str:
-    """A shell command that gives back the memory in which a node keeps states."""
+def forget_command(run_id: str, node: str, *, keeps_only_copy: bool = False) -> str:
+    """A shell command that gives back the memory in which a node keeps states.
+
+    With `keeps_only_copy`, what is marked as not being on any disk stays.
+    """
     run = shlex.quote(run_id)
-    remove = f'rm -rf {run}/{shlex.quote(_directory_name(node))}; rmdir {run}; cd / && rmdir "$base"'
+    memory = f"{run}/{shlex.quote(_directory_name(node))}"
+    unless_marked = f"[ -e {memory}/{ONLY_COPY} ] || " if keeps_only_copy else ""
+    remove = f'{unless_marked}rm -rf {memory}; rmdir {run}; cd / && rmdir "$base"'
     return _in_shell(f"base={_MEMORY}/oobleck-$(id -u); {_ENTER_BASE} && {{ {remove}; }}; true")
 
 

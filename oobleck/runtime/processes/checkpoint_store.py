@@ -17,7 +17,7 @@ from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard,
 from oobleck.control.protocol import StoragePaths
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
-from oobleck.runtime.files import AgentDir, ProcessId, private_directory
+from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
 from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 
@@ -26,8 +26,6 @@ __all__ = ["NodeCheckpoints", "remove_stale_memory"]
 _OWNER = "agent.pid"
 """Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
 _ANY_DEVICE = "device*"
-_ONLY_COPY = "only-copy"
-"""A file that says that the memory it lies in has what no disk has."""
 _STALE_ONLY_COPY_S = 7 * 86_400.0
 _STALE_S = 86_400.0
 """Memory of a run that has not been continued for so long is given back by the next run of another name."""
@@ -78,7 +76,7 @@ class NodeCheckpoints:
     def keep_memory(self) -> None:
         """Leave the node's shared memory where it is: it has what no disk has."""
         with suppress(OSError):
-            (self._memory / _ONLY_COPY).touch(mode=0o600)
+            (self._memory / ONLY_COPY).touch(mode=0o600)
 
     def discard_memory(self) -> None:
         """Give the node's shared memory back, unless it has a state that is newer than all on disk."""
@@ -139,7 +137,7 @@ def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
     for path in run_memory.parent.glob("*/"):
         with suppress(OSError):
             newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
-            stale_s = _STALE_ONLY_COPY_S if any(path.glob(f"*/{_ONLY_COPY}")) else _STALE_S
+            stale_s = _STALE_ONLY_COPY_S if any(path.glob(f"*/{ONLY_COPY}")) else _STALE_S
             if path != run_memory and now_s - newest_s > stale_s and not _has_living_agents(path):
                 shutil.rmtree(path)
 

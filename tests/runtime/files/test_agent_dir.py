@@ -14,9 +14,11 @@ import pytest
 
 from oobleck.errors import ConfigError
 from oobleck.runtime.files.agent_dir import (
+    ONLY_COPY,
     AgentDir,
     clean_command,
     end_command,
+    forget_command,
     is_alive_command,
     kill_command,
     signal_command,
@@ -267,6 +269,20 @@ def test_what_a_killed_fork_server_has_left_goes_with_the_last_node(directory: A
         server.wait()
     assert shell(clean_command(RUN, "node2")) == 0
     assert not home_of(directory).exists()
+
+
+def test_memory_goes_unless_it_is_marked_as_the_only_copy_and_that_counts() -> None:
+    run = f"test-{os.getpid()}"
+    marked, other = AgentDir(run, "node1").memory, AgentDir(run, "node2").memory
+    for memory in (marked, other):
+        memory.mkdir(parents=True, mode=0o700)
+        (memory / "rank0.slots").touch()
+    (marked / ONLY_COPY).touch()
+    for node in ("node1", "node2"):
+        assert shell(forget_command(run, node, keeps_only_copy=True)) == 0
+    assert [memory.exists() for memory in (marked, other)] == [True, False]
+    assert shell(forget_command(run, "node1")) == 0
+    assert not marked.parent.exists()
 
 
 def test_what_somebody_has_put_in_our_place_is_neither_used_nor_touched(
