@@ -15,7 +15,7 @@ from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profiles import Profile
 from .settings import PlannerSettings
-from .templates import find_templates
+from .templates import MOST_STAGES, cut_for_speeds, find_templates
 
 __all__ = ["STILL_FAST", "Catalog", "rest_of_step_s"]
 
@@ -46,6 +46,7 @@ class Catalog:
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         """By the identity of the template, which is kept with it: comparing templates takes long."""
+        self._for_speeds: dict[tuple[object, ...], PipelineTemplate] = {}
         self._exact = ExactTimes(self.costs)
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
@@ -98,10 +99,34 @@ class Catalog:
             self._needed[id(template)] = template, needed_holdings(template, self.settings.devices_per_node)
         return self._needed[id(template)][1]
 
-    def continued(self, template: PipelineTemplate, num_nodes: int) -> PipelineTemplate:
+    def cut_for(
+        self, template: PipelineTemplate, speeds: Sequence[float], holdings: Sequence[Holding], num_microbatches: int
+    ) -> PipelineTemplate:
+        """Return the template with the best stages for nodes of these speeds, which hold these layers.
+
+        Pipelines with several chunks a stage stay as they are. Remembered once found.
+        """
+        if template.num_chunks > 1 or template.num_stages == 1:
+            return template
+        key = template.stages, tuple(speeds), tuple(holdings), num_microbatches
+        if key not in self._for_speeds:
+            self._for_speeds[key] = cut_for_speeds(self.costs, template, speeds, holdings, num_microbatches)
+        return self._for_speeds[key]
+
+    def without_slow_nodes(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
+        """Return what a pipeline's template is without slow nodes: its own, unless it was cut for some."""
+        is_usual = template is self._templates[template.num_nodes]
+        if is_usual or self._excess(template, num_microbatches) == 1.0:
+            return template
+        return self.template_in(num_nodes, template.num_nodes)
+
+    def continued(
+        self, template: PipelineTemplate, num_nodes: int, speeds: Sequence[float] | None = None
+    ) -> PipelineTemplate:
         """Return the template with which a pipeline of a plan goes on, in a plan of so many nodes: mostly its own.
 
-        A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now.
+        A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while that is about as fast as a
+        template is now. `speeds` are those of its nodes, if any of them is slow.
         """
         size = template.num_nodes
         present, share = self.template_in(num_nodes, size), self._share(size, num_nodes)
@@ -112,9 +137,13 @@ class Catalog:
             and all(stage.num_devices in self.costs.device_counts for stage in template.stages)
             and self.costs.fits(template)
         )
-        if is_possible and self._step_s(template, share) <= STILL_FAST * self._step_s(present, share):
-            return template
-        return present
+        if not is_possible:
+            return present
+        if speeds is None:
+            own_s, present_s = self._step_s(template, share), self._step_s(present, share)
+        else:
+            own_s, present_s = (self._timing(each, speeds, share).step_s(share) for each in (template, present))
+        return template if own_s <= STILL_FAST * present_s else present
 
     def _share(self, size: int, num_nodes: int) -> int:
         """The microbatches of a pipeline of a size, in a plan of so many nodes."""
@@ -177,10 +206,16 @@ class Catalog:
         Pipelines that are as in the plan `before` are the same objects: they know their workers already.
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
-        timings = [self._timing(template, nodes, speeds) for template, nodes in pipelines]
+        num_nodes = sum(len(nodes) for _, nodes in pipelines)
+        timings = [
+            self._timing(template, _speeds_of(nodes, speeds), self._share(len(nodes), num_nodes))
+            for template, nodes in pipelines
+        ]
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        reduced_bytes = max(self._options[len(nodes)].reduced_bytes for _, nodes in pipelines)
+        reduced_bytes = max(
+            self._reduced_bytes(template, self._share(len(nodes), num_nodes)) for template, nodes in pipelines
+        )
         plan = ExecutionPlan(
             pipelines=tuple(
                 _pipeline(template, tuple(nodes), count, known)
@@ -192,27 +227,52 @@ class Catalog:
 
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
-        options = self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
-        slowest_s = max(
-            rest_of_step_s(self._timing(each.template, each.nodes, speeds), each.num_microbatches, own, others)
-            for each, own, others in rests
-        )
-        reduced_bytes = max(options[len(pipeline.nodes)].reduced_bytes for pipeline, _, _ in rests)
-        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(rests))
+        self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
+        slowest_s, most_bytes = 0.0, 0
+        for each, own, others in rests:
+            timing = self._timing(each.template, _speeds_of(each.nodes, speeds), each.num_microbatches)
+            slowest_s = max(slowest_s, rest_of_step_s(timing, each.num_microbatches, own, others))
+            most_bytes = max(most_bytes, self._reduced_bytes(each.template, each.num_microbatches))
+        return slowest_s + reduction_s(self.profile.network, most_bytes, len(rests))
 
-    def _timing(self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
-        """Return the bound on a pipeline's step; one that was cut by its event-exact time has that of its size."""
-        size = len(nodes)
-        bound = self._options[size].timing
-        if not speeds or not any(node in speeds for node in nodes):
+    def _timing(self, template: PipelineTemplate, speeds: Sequence[float] | None, share: int) -> Timing:
+        """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
+
+        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own.
+        """
+        bound = self._options[template.num_nodes].timing
+        if template is self._templates[template.num_nodes]:
+            return bound if speeds is None else self.costs.timing(template, speeds)
+        excess = self._excess(template, share)
+        if speeds is None and excess == 1.0:
             return bound
-        slowed = self.costs.timing(template, [speeds.get(node, 1.0) for node in nodes])
-        if template is self._templates[size]:
-            return slowed
         own = self.costs.timing(template)
-        return Timing(
-            first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
-        )
+        slowed = own if speeds is None else self.costs.timing(template, speeds)
+        if excess == 1.0:
+            return Timing(
+                first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
+            )
+        scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))
+        return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
+
+    def _excess(self, template: PipelineTemplate, share: int) -> float:
+        """Return how many times as long a pipeline takes as that of its size, without slow nodes: 1 for about as long.
+
+        More is the price of a cut for slow nodes.
+        """
+        usual = self._templates[template.num_nodes]
+        if template.num_chunks > 1:
+            return 1.0
+        if template.num_stages > MOST_STAGES:  # the event-exact time has cut none of these
+            return self.costs.timing(template).step_s(share) / self.costs.timing(usual).step_s(share)
+        return max(1.0, self._exact.step_s(template, share) / self._exact.step_s(usual, share))
+
+    def _reduced_bytes(self, template: PipelineTemplate, share: int) -> int:
+        """Return the most gradient bytes that a node reduces; those of its size, but after a cut for slow nodes."""
+        usual = self._templates[template.num_nodes]
+        if template is usual or self._excess(template, share) == 1.0:
+            return self._options[template.num_nodes].reduced_bytes
+        return self.costs.reduced_bytes(template)
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""
@@ -239,6 +299,13 @@ class Catalog:
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"
         )
+
+
+def _speeds_of(nodes: Sequence[str], speeds: Mapping[str, float]) -> list[float] | None:
+    """Return the speeds of a pipeline's nodes; None where none of them has another than the usual one."""
+    if not speeds or not any(node in speeds for node in nodes):
+        return None
+    return [speeds.get(node, 1.0) for node in nodes]
 
 
 def _pipeline(

@@ -69,7 +69,9 @@ def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: 
     if all(each.template == templates[len(each.nodes)] for each in decision.plan.pipelines):
         # The prediction for pipelines that are cut for their microbatches is the bound of their sizes.
         assert decision.predicted_step_s == pytest.approx(best_division_s(profile, decision.plan, slow), rel=1e-9)
-    if [pipeline.nodes for pipeline in decision.plan.pipelines] == [pipeline.nodes for pipeline in plan.pipelines]:
+    if [(each.nodes, each.template) for each in decision.plan.pipelines] == [
+        (each.nodes, each.template) for each in plan.pipelines
+    ]:
         assert decision.transfers == (), "microbatches alone move no state"
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from oobleck.planner.formatting import counted, listed
 
-__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
+__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described", "detail_of"]
+
+_UNCHANGED = "the pipelines stay as they are"
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
@@ -113,7 +115,7 @@ def _reinstantiate(situation: Situation) -> Move | None:
     elif situation.broken:
         detail = "spares take the empty places"
     else:
-        detail = "the pipelines stay as they are"
+        detail = _UNCHANGED
     return _move("reinstantiate", counts, situation, detail)
 
 
@@ -226,6 +228,14 @@ def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
 
 def _pipelines(indices: Sequence[int]) -> str:
     return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
+
+
+def detail_of(move: Move, cut_again: Sequence[int]) -> str:
+    """Return a move's detail where some of its pipelines, by their index, are cut again for their nodes' speeds."""
+    if not cut_again:
+        return move.detail
+    cut = f"the stages of {_pipelines(cut_again)} are cut again"
+    return cut if move.detail == _UNCHANGED else f"{move.detail}; {cut}"
 
 
 def described(sizes: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from .changes import Changes
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
-from .moves import Move, Situation, all_moves, continue_pipelines, described
+from .moves import Move, Situation, all_moves, continue_pipelines, described, detail_of
 from .outcome import Outcome, Score, beats, decision_of
 
 __all__ = ["reconfigure"]
@@ -135,16 +135,19 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
 def _continued(catalog: Catalog, living: LivingNodes) -> dict[int, PipelineTemplate]:
     """Return the template with which each old pipeline goes on, if it goes on with as many nodes."""
     sizes = catalog.options(living.num_nodes)
-    known: dict[int, PipelineTemplate] = {}
-    for pipeline in living.plan.pipelines:
+    known: dict[tuple[int, tuple[float, ...]], PipelineTemplate] = {}
+    found: dict[int, PipelineTemplate] = {}
+    for index, pipeline in enumerate(living.plan.pipelines):
         template = pipeline.template
-        if id(template) not in known and template.num_nodes in sizes:
-            known[id(template)] = catalog.continued(template, living.num_nodes)
-    return {
-        index: known[id(pipeline.template)]
-        for index, pipeline in enumerate(living.plan.pipelines)
-        if id(pipeline.template) in known
-    }
+        if template.num_nodes not in sizes:
+            continue
+        is_slowed = not living.slow.isdisjoint(pipeline.nodes)
+        speeds = tuple(living.speeds.get(node, 1.0) for node in pipeline.nodes) if is_slowed else ()
+        key = id(template), speeds
+        if key not in known:
+            known[key] = catalog.continued(template, living.num_nodes, speeds or None)
+        found[index] = known[key]
+    return found
 
 
 def _templates(
@@ -166,18 +169,44 @@ def _carry_out(
     templates: Sequence[PipelineTemplate],
 ) -> Outcome:
     nodes = _assign_nodes(catalog, living, intact, proposal, templates)
-    best = _weigh(catalog, living, intact, proposal, templates, nodes)
-    for gathered in gather_slow_nodes(
+    gathered = gather_slow_nodes(
         nodes,
         [catalog.needed(template) for template in templates],
         living.slow,
         living.holdings,
         catalog.layer_bytes,
-    ):
-        outcome = _weigh(catalog, living, intact, proposal, templates, gathered)
-        if beats(outcome.score, best.score):
+    )
+    best: Outcome | None = None
+    for grouped in chain([nodes], gathered):
+        outcome = _weigh(catalog, living, intact, proposal, templates, grouped)
+        if best is None or beats(outcome.score, best.score):
             best = outcome
+        cut = _cut_again(catalog, living, templates, outcome.plan)
+        if any(own is not usual for own, usual in zip(cut, templates, strict=True)):
+            outcome = _weigh(catalog, living, intact, proposal, cut, grouped, usual=templates)
+            if beats(outcome.score, best.score):
+                best = outcome
+    assert best is not None, "the nodes as they are assigned are weighed first"
     return best
+
+
+def _cut_again(
+    catalog: Catalog, living: LivingNodes, templates: Sequence[PipelineTemplate], plan: ExecutionPlan
+) -> list[PipelineTemplate]:
+    """Return the templates of a plan's pipelines, those with slow nodes or cut for some cut for the nodes they have."""
+    cut = []
+    unslowed: dict[int, PipelineTemplate] = {}
+    for template, pipeline in zip(templates, plan.pipelines, strict=True):
+        share = pipeline.num_microbatches
+        if living.slow.isdisjoint(pipeline.nodes):
+            if id(template) not in unslowed:
+                unslowed[id(template)] = catalog.without_slow_nodes(template, living.num_nodes, share)
+            cut.append(unslowed[id(template)])
+            continue
+        speeds = [living.speeds.get(node, 1.0) for node in pipeline.nodes]
+        own = catalog.cut_for(template, speeds, [living.holdings[node] for node in pipeline.nodes], share)
+        cut.append(template if own.stages == template.stages else own)
+    return cut
 
 
 def _weigh(
@@ -187,9 +216,12 @@ def _weigh(
     proposal: _Proposal,
     templates: Sequence[PipelineTemplate],
     nodes: Sequence[Sequence[str]],
+    *,
+    usual: Sequence[PipelineTemplate] = (),
 ) -> Outcome:
-    """Weigh a move whose pipelines have the given templates and nodes."""
+    """Weigh a move whose pipelines have the given templates and nodes; `usual` are those before some were cut again."""
     move = proposal.move
+    cut_again = [index for index, (own, before) in enumerate(zip(templates, usual, strict=False)) if own is not before]
     pipelines = list(zip(templates, nodes, strict=True))
     holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
@@ -197,8 +229,8 @@ def _weigh(
     plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
     arrivals = tuple(
         (node, needed)
-        for (origin, _), template, chosen in zip(move.pipelines, templates, nodes, strict=True)
-        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes
+        for index, ((origin, _), template, chosen) in enumerate(zip(move.pipelines, templates, nodes, strict=True))
+        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes or index in cut_again
         for node, needed in zip(chosen, catalog.needed(template), strict=True)
         if holdings[node] != needed
     )
@@ -206,7 +238,7 @@ def _weigh(
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
     return Outcome(
         action=move.action,
-        detail=move.detail,
+        detail=detail_of(move, cut_again),
         plan=plan,
         step_s=step_s,
         score=(proposal.least[0], weighed_s),

@@ -6,6 +6,7 @@ fastest is the next to start from, until none is faster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
@@ -14,7 +15,7 @@ from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 from oobleck.planner.plan import PipelineTemplate, StageTemplate
 
-__all__ = ["MOST_STAGES", "Recut"]
+__all__ = ["MOST_STAGES", "Recut", "with_stops"]
 
 MOST_STAGES = 12
 """Pipelines of more stages are left as they are: what it takes grows with the fourth power."""
@@ -49,7 +50,7 @@ class Recut:
             if steps_s[fastest] >= best_s * (1 - _LEAST_GAIN):
                 break
             best_s, stops = float(steps_s[fastest]), around[fastest : fastest + 1]
-        return template if (stops == stops_of(template)).all() else _with_stops(template, stops[0].tolist())
+        return template if (stops == stops_of(template)).all() else with_stops(template, stops[0].tolist())
 
     def _that_fit(self, template: PipelineTemplate, stops: Stops) -> Stops:
         stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
@@ -80,7 +81,8 @@ def _around(stops: Stops) -> Stops:
     return around
 
 
-def _with_stops(template: PipelineTemplate, stops: list[int]) -> PipelineTemplate:
+def with_stops(template: PipelineTemplate, stops: Sequence[int]) -> PipelineTemplate:
+    """Return a template's devices with stages that stop at other layers: 0, and where each stage stops."""
     return PipelineTemplate(
         stages=tuple(
             StageTemplate(
