@@ -19,6 +19,7 @@ from oobleck.planner.instantiation import sizing_of
 from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
 from .changes import Changes
+from .cut_again import cut_again
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
@@ -181,32 +182,12 @@ def _carry_out(
         outcome = _weigh(catalog, living, intact, proposal, templates, grouped)
         if best is None or beats(outcome.score, best.score):
             best = outcome
-        cut = _cut_again(catalog, living, templates, outcome.plan)
-        if any(own is not usual for own, usual in zip(cut, templates, strict=True)):
+        for cut in cut_again(catalog, living, templates, outcome.plan):
             outcome = _weigh(catalog, living, intact, proposal, cut, grouped, usual=templates)
             if beats(outcome.score, best.score):
                 best = outcome
     assert best is not None, "the nodes as they are assigned are weighed first"
     return best
-
-
-def _cut_again(
-    catalog: Catalog, living: LivingNodes, templates: Sequence[PipelineTemplate], plan: ExecutionPlan
-) -> list[PipelineTemplate]:
-    """Return the templates of a plan's pipelines, those with slow nodes or cut for some cut for the nodes they have."""
-    cut = []
-    unslowed: dict[int, PipelineTemplate] = {}
-    for template, pipeline in zip(templates, plan.pipelines, strict=True):
-        share = pipeline.num_microbatches
-        if living.slow.isdisjoint(pipeline.nodes):
-            if id(template) not in unslowed:
-                unslowed[id(template)] = catalog.without_slow_nodes(template, living.num_nodes, share)
-            cut.append(unslowed[id(template)])
-            continue
-        speeds = [living.speeds.get(node, 1.0) for node in pipeline.nodes]
-        own = catalog.cut_for(template, speeds, [living.holdings[node] for node in pipeline.nodes], share)
-        cut.append(template if own.stages == template.stages else own)
-    return cut
 
 
 def _weigh(
@@ -221,7 +202,7 @@ def _weigh(
 ) -> Outcome:
     """Weigh a move whose pipelines have the given templates and nodes; `usual` are those before some were cut again."""
     move = proposal.move
-    cut_again = [index for index, (own, before) in enumerate(zip(templates, usual, strict=False)) if own is not before]
+    others = [index for index, (own, before) in enumerate(zip(templates, usual, strict=False)) if own is not before]
     pipelines = list(zip(templates, nodes, strict=True))
     holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
@@ -230,7 +211,7 @@ def _weigh(
     arrivals = tuple(
         (node, needed)
         for index, ((origin, _), template, chosen) in enumerate(zip(move.pipelines, templates, nodes, strict=True))
-        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes or index in cut_again
+        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes or index in others
         for node, needed in zip(chosen, catalog.needed(template), strict=True)
         if holdings[node] != needed
     )
@@ -238,7 +219,7 @@ def _weigh(
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
     return Outcome(
         action=move.action,
-        detail=detail_of(move, cut_again),
+        detail=detail_of(move, others),
         plan=plan,
         step_s=step_s,
         score=(proposal.least[0], weighed_s),
