@@ -200,15 +200,17 @@ class Catalog:
         speeds: Mapping[str, float],
         *,
         before: ExecutionPlan | None = None,
+        still_fast: float = STILL_FAST,
     ) -> tuple[ExecutionPlan, float]:
         """Return the plan of pipelines given as (template, nodes), and the seconds of its step at the given speeds.
 
-        Pipelines that are as in the plan `before` are the same objects: they know their workers already.
+        Pipelines that are as in the plan `before` are the same objects: they know their workers already. Those without
+        slow nodes that take up to `still_fast` times as long as those of their size count as fast as these.
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
         num_nodes = sum(len(nodes) for _, nodes in pipelines)
         timings = [
-            self._timing(template, _speeds_of(nodes, speeds), self._share(len(nodes), num_nodes))
+            self._timing(template, _speeds_of(nodes, speeds), self._share(len(nodes), num_nodes), still_fast)
             for template, nodes in pipelines
         ]
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
@@ -235,7 +237,9 @@ class Catalog:
             most_bytes = max(most_bytes, self._reduced_bytes(each.template, each.num_microbatches))
         return slowest_s + reduction_s(self.profile.network, most_bytes, len(rests))
 
-    def _timing(self, template: PipelineTemplate, speeds: Sequence[float] | None, share: int) -> Timing:
+    def _timing(
+        self, template: PipelineTemplate, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST
+    ) -> Timing:
         """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
 
         One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own.
@@ -244,7 +248,7 @@ class Catalog:
         if template is self._templates[template.num_nodes]:
             return bound if speeds is None else self.costs.timing(template, speeds)
         excess = self._excess(template, share)
-        if speeds is None and excess == 1.0:
+        if speeds is None and excess <= still_fast:
             return bound
         own = self.costs.timing(template)
         slowed = own if speeds is None else self.costs.timing(template, speeds)
@@ -270,7 +274,7 @@ class Catalog:
     def _reduced_bytes(self, template: PipelineTemplate, share: int) -> int:
         """Return the most gradient bytes that a node reduces; those of its size, but after a cut for slow nodes."""
         usual = self._templates[template.num_nodes]
-        if template is usual or self._excess(template, share) == 1.0:
+        if template is usual or self._excess(template, share) <= STILL_FAST:
             return self._options[template.num_nodes].reduced_bytes
         return self.costs.reduced_bytes(template)
 

@@ -28,7 +28,7 @@ def cut_again(
     )
     if _differ(slowed, templates):
         yield slowed
-    if len(living.origins) < len(living.plan.nodes):
+    if not living.is_whole:
         return
     known: dict[int, PipelineTemplate] = {}
     all_cut = []

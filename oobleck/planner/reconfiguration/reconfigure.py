@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from oobleck.planner.catalog import Catalog
+from oobleck.planner.catalog import STILL_FAST, Catalog
 from oobleck.planner.decision import Decision
 from oobleck.planner.instantiation import sizing_of
 from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
@@ -207,7 +207,9 @@ def _weigh(
     holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
     idle = tuple(node for node in unused if node not in used)
-    plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
+    # Where nodes are lost, others are not to wait for layers to move that make a step shorter by little.
+    still_fast = 1.0 if living.is_whole else STILL_FAST
+    plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan, still_fast=still_fast)
     arrivals = tuple(
         (node, needed)
         for index, ((origin, _), template, chosen) in enumerate(zip(move.pipelines, templates, nodes, strict=True))
