@@ -110,7 +110,9 @@ class Catalog:
             return template
         key = template.stages, tuple(speeds), tuple(holdings), num_microbatches
         if key not in self._for_speeds:
-            self._for_speeds[key] = cut_for_speeds(self.costs, template, speeds, holdings, num_microbatches)
+            self._for_speeds[key] = cut_for_speeds(
+                [self.costs] * template.num_nodes, template, speeds, holdings, num_microbatches
+            )
         return self._for_speeds[key]
 
     def without_slow_nodes(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:

@@ -23,8 +23,9 @@ from .cut_again import cut_again
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
-from .moves import Move, Situation, all_moves, continue_pipelines, described, detail_of
+from .moves import Move, Situation, all_moves, continue_pipelines, described
 from .outcome import Outcome, Score, beats, decision_of
+from .wording import detail_of
 
 __all__ = ["reconfigure"]
 
@@ -221,7 +222,7 @@ def _weigh(
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
     return Outcome(
         action=move.action,
-        detail=detail_of(move, others),
+        detail=detail_of(move.detail, others),
         plan=plan,
         step_s=step_s,
         score=(proposal.least[0], weighed_s),

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-6
 
 
 def cut_for_speeds(
-    costs: StageCosts,
+    costs: Sequence[StageCosts],
     template: PipelineTemplate,
     speeds: Sequence[float],
     holdings: Sequence[Holding],
@@ -37,9 +37,9 @@ def cut_for_speeds(
 ) -> PipelineTemplate:
     """Return the template's devices with the best cut for steps of so many microbatches, or the object that it is.
 
-    `speeds` are those of the pipeline's nodes, 0.5 for one that takes twice as long, and `holdings` what they hold. The
-    template has one chunk a stage. All stages fit their memory; where no cut does, the template stays. O(bounds · S ·
-    L²) for S stages and L layers, with few bounds.
+    Of the pipeline's nodes, `costs` are those of the kind of each, `speeds` 0.5 for one that takes twice as long, and
+    `holdings` what they hold. The template has one chunk a stage. All stages fit their memory; where no cut does, the
+    template stays. O(bounds · S · L²) for S stages and L layers, with few bounds.
     """
     search = _Search(costs, template, speeds, holdings)
     loosest = search.least_sum(math.inf)
@@ -78,24 +78,32 @@ class _Search:
     """The seconds of every stage of one pipeline: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1."""
 
     def __init__(
-        self, costs: StageCosts, template: PipelineTemplate, speeds: Sequence[float], holdings: Sequence[Holding]
+        self,
+        costs: Sequence[StageCosts],
+        template: PipelineTemplate,
+        speeds: Sequence[float],
+        holdings: Sequence[Holding],
     ) -> None:
         stages = template.stages
         self.own_stops = [0, *(stage.stop_layer for stage in stages)]
         self._seconds: list[Floats] = []
         self._moved: list[Floats] = []
         """The share of all bytes that a stage would have to receive."""
-        layer_bytes = [layer.state_bytes for layer in costs.profile.layers]
+        layer_bytes = [layer.state_bytes for layer in costs[0].profile.layers]
         total = max(1, sum(layer_bytes)) * len(stages)
-        most_in_flight = {count: costs.most_in_flight(count) for count in sorted({each.num_devices for each in stages})}
+        most_in_flight: dict[tuple[int, int], Floats] = {}
         for index, stage in enumerate(stages):
-            seconds = costs.seconds(
+            own = costs[stage.node_index]
+            seconds = own.seconds(
                 stage.num_devices,
                 left_same_node=index > 0 and stages[index - 1].node_index == stage.node_index,
                 right_same_node=index + 1 < len(stages) and stages[index + 1].node_index == stage.node_index,
                 speed=speeds[stage.node_index],
             )
-            seconds[most_in_flight[stage.num_devices] < costs.in_flight(len(stages) - index)] = np.inf
+            key = id(own), stage.num_devices
+            if key not in most_in_flight:
+                most_in_flight[key] = own.most_in_flight(stage.num_devices)
+            seconds[most_in_flight[key] < own.in_flight(len(stages) - index)] = np.inf
             self._seconds.append(seconds)
             held = holdings[stage.node_index]
             layers = held[stage.first_device] if stage.first_device < len(held) else frozenset()
