@@ -70,6 +70,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     ),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
+    "slow_nodes.py": ("| 4 | 1 | 1.1 | ", "| 4 | 1 | 3 | "),
     "throughput.py": (
         "torch",
         "same cut: layers 0-2 | 3-5; bubble",
