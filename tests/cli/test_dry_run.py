@@ -161,6 +161,13 @@ def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(tmp_path, capsy
     assert "there is no data sheet of default" in capsys.readouterr().err
 
 
+def test_an_interleaved_job_on_nodes_of_several_kinds_is_refused_as_the_run_would_be(tmp_path, capsys):
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("red device=A100\nblue device=A40\n")
+    assert dry_run(tmp_path, hostfile, "--set", "schedule=interleaved") == ExitCode.CONFIG
+    assert "choose 1f1b, zero-bubble or auto" in " ".join(capsys.readouterr().err.split())
+
+
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
     job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
     show(job, VirtualOnes.alike(12), as_json=False)

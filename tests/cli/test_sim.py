@@ -194,6 +194,8 @@ def test_nodes_may_be_of_several_kinds(
     assert main([*given, *kinds, "--json"]) == 0
     swept = json.loads(capsys.readouterr().out)
     assert [recovery["cause"] for recovery in swept["recoveries"]] == ["connection_lost", "joined"]
+    assert main([*given, *kinds, "--schedule", "interleaved"]) == 78
+    assert "schedule is interleaved, and nodes are of 2 kinds" in " ".join(capsys.readouterr().err.split())
     assert main([*given, *kinds, "--policy", "oobleck,restart"]) == 2
     assert "models of other systems know one kind of nodes" in capsys.readouterr().err
     assert main([*arguments, "--profiles", "a:b"]) == 2

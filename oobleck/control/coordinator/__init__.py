@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .coordinator import Coordinator, Phase
 from .node_lifecycle import NodeLifecycle
-from .planning import fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
+from .planning import check_kinds, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
 from .preparation import misfit_of
 from .recovery.states import GiveUp
 from .replayed_run import Replay, ReplayedRun, ReplayImage
@@ -24,6 +24,7 @@ __all__ = [
     "ReplayImage",
     "ReplayedRun",
     "Silence",
+    "check_kinds",
     "finished_text",
     "fixed_schedule",
     "misfit_of",

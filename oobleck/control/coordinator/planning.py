@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from oobleck.errors import PlanningError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from oobleck.planner import Cutter, Planner
 
-__all__ = ["fixed_schedule", "one_kind_planner", "planner_for", "planner_settings", "schedules_for"]
+__all__ = ["check_kinds", "fixed_schedule", "one_kind_planner", "planner_for", "planner_settings", "schedules_for"]
 
 
 def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str]) -> ClusterPlanner:
@@ -26,16 +26,28 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     """
     from oobleck.planner import MixedPlanner
 
-    if len(kinds) > 1 and job.tensor_parallel > 1:
-        raise PlanningError(
-            f"tensor_parallel is {job.tensor_parallel}, and nodes are of {len(kinds)} kinds "
-            f"({', '.join(kind.name for kind in kinds)}); stages on several devices need nodes of one kind"
-        )
+    check_kinds(job, [kind.name for kind in kinds])
     if len(kinds) > 1:
         # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
         by_name = sorted(kinds, key=lambda kind: kind.name)
         return MixedPlanner(by_name, planner_settings(job, devices_per_node=1), kind_of)
     return one_kind_planner(job, kinds[0].profile, devices_per_node=kinds[0].devices_per_node)
+
+
+def check_kinds(job: JobSpec, kinds: Collection[str]) -> None:
+    """Raise PlanningError where a job asks for what pipelines over several kinds of nodes do not have."""
+    if len(kinds) <= 1:
+        return
+    nodes = f"nodes are of {len(kinds)} kinds ({', '.join(kinds)})"
+    if job.tensor_parallel > 1:
+        raise PlanningError(
+            f"tensor_parallel is {job.tensor_parallel}, and {nodes}; stages on several devices need nodes of one kind"
+        )
+    if job.schedule == "interleaved":
+        raise PlanningError(
+            f"schedule is interleaved, and {nodes}; their pipelines have one chunk a stage: "
+            "choose 1f1b, zero-bubble or auto"
+        )
 
 
 def one_kind_planner(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:

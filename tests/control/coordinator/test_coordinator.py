@@ -172,14 +172,27 @@ def test_nodes_with_different_numbers_of_devices_train_together():
     assert len(bench.updates) == 3, "one for each worker"
 
 
-def test_stages_on_several_devices_need_nodes_of_one_kind():
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (
+            {"tensor_parallel": 2},
+            "tensor_parallel is 2, and nodes are of 2 kinds (default×2, other×2); stages on several devices need nodes",
+        ),
+        (
+            {"schedule": "interleaved"},
+            "default×2, other×2); their pipelines have one chunk a stage: choose 1f1b, zero-bubble or auto",
+        ),
+    ],
+)
+def test_what_needs_nodes_of_one_kind_is_refused_for_several(job: dict[str, object], words: str):
     shape = Shape(num_nodes=2, devices=2)
     nodes = (shape.nodes[0], replace(shape.nodes[1], device="other"))
-    bench = Bench(shape, nodes=nodes, job=replace(shape.job, tensor_parallel=2))
+    bench = Bench(shape, nodes=nodes, job=replace(shape.job, **job))
     bench.prepare()
     assert bench.ended is not None
     assert bench.ended.exit_code == 78
-    assert "tensor_parallel is 2, and nodes are of 2 kinds (default×2, other×2)" in bench.ended.reason
+    assert words in bench.ended.reason
 
 
 def test_a_run_has_few_kinds():

@@ -11,7 +11,7 @@ from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFo
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, ProfileKnown, WorkerUp
 from oobleck.control.protocol import Killed, Pace, Profiled, ProfileRequest, WorkerExited
 from oobleck.control.speed import microbatch_s
-from oobleck.job import NodeSpec
+from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
 from tests.control.bench import PID, Bench, ready
 from tests.control.journals import replay_run
@@ -119,9 +119,9 @@ def adopt(bench: Bench, *nodes: str) -> None:
     bench.resume(*(nodes or [spec.name for spec in bench.nodes]))
 
 
-def fast_alone() -> Bench:
+def fast_alone(job: JobSpec = SHAPE.job) -> Bench:
     """Two nodes of one kind that train, and a third one of another kind, which is asked to join."""
-    bench = Bench(SHAPE, nodes=(NODES[0], NODES[2]))
+    bench = Bench(SHAPE, nodes=(NODES[0], NODES[2]), job=job)
     for spec in bench.nodes:
         bench.up(spec.name)
         bench.say(spec.name, ready())
@@ -198,6 +198,16 @@ def test_a_node_whose_profile_is_of_another_model_costs_nobody_else():
     bench.feed(AddRequested(spec=LATE))
     bench.up("late")
     assert looked_up(bench.say("late", ready())) == ["slow"], "as if nothing had been known of it"
+
+
+def test_a_node_of_another_kind_is_refused_by_an_interleaved_job_and_costs_nobody_else():
+    bench = fast_alone(replace(SHAPE.job, schedule="interleaved"))
+    bench.say("late", ready())
+    bench.feed(ProfileFound(profile_json=SLOW_JSON, kind="slow"))
+    assert bench.coordinator.phase is Phase.TRAINING
+    (lost,) = bench.journal(NodeLost)
+    assert lost.node == "late"
+    assert "schedule is interleaved, and nodes are of 2 kinds (fast, slow)" in str(lost.loss)
 
 
 @pytest.mark.parametrize(
