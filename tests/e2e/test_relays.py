@@ -34,10 +34,13 @@ def links(runner: Runner, node: str) -> tuple[int, int]:
 
 
 def relays_of(runner: Runner, up: Up, nodes: tuple[str, ...] = NODES) -> list[str]:
-    """The nodes that are relays, once all but two have one."""
+    """The nodes that are relays, once all but two have one, and both ends of each link say so.
+
+    They are asked one after the other, and a link may come about meanwhile.
+    """
     while True:
         found = {node: links(runner, node) for node in nodes}
-        if sum(relays for _, relays in found.values()) == len(nodes) - 2:
+        if [sum(ends) for ends in zip(*found.values(), strict=True)] == [len(nodes) - 2] * 2:
             return [node for node, (children, _) in found.items() if children]
         up.wait_for("] step ")
 
