@@ -15,7 +15,7 @@ from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profiles import Profile
 from .settings import PlannerSettings
-from .templates import find_templates
+from .templates import cut_for_speeds, find_templates
 
 __all__ = ["STILL_FAST", "Catalog", "rest_of_step_s"]
 
@@ -47,6 +47,9 @@ class Catalog:
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         """By the identity of the template, which is kept with it: comparing templates takes long."""
         self._exact = ExactTimes(self.costs)
+        self._cut_for_slow: dict[tuple[object, ...], PipelineTemplate] = {}
+        self._slow_cuts: dict[int, PipelineTemplate] = {}
+        """All that are known, by their identity."""
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
     @property
@@ -86,10 +89,15 @@ class Catalog:
         return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose pipelines are cut for their microbatches."""
+        """Return a plan whose pipelines are cut for their microbatches, but for those that are cut for slow nodes."""
         if self._cutter is None:
             return plan
-        pipelines = (replace(each, template=self.cut(each.template, each.num_microbatches)) for each in plan.pipelines)
+        pipelines = (
+            replace(each, template=self.cut(each.template, each.num_microbatches))
+            if self._has_bound(each.template)
+            else each
+            for each in plan.pipelines
+        )
         return replace(plan, pipelines=tuple(pipelines))
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
@@ -98,10 +106,11 @@ class Catalog:
             self._needed[id(template)] = template, needed_holdings(template, self.settings.devices_per_node)
         return self._needed[id(template)][1]
 
-    def continued(self, template: PipelineTemplate, num_nodes: int) -> PipelineTemplate:
+    def continued(self, template: PipelineTemplate, num_nodes: int, speeds: Sequence[float] = ()) -> PipelineTemplate:
         """Return the template with which a pipeline of a plan goes on, in a plan of so many nodes: mostly its own.
 
-        A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now.
+        A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now;
+        one that was cut for slow nodes, while it is with the `speeds` that its nodes have.
         """
         size = template.num_nodes
         present, share = self.template_in(num_nodes, size), self._share(size, num_nodes)
@@ -112,9 +121,35 @@ class Catalog:
             and all(stage.num_devices in self.costs.device_counts for stage in template.stages)
             and self.costs.fits(template)
         )
-        if is_possible and self._step_s(template, share) <= STILL_FAST * self._step_s(present, share):
+        if not is_possible:
+            return present
+        if self._step_s(template, share) <= STILL_FAST * self._step_s(present, share):
             return template
-        return present
+        own_s, others_s = (self.costs.timing(each, speeds).step_s(share) for each in (template, present))
+        if not speeds or own_s > others_s:
+            return present
+        self._slow_cuts[id(template)] = template
+        return template
+
+    def cut_for(
+        self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float], num_nodes: int
+    ) -> PipelineTemplate:
+        """Return the template cut for the speeds of a pipeline's nodes, in a plan of so many nodes.
+
+        Itself where none is slow, or nothing is gained; the same object for the same arguments.
+        """
+        if not any(speeds.get(node, 1.0) < 1.0 for node in nodes):
+            return template
+        paces = tuple(speeds.get(node, 1.0) for node in nodes)
+        share = self._share(template.num_nodes, num_nodes)
+        key = template.stages, paces, share
+        if key not in self._cut_for_slow:
+            self._cut_for_slow[key] = cut_for_speeds(self.costs, template, paces, share)
+        cut = self._cut_for_slow[key]
+        if cut.stages == template.stages:
+            return template
+        self._slow_cuts[id(cut)] = cut
+        return cut
 
     def _share(self, size: int, num_nodes: int) -> int:
         """The microbatches of a pipeline of a size, in a plan of so many nodes."""
@@ -180,7 +215,7 @@ class Catalog:
         timings = [self._timing(template, nodes, speeds) for template, nodes in pipelines]
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        reduced_bytes = max(self._options[len(nodes)].reduced_bytes for _, nodes in pipelines)
+        reduced_bytes = max(self._reduced_bytes(template, len(nodes)) for template, nodes in pipelines)
         plan = ExecutionPlan(
             pipelines=tuple(
                 _pipeline(template, tuple(nodes), count, known)
@@ -192,27 +227,35 @@ class Catalog:
 
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
-        options = self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
+        self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
         slowest_s = max(
             rest_of_step_s(self._timing(each.template, each.nodes, speeds), each.num_microbatches, own, others)
             for each, own, others in rests
         )
-        reduced_bytes = max(options[len(pipeline.nodes)].reduced_bytes for pipeline, _, _ in rests)
+        reduced_bytes = max(self._reduced_bytes(each.template, len(each.nodes)) for each, _, _ in rests)
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(rests))
 
     def _timing(self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
         """Return the bound on a pipeline's step; one that was cut by its event-exact time has that of its size."""
         size = len(nodes)
-        bound = self._options[size].timing
+        bound, has_bound = self._options[size].timing, self._has_bound(template)
         if not speeds or not any(node in speeds for node in nodes):
-            return bound
+            return bound if has_bound else self.costs.timing(template)
         slowed = self.costs.timing(template, [speeds.get(node, 1.0) for node in nodes])
-        if template is self._templates[size]:
+        if template is self._templates[size] or not has_bound:
             return slowed
         own = self.costs.timing(template)
         return Timing(
             first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
         )
+
+    def _reduced_bytes(self, template: PipelineTemplate, size: int) -> int:
+        has_bound = self._has_bound(template)
+        return self._options[size].reduced_bytes if has_bound else self.costs.reduced_bytes(template)
+
+    def _has_bound(self, template: PipelineTemplate) -> bool:
+        """Whether the bound of its size is a template's own: not that of one that was cut for slow nodes."""
+        return id(template) not in self._slow_cuts
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""

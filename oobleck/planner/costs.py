@@ -181,10 +181,13 @@ class StageCosts:
             for same_node in (False, True)
         }
 
-    def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool) -> Floats:
-        """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite."""
+    def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool, speed: float = 1.0) -> Floats:
+        """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite.
+
+        `speed` divides what they compute (1.0 is nominal).
+        """
         compute = self._compute[num_devices]
-        table = compute[None, :] - compute[:, None]
+        table = (compute[None, :] - compute[:, None]) / speed
         table += self._cuts[left_same_node][:, None]
         table += self._cuts[right_same_node][None, :]
         table[np.tril_indices_from(table)] = np.inf

@@ -49,6 +49,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| gpt3-2.7b | 4 + 4 | 8 | ",
         "| 50 layers, 1 H100 + 1 A100 + 1 A40 | ",
         "| 50 layers, 16 A100, one 2 times slower | ",
+        "| gpt3-2.7b | 8 | 2 | ",
     ),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from oobleck.planner.formatting import counted, listed
 
-__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
+__all__ = ["UNCHANGED", "Move", "Situation", "all_moves", "continue_pipelines", "described"]
+
+UNCHANGED = "the pipelines stay as they are"
+"""The detail of a move that changes nothing by itself."""
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
@@ -113,7 +116,7 @@ def _reinstantiate(situation: Situation) -> Move | None:
     elif situation.broken:
         detail = "spares take the empty places"
     else:
-        detail = "the pipelines stay as they are"
+        detail = UNCHANGED
     return _move("reinstantiate", counts, situation, detail)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.decision import Decision
+from oobleck.planner.formatting import named
 from oobleck.planner.instantiation import sizing_of
 from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
@@ -22,7 +23,7 @@ from .changes import Changes
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
-from .moves import Move, Situation, all_moves, continue_pipelines, described
+from .moves import UNCHANGED, Move, Situation, all_moves, continue_pipelines, described
 from .outcome import Outcome, Score, beats, decision_of
 
 __all__ = ["reconfigure"]
@@ -135,16 +136,19 @@ def _choose(catalog: Catalog, situation: Situation, num_nodes: int, num_kept: in
 def _continued(catalog: Catalog, living: LivingNodes) -> dict[int, PipelineTemplate]:
     """Return the template with which each old pipeline goes on, if it goes on with as many nodes."""
     sizes = catalog.options(living.num_nodes)
-    known: dict[int, PipelineTemplate] = {}
-    for pipeline in living.plan.pipelines:
+    known: dict[tuple[int, tuple[float, ...]], PipelineTemplate] = {}
+    continued: dict[int, PipelineTemplate] = {}
+    for index, pipeline in enumerate(living.plan.pipelines):
         template = pipeline.template
-        if id(template) not in known and template.num_nodes in sizes:
-            known[id(template)] = catalog.continued(template, living.num_nodes)
-    return {
-        index: known[id(pipeline.template)]
-        for index, pipeline in enumerate(living.plan.pipelines)
-        if id(pipeline.template) in known
-    }
+        if template.num_nodes not in sizes:
+            continue
+        is_slow = not living.slow.isdisjoint(pipeline.nodes)
+        speeds = tuple(living.speeds.get(node, 1.0) for node in pipeline.nodes) if is_slow else ()
+        key = id(template), speeds
+        if key not in known:
+            known[key] = catalog.continued(template, living.num_nodes, speeds)
+        continued[index] = known[key]
+    return continued
 
 
 def _templates(
@@ -176,8 +180,32 @@ def _carry_out(
     ):
         outcome = _weigh(catalog, living, intact, proposal, templates, gathered)
         if beats(outcome.score, best.score):
-            best = outcome
-    return best
+            best, nodes = outcome, gathered
+    anew = _cut_anew(catalog, living, intact, proposal, templates, nodes)
+    return anew if anew is not None and beats(anew.score, best.score) else best
+
+
+def _cut_anew(
+    catalog: Catalog,
+    living: LivingNodes,
+    intact: frozenset[int],
+    proposal: _Proposal,
+    templates: Sequence[PipelineTemplate],
+    nodes: Sequence[Sequence[str]],
+) -> Outcome | None:
+    """Weigh the same with the stages of pipelines with slow nodes cut for their speeds; None where that is the same."""
+    cut = [
+        catalog.cut_for(template, chosen, living.speeds, living.num_nodes)
+        for template, chosen in zip(templates, nodes, strict=True)
+    ]
+    others = [index for index, (now, then) in enumerate(zip(cut, templates, strict=True)) if now is not then]
+    if not others:
+        return None
+    origins = {proposal.move.pipelines[index][0] for index in others}
+    outcome = _weigh(catalog, living, intact - origins, proposal, cut, nodes)
+    slow = sorted(living.slow.intersection(chain.from_iterable(nodes[index] for index in others)))
+    detail = f"stages are cut anew for {named(slow)}"
+    return replace(outcome, detail=detail if outcome.detail == UNCHANGED else f"{outcome.detail}; {detail}")
 
 
 def _weigh(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .recut import MOST_STAGES, Recut
+from .slow_cut import cut_for_speeds
 from .templates import find_templates
 
-__all__ = ["MOST_STAGES", "Recut", "find_templates"]
+__all__ = ["MOST_STAGES", "Recut", "cut_for_speeds", "find_templates"]

@@ -14,7 +14,7 @@ from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 from oobleck.planner.plan import PipelineTemplate, StageTemplate
 
-__all__ = ["MOST_STAGES", "Recut"]
+__all__ = ["MOST_STAGES", "Recut", "with_stops"]
 
 MOST_STAGES = 12
 """Pipelines of more stages are left as they are: what it takes grows with the fourth power."""
@@ -49,7 +49,7 @@ class Recut:
             if steps_s[fastest] >= best_s * (1 - _LEAST_GAIN):
                 break
             best_s, stops = float(steps_s[fastest]), around[fastest : fastest + 1]
-        return template if (stops == stops_of(template)).all() else _with_stops(template, stops[0].tolist())
+        return template if (stops == stops_of(template)).all() else with_stops(template, stops[0].tolist())
 
     def _that_fit(self, template: PipelineTemplate, stops: Stops) -> Stops:
         stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
@@ -80,7 +80,8 @@ def _around(stops: Stops) -> Stops:
     return around
 
 
-def _with_stops(template: PipelineTemplate, stops: list[int]) -> PipelineTemplate:
+def with_stops(template: PipelineTemplate, stops: list[int]) -> PipelineTemplate:
+    """Return the template with the same devices, and stages that end where `stops` says; the first of them is 0."""
     return PipelineTemplate(
         stages=tuple(
             StageTemplate(
