@@ -5,8 +5,6 @@ With a fan-out of 2, two of six agents speak to the master, and each of them is 
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,8 +56,7 @@ def test_relays_that_are_killed_and_frozen_are_lost_alone(runner: Runner, start:
     with start(*RELAYS, *SHORT_LEASE, "--set", "control.rejoin_after_s=0", nodes=LOCAL) as run:
         killed, frozen = relays_of(runner, run.up)
         before = generations(runner)[-1]
-        for pid in runner.pids(killed):
-            os.kill(pid, signal.SIGKILL)
+        runner.signal(killed)
         run.wait_for_recovery(killed)
         run.up.wait_for_steps(3)
         assert lost(runner) == [killed]

@@ -31,6 +31,12 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
             f"tensor_parallel is {job.tensor_parallel}, and nodes are of {len(kinds)} kinds "
             f"({', '.join(kind.name for kind in kinds)}); stages on several devices need nodes of one kind"
         )
+    if len(kinds) > 1 and fixed_schedule(job) is ScheduleKind.INTERLEAVED:
+        raise PlanningError(
+            f"schedule is interleaved, and nodes are of {len(kinds)} kinds "
+            f"({', '.join(kind.name for kind in kinds)}), whose pipelines have one chunk a stage; choose 1f1b, "
+            "zero-bubble or auto"
+        )
     if len(kinds) > 1:
         # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
         by_name = sorted(kinds, key=lambda kind: kind.name)

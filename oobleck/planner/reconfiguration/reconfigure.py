@@ -45,7 +45,9 @@ class _Proposal:
 def reconfigure(catalog: Catalog, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.settings.devices_per_node)
-    return decision_of(_decide(catalog, living), living, changes, catalog.settings)
+    best = _decide(catalog, living)
+    step_s = catalog.predicted_s(best.plan, best.step_s, living.speeds)
+    return decision_of(replace(best, step_s=step_s), living, changes, catalog.settings)
 
 
 def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:

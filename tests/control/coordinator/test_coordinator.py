@@ -182,6 +182,16 @@ def test_stages_on_several_devices_need_nodes_of_one_kind():
     assert "tensor_parallel is 2, and nodes are of 2 kinds (default×2, other×2)" in bench.ended.reason
 
 
+def test_interleaved_pipelines_need_nodes_of_one_kind():
+    shape = Shape(num_nodes=2)
+    nodes = (shape.nodes[0], replace(shape.nodes[1], device="other"))
+    bench = Bench(shape, nodes=nodes, job=replace(shape.job, schedule="interleaved"))
+    bench.prepare()
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    assert "schedule is interleaved, and nodes are of 2 kinds (default, other)" in bench.ended.reason
+
+
 def test_a_run_has_few_kinds():
     nodes = tuple(NodeSpec(name=f"n{number}", host=f"n{number}", device=f"d{number}") for number in range(5))
     bench = Bench(Shape(num_nodes=5), nodes=nodes)
