@@ -15,7 +15,7 @@ from .inventory import Holding, needed_holdings
 from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profiles import Profile
 from .settings import PlannerSettings
-from .templates import cut_for_speeds, find_templates
+from .templates import MOST_STAGES, cut_for_speeds, find_templates
 
 __all__ = ["STILL_FAST", "Catalog", "rest_of_step_s"]
 
@@ -46,10 +46,8 @@ class Catalog:
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         """By the identity of the template, which is kept with it: comparing templates takes long."""
+        self._for_speeds: dict[tuple[object, ...], PipelineTemplate] = {}
         self._exact = ExactTimes(self.costs)
-        self._cut_for_slow: dict[tuple[object, ...], PipelineTemplate] = {}
-        self._slow_cuts: dict[int, PipelineTemplate] = {}
-        """All that are known, by their identity."""
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
     @property
@@ -89,15 +87,10 @@ class Catalog:
         return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose pipelines are cut for their microbatches, but for those that are cut for slow nodes."""
+        """Return a plan whose pipelines are cut for their microbatches."""
         if self._cutter is None:
             return plan
-        pipelines = (
-            replace(each, template=self.cut(each.template, each.num_microbatches))
-            if self._has_bound(each.template)
-            else each
-            for each in plan.pipelines
-        )
+        pipelines = (replace(each, template=self.cut(each.template, each.num_microbatches)) for each in plan.pipelines)
         return replace(plan, pipelines=tuple(pipelines))
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
@@ -106,11 +99,36 @@ class Catalog:
             self._needed[id(template)] = template, needed_holdings(template, self.settings.devices_per_node)
         return self._needed[id(template)][1]
 
-    def continued(self, template: PipelineTemplate, num_nodes: int, speeds: Sequence[float] = ()) -> PipelineTemplate:
+    def cut_for(
+        self, template: PipelineTemplate, speeds: Sequence[float], holdings: Sequence[Holding], num_microbatches: int
+    ) -> PipelineTemplate:
+        """Return the template with the best stages for nodes of these speeds, which hold these layers.
+
+        Pipelines with several chunks a stage stay as they are. Remembered once found.
+        """
+        if template.num_chunks > 1 or template.num_stages == 1:
+            return template
+        key = template.stages, tuple(speeds), tuple(holdings), num_microbatches
+        if key not in self._for_speeds:
+            self._for_speeds[key] = cut_for_speeds(
+                [self.costs] * template.num_nodes, template, speeds, holdings, num_microbatches
+            )
+        return self._for_speeds[key]
+
+    def without_slow_nodes(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
+        """Return what a pipeline's template is without slow nodes: its own, unless it was cut for some."""
+        is_usual = template is self._templates[template.num_nodes]
+        if is_usual or self._excess(template, num_microbatches) == 1.0:
+            return template
+        return self.template_in(num_nodes, template.num_nodes)
+
+    def continued(
+        self, template: PipelineTemplate, num_nodes: int, speeds: Sequence[float] | None = None
+    ) -> PipelineTemplate:
         """Return the template with which a pipeline of a plan goes on, in a plan of so many nodes: mostly its own.
 
-        A pipeline that was cut for its microbatches stays as it is while that is about as fast as a template is now;
-        one that was cut for slow nodes, while it is with the `speeds` that its nodes have.
+        A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while that is about as fast as a
+        template is now. `speeds` are those of its nodes, if any of them is slow.
         """
         size = template.num_nodes
         present, share = self.template_in(num_nodes, size), self._share(size, num_nodes)
@@ -123,33 +141,11 @@ class Catalog:
         )
         if not is_possible:
             return present
-        if self._step_s(template, share) <= STILL_FAST * self._step_s(present, share):
-            return template
-        own_s, others_s = (self.costs.timing(each, speeds).step_s(share) for each in (template, present))
-        if not speeds or own_s > others_s:
-            return present
-        self._slow_cuts[id(template)] = template
-        return template
-
-    def cut_for(
-        self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float], num_nodes: int
-    ) -> PipelineTemplate:
-        """Return the template cut for the speeds of a pipeline's nodes, in a plan of so many nodes.
-
-        Itself where none is slow, or nothing is gained; the same object for the same arguments.
-        """
-        if not any(speeds.get(node, 1.0) < 1.0 for node in nodes):
-            return template
-        paces = tuple(speeds.get(node, 1.0) for node in nodes)
-        share = self._share(template.num_nodes, num_nodes)
-        key = template.stages, paces, share
-        if key not in self._cut_for_slow:
-            self._cut_for_slow[key] = cut_for_speeds(self.costs, template, paces, share)
-        cut = self._cut_for_slow[key]
-        if cut.stages == template.stages:
-            return template
-        self._slow_cuts[id(cut)] = cut
-        return cut
+        if speeds is None:
+            own_s, present_s = self._step_s(template, share), self._step_s(present, share)
+        else:
+            own_s, present_s = (self._timing(each, speeds, share).step_s(share) for each in (template, present))
+        return template if own_s <= STILL_FAST * present_s else present
 
     def _share(self, size: int, num_nodes: int) -> int:
         """The microbatches of a pipeline of a size, in a plan of so many nodes."""
@@ -206,16 +202,24 @@ class Catalog:
         speeds: Mapping[str, float],
         *,
         before: ExecutionPlan | None = None,
+        still_fast: float = STILL_FAST,
     ) -> tuple[ExecutionPlan, float]:
         """Return the plan of pipelines given as (template, nodes), and the seconds of its step at the given speeds.
 
-        Pipelines that are as in the plan `before` are the same objects: they know their workers already.
+        Pipelines that are as in the plan `before` are the same objects: they know their workers already. Those without
+        slow nodes that take up to `still_fast` times as long as those of their size count as fast as these.
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
-        timings = [self._timing(template, nodes, speeds) for template, nodes in pipelines]
+        num_nodes = sum(len(nodes) for _, nodes in pipelines)
+        timings = [
+            self._timing(template, _speeds_of(nodes, speeds), self._share(len(nodes), num_nodes), still_fast)
+            for template, nodes in pipelines
+        ]
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        reduced_bytes = max(self._reduced_bytes(template, len(nodes)) for template, nodes in pipelines)
+        reduced_bytes = max(
+            self._reduced_bytes(template, self._share(len(nodes), num_nodes)) for template, nodes in pipelines
+        )
         plan = ExecutionPlan(
             pipelines=tuple(
                 _pipeline(template, tuple(nodes), count, known)
@@ -244,34 +248,53 @@ class Catalog:
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
         self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
-        slowest_s = max(
-            rest_of_step_s(self._timing(each.template, each.nodes, speeds), each.num_microbatches, own, others)
-            for each, own, others in rests
-        )
-        reduced_bytes = max(self._reduced_bytes(each.template, len(each.nodes)) for each, _, _ in rests)
-        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(rests))
+        slowest_s, most_bytes = 0.0, 0
+        for each, own, others in rests:
+            timing = self._timing(each.template, _speeds_of(each.nodes, speeds), each.num_microbatches)
+            slowest_s = max(slowest_s, rest_of_step_s(timing, each.num_microbatches, own, others))
+            most_bytes = max(most_bytes, self._reduced_bytes(each.template, each.num_microbatches))
+        return slowest_s + reduction_s(self.profile.network, most_bytes, len(rests))
 
-    def _timing(self, template: PipelineTemplate, nodes: Sequence[str], speeds: Mapping[str, float]) -> Timing:
-        """Return the bound on a pipeline's step; one that was cut by its event-exact time has that of its size."""
-        size = len(nodes)
-        bound, has_bound = self._options[size].timing, self._has_bound(template)
-        if not speeds or not any(node in speeds for node in nodes):
-            return bound if has_bound else self.costs.timing(template)
-        slowed = self.costs.timing(template, [speeds.get(node, 1.0) for node in nodes])
-        if template is self._templates[size] or not has_bound:
-            return slowed
+    def _timing(
+        self, template: PipelineTemplate, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST
+    ) -> Timing:
+        """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
+
+        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own.
+        """
+        bound = self._options[template.num_nodes].timing
+        if template is self._templates[template.num_nodes]:
+            return bound if speeds is None else self.costs.timing(template, speeds)
+        excess = self._excess(template, share)
+        if speeds is None and excess <= still_fast:
+            return bound
         own = self.costs.timing(template)
-        return Timing(
-            first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
-        )
+        slowed = own if speeds is None else self.costs.timing(template, speeds)
+        if excess == 1.0:
+            return Timing(
+                first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
+            )
+        scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))
+        return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
 
-    def _reduced_bytes(self, template: PipelineTemplate, size: int) -> int:
-        has_bound = self._has_bound(template)
-        return self._options[size].reduced_bytes if has_bound else self.costs.reduced_bytes(template)
+    def _excess(self, template: PipelineTemplate, share: int) -> float:
+        """Return how many times as long a pipeline takes as that of its size, without slow nodes: 1 for about as long.
 
-    def _has_bound(self, template: PipelineTemplate) -> bool:
-        """Whether the bound of its size is a template's own: not that of one that was cut for slow nodes."""
-        return id(template) not in self._slow_cuts
+        More is the price of a cut for slow nodes.
+        """
+        usual = self._templates[template.num_nodes]
+        if template.num_chunks > 1:
+            return 1.0
+        if template.num_stages > MOST_STAGES:  # the event-exact time has cut none of these
+            return self.costs.timing(template).step_s(share) / self.costs.timing(usual).step_s(share)
+        return max(1.0, self._exact.step_s(template, share) / self._exact.step_s(usual, share))
+
+    def _reduced_bytes(self, template: PipelineTemplate, share: int) -> int:
+        """Return the most gradient bytes that a node reduces; those of its size, but after a cut for slow nodes."""
+        usual = self._templates[template.num_nodes]
+        if template is usual or self._excess(template, share) <= STILL_FAST:
+            return self._options[template.num_nodes].reduced_bytes
+        return self.costs.reduced_bytes(template)
 
     def _explain(self, num_nodes: int) -> str:
         """Say why no template exists for up to `num_nodes` nodes."""
@@ -298,6 +321,13 @@ class Catalog:
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"
         )
+
+
+def _speeds_of(nodes: Sequence[str], speeds: Mapping[str, float]) -> list[float] | None:
+    """Return the speeds of a pipeline's nodes; None where none of them has another than the usual one."""
+    if not speeds or not any(node in speeds for node in nodes):
+        return None
+    return [speeds.get(node, 1.0) for node in nodes]
 
 
 def _pipeline(

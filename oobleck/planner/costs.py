@@ -184,10 +184,12 @@ class StageCosts:
     def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool, speed: float = 1.0) -> Floats:
         """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite.
 
-        `speed` divides what they compute (1.0 is nominal).
+        `speed` divides what it computes (1.0 is nominal).
         """
         compute = self._compute[num_devices]
-        table = (compute[None, :] - compute[:, None]) / speed
+        table = compute[None, :] - compute[:, None]
+        if speed != 1.0:
+            table /= speed
         table += self._cuts[left_same_node][:, None]
         table += self._cuts[right_same_node][None, :]
         table[np.tril_indices_from(table)] = np.inf

@@ -72,8 +72,8 @@ class Planner:
         """Plan the start of a job on named nodes.
 
         `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
-        named take 1.0. Nodes of like speed come together, and their stages are cut for it; the slowest become the
-        spares, if there are any. Raises PlanningError.
+        named take 1.0. Nodes of like speed come together; the slowest become the spares, if there are any. Raises
+        PlanningError.
         """
         speeds = speeds_of(slow)
         check_nodes(nodes)
@@ -92,11 +92,9 @@ class Planner:
             for size in sizing.sizes:
                 pipelines.append((self._catalog.template(size), ordered[start : start + size]))
                 start += size
-            anew = [(self._catalog.cut_for(each, group, speeds, num_nodes), group) for each, group in pipelines]
-            for candidate in (pipelines, anew):
-                plan, step_s = self._catalog.build_plan(candidate, ordered[start:], speeds)
-                if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
-                    best = plan, step_s
+            plan, step_s = self._catalog.build_plan(pipelines, ordered[start:], speeds)
+            if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
+                best = plan, step_s
         assert best is not None, "all nodes were tried"
         plan, step_s = self._catalog.cut_plan(best[0]), best[1]
         step_s = self._catalog.predicted_s(plan, step_s, speeds)
@@ -117,9 +115,8 @@ class Planner:
 
         `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
         named take 1.0, whatever they took before, so all that are still slow have to be named each time. A pipeline
-        with a slow node gets fewer microbatches, which moves no state; its stages are cut anew, so that the slow node
-        has fewer layers, or slow nodes are left out as spares, or gathered in few pipelines, where the faster step
-        repays what has to move.
+        with a slow node gets fewer microbatches, which moves no state; slow nodes are left out as spares, or gathered
+        in few pipelines, where the faster step repays what has to move.
         `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
         lost and joined holds nothing; one that is `leaving` gets no place, and is read from; so is one that is
         `resting`, and it becomes a spare. Raises Unrecoverable

@@ -79,6 +79,14 @@ class TensorParallelPlanner(Planner):
         )
         return self._expand(decision)
 
+    def rest_s(
+        self, plan: ExecutionPlan, rests: Mapping[int, tuple[int, int]], *, slow: Mapping[str, float] | None = None
+    ) -> float:
+        return super().rest_s(_contract_plan(plan, self.degree), rests, slow=slow)
+
+    def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
+        return super().has_room(_contract_plan(plan, self.degree), gradient_copies=gradient_copies)
+
     def _expand(self, decision: Decision) -> Decision:
         return replace(
             decision,

@@ -94,7 +94,7 @@ def test_a_slow_node_is_planned_for(runner: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_nodes_stage_is_cut_anew_where_there_is_no_other_pipeline(runner: Runner) -> None:
+def test_a_slow_nodes_stage_is_cut_again_where_there_is_no_other_pipeline(runner: Runner) -> None:
     path = runner.job_file(GPT2.replace("n_layer: 4", "n_layer: 14"))
     before, after, *_ = run_with_a_slow_node(runner, path, 2.0, "--pipelines", "1", "-f", "0")
     assert [len(plan.pipelines[0].nodes) for plan in (before, after)] == [4, 4], "nobody is left out"

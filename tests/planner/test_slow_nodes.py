@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, Planner, PlannerSettings, Profile
 from oobleck.planner.catalog import Catalog
-from oobleck.planner.costs import StageCosts
 from oobleck.planner.instantiation.sizes import reduction_s
-from oobleck.planner.plan import PipelineTemplate
-from oobleck.planner.reconfiguration import Changes, reconfigure
 from oobleck.planner.reconfiguration.gather import gather_slow_nodes
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
@@ -72,10 +69,9 @@ def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: 
     if all(each.template == templates[len(each.nodes)] for each in decision.plan.pipelines):
         # The prediction for pipelines that are cut for their microbatches is the bound of their sizes.
         assert decision.predicted_step_s == pytest.approx(best_division_s(profile, decision.plan, slow), rel=1e-9)
-    places, before = (
-        [(pipeline.nodes, pipeline.template.stages) for pipeline in each.pipelines] for each in (decision.plan, plan)
-    )
-    if places == before:
+    if [(each.nodes, each.template) for each in decision.plan.pipelines] == [
+        (each.nodes, each.template) for each in plan.pipelines
+    ]:
         assert decision.transfers == (), "microbatches alone move no state"
 
 
@@ -101,79 +97,6 @@ def test_no_decision_is_slower_than_staying_or_than_leaving_the_slowest_out(
         fresh = planner.initial_plan(normal)
         if len(fresh.plan.pipelines) >= len(decision.plan.pipelines):
             assert decision.predicted_step_s <= fresh.predicted_step_s * (1 + 1e-6)
-
-
-class AsTheyAre(Catalog):
-    """A catalog that never cuts stages anew for slow nodes."""
-
-    def cut_for(self, template: PipelineTemplate, *_: object) -> PipelineTemplate:
-        return template
-
-
-def slowed(slow: Mapping[str, float]) -> Changes:
-    speeds = {node: 1 / factor for node, factor in slow.items()}
-    return Changes(lost=(), joined=(), leaving=(), resting=(), speeds=speeds, held=None)
-
-
-@examples(60)
-@given(data=st.data(), profile=profiles(min_layers=4, max_layers=10), num_microbatches=st.integers(4, 24))
-def test_cutting_stages_anew_for_slow_nodes_never_costs_anything(
-    data: st.DataObject, profile: Profile, num_microbatches: int
-) -> None:
-    nodes = names(data.draw(st.integers(3, 8), label="nodes"))
-    asked = PlannerSettings(num_microbatches=num_microbatches, mean_time_to_failure_s=FOREVER_S)
-    planner = Planner(profile, asked)
-    assume(planner.templates(len(nodes)))
-    plan = planner.initial_plan(nodes).plan
-    slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 1.5, 2.0, 4.0))), label="slow")
-    decision = planner.reconfigure(plan, slow=slow)
-    uncut = reconfigure(AsTheyAre(profile, asked), plan, slowed(slow))
-    assert decision.predicted_step_s <= uncut.predicted_step_s * (1 + 1e-6)
-    costs = StageCosts(profile, max_in_flight=num_microbatches)
-    assert all(costs.fits(pipeline.template) for pipeline in decision.plan.pipelines)
-    assert planner.reconfigure(decision.plan, slow=slow).predicted_step_s <= decision.predicted_step_s * (1 + 1e-6)
-
-
-def layers_of(plan: ExecutionPlan) -> dict[str, int]:
-    """How many layers each node has."""
-    return {stage.worker_ids[0].node: len(stage.layers) for pipeline in plan.pipelines for stage in pipeline.stages}
-
-
-def test_stages_are_cut_for_a_slow_node_as_long_as_it_is_slow() -> None:
-    asked = PlannerSettings(num_microbatches=48, num_pipelines=2, fault_threshold=0)
-    planner = Planner(uniform_profile(24, memory_bytes=170), asked)  # three nodes hold the model
-    plan = planner.initial_plan(names(8)).plan
-    slow = {"node1": 2.0}
-    decision = planner.reconfigure(plan, slow=slow)
-    assert "; ".join(decision.reason.split("; ")[:2]) == "node1 slow; stages are cut anew for node1"
-    cut = layers_of(decision.plan)
-    assert cut["node1"] < 6 < max(cut[node] for node in ("node0", "node2", "node3"))
-    assert {cut[node] for node in names(8)[4:]} == {6}
-    uncut = reconfigure(AsTheyAre(planner.profile, asked), plan, slowed(slow))
-    assert decision.predicted_step_s < 0.97 * uncut.predicted_step_s
-
-    unchanged = planner.reconfigure(decision.plan, slow=slow)
-    assert (unchanged.plan.pipelines, unchanged.transfers) == (decision.plan.pipelines, ())
-    lost = planner.reconfigure(decision.plan, lost=["node6"], slow=slow)
-    assert {node: layers_of(lost.plan)[node] for node in names(4)} == {node: cut[node] for node in names(4)}
-
-    well = planner.reconfigure(decision.plan)
-    assert set(layers_of(well.plan).values()) == {6}
-    assert {transfer.layer for transfer in well.transfers}, "layers go back"
-
-
-def test_stages_are_not_cut_where_the_next_change_comes_before_it_pays() -> None:
-    asked = PlannerSettings(num_microbatches=48, num_pipelines=2, fault_threshold=0, mean_time_to_failure_s=5.0)
-    planner = Planner(uniform_profile(24), asked)
-    decision = planner.reconfigure(planner.initial_plan(names(8)).plan, slow={"node1": 1.3})
-    assert decision.transfers == ()
-
-
-def test_a_job_may_begin_with_a_node_that_is_known_to_be_slow() -> None:
-    asked = PlannerSettings(num_microbatches=48, num_pipelines=1, fault_threshold=0)
-    plan = Planner(uniform_profile(21), asked).initial_plan(names(4), slow={"node2": 2.0}).plan
-    assert sorted(layers_of(plan).values()) == [3, 6, 6, 6]
-    assert layers_of(plan)["node2"] == 3
 
 
 def groupings(nodes: Sequence[str], sizes: Sequence[int]) -> Iterator[list[tuple[int, tuple[str, ...]]]]:

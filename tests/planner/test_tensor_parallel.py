@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import Decision, Planner, PlannerSettings, TensorParallelPlanner, WorkerId
+from tests.planner.drawing import uniform_profile
 from tests.planner.simple_profiles import make_profile
 
 NODES = tuple(f"n{index}" for index in range(6))
@@ -71,3 +74,14 @@ def test_a_layer_is_held_by_a_group_only_if_every_device_holds_its_share() -> No
 def test_devices_that_make_no_whole_groups_are_refused() -> None:
     with pytest.raises(PlanningError, match=r"tensor_parallel is 2.*3 devices"):
         TensorParallelPlanner(make_profile([1.0] * 8), PlannerSettings(num_microbatches=4, devices_per_node=3), 2)
+
+
+def test_the_room_of_a_plan_is_that_of_its_groups() -> None:
+    """A device has its own memory, however many share its layers."""
+    asked = PlannerSettings(num_microbatches=8, devices_per_node=2, num_pipelines=1)
+    planner = TensorParallelPlanner(uniform_profile(8, memory_bytes=60), asked, 2)
+    groups = Planner(uniform_profile(8, memory_bytes=120), replace(asked, devices_per_node=1))
+    plan, alike = (each.initial_plan(NODES[:2]).plan for each in (planner, groups))
+    rooms = [planner.has_room(plan, gradient_copies=copies) for copies in range(8)]
+    assert rooms == [groups.has_room(alike, gradient_copies=copies) for copies in range(8)]
+    assert set(rooms) == {True, False}

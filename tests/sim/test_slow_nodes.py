@@ -35,6 +35,7 @@ def play(*events: TraceEvent, setting: Setting = LONG, duration_s: float = LONG.
         profile=setting.profile,
         global_batch_size=setting.job.global_batch_size,
         fault_threshold=setting.job.fault_threshold,
+        num_pipelines=setting.num_pipelines,
     )
     nodes = tuple(f"n{index}" for index in range(setting.num_nodes))
     return sweep(Trace(duration_s=duration_s, nodes=nodes, start=nodes, events=events), settings)
@@ -117,3 +118,59 @@ def test_both_modes_plan_alike_for_slow_nodes(layers_per_device: int, events: tu
     assert plans(journal) == plans(played)
     assert recoveries(journal) == recoveries(played)
     assert len(plans(journal)) > 1
+
+
+DEEP = replace(LONG, num_layers=16, layers_per_device=100, slowness=1.0, num_pipelines=1, fault_threshold=0)
+"""One pipeline of four nodes with four layers each: a node less costs more than fewer layers on a slow one."""
+TWO_DEEP = replace(DEEP, num_layers=24, num_nodes=8, num_pipelines=2, fault_threshold=1, duration_s=90.0)
+HALF = Slowed(t_s=10.0, node="n1", factor=2.0)
+
+
+def stages(adopted: PlanAdopted) -> list[tuple[int, ...]]:
+    """How many layers the stages of each pipeline have."""
+    return [tuple(len(stage.layers) for stage in pipeline.stages) for pipeline in adopted.plan.pipelines]
+
+
+def durations(entries: tuple[JournalEntry, ...], *, since_s: float, until_s: float) -> list[float]:
+    return [
+        entry.record.duration_s for entry in entries if isinstance(entry, StepDone) and since_s < entry.t_s < until_s
+    ]
+
+
+def test_stages_are_cut_again_for_a_slow_node_and_steps_become_as_short_as_predicted():
+    played = run(HALF, replace(HALF, t_s=60.0, factor=1.0), setting=replace(DEEP, duration_s=120.0))
+    before, cut, after = (entry for entry in played.entries if isinstance(entry, PlanAdopted))
+    assert [stages(plan) for plan in (before, cut, after)] == [[(4, 4, 4, 4)], [(5, 1, 5, 5)], [(4, 4, 4, 4)]]
+    assert recoveries(played.entries) == [(PlanCause.SLOW, ("n1",)), (PlanCause.SLOW, ("n1",))]
+    slow_s = durations(played.entries, since_s=14.0, until_s=cut.t_s)[-1]
+    cut_s = durations(played.entries, since_s=cut.t_s + 4.0, until_s=60.0)
+    assert min(cut_s) == pytest.approx(max(cut_s), rel=0.01)
+    # Goodput rises as predicted: 36 % more steps in a second.
+    assert cut_s[0] == pytest.approx(cut.predicted_step_s, rel=0.01)
+    assert slow_s / cut_s[0] == pytest.approx(1.36, rel=0.02)
+    usual_s = durations(played.entries, since_s=5.0, until_s=10.0)[-1]
+    assert durations(played.entries, since_s=after.t_s + 4.0, until_s=120.0)[0] == pytest.approx(usual_s, rel=0.01)
+
+
+def test_a_run_survives_whatever_comes_after_its_stages_were_cut_again():
+    """A slow node that is lost, a neighbour that is, and a master that is not there for a while."""
+    events = (replace(HALF, factor=1.6), MasterCrashed(t_s=45.0, down_s=1.0))
+    for lost in ("n0", "n1", "n7"):
+        played = run(*events, Lost(t_s=60.0, node=lost), setting=TWO_DEEP)
+        plans_of = [entry for entry in played.entries if isinstance(entry, PlanAdopted)]
+        assert (7, 3, 7, 7) in stages(plans_of[1])
+        assert lost not in plans_of[-1].plan.nodes
+        for plan in plans_of:
+            assert all(sum(lengths) == 24 for lengths in stages(plan))
+        assert [cause for cause, _ in recoveries(played.entries)][-1] is PlanCause.LOSS
+
+
+@pytest.mark.parametrize(
+    "later", [Lost(t_s=60.0, node="n6"), Lost(t_s=60.0, node="n1"), replace(HALF, t_s=60.0, factor=1.0)]
+)
+def test_both_modes_cut_stages_again_alike(later: TraceEvent):
+    setting, events = replace(TWO_DEEP, duration_s=110.0), (replace(HALF, factor=1.6), later)
+    played, journal = run(*events, setting=setting).entries, play(*events, setting=setting, duration_s=110.0)
+    assert plans(journal) == plans(played)
+    assert recoveries(journal) == recoveries(played)
+    assert len(plans(journal)) > 2

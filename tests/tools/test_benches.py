@@ -49,7 +49,6 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| gpt3-2.7b | 4 + 4 | 8 | ",
         "| 50 layers, 1 H100 + 1 A100 + 1 A40 | ",
         "| 50 layers, 16 A100, one 2 times slower | ",
-        "| gpt3-2.7b | 8 | 2 | ",
     ),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "recovery.py": ("| killed worker | 1 |",),
@@ -71,6 +70,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     ),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
+    "slow_nodes.py": ("| 4 | 1 | 1.1 | ", "| 4 | 1 | 3 | "),
     "throughput.py": (
         "torch",
         "same cut: layers 0-2 | 3-5; bubble",

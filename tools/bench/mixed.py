@@ -7,9 +7,6 @@ pipelines with nodes of one kind each, and a plan that takes all nodes as if the
 
 Then 50 layers in settings that come close to those which other planners have published: few and many nodes of two and
 of three kinds, and nodes of one kind of which one has become slow, beside the plan that goes on as it is.
-
-Last, what it saves to cut stages anew for a slow node: the best step with stages as they are (fewer microbatches, the
-node left out, slow nodes gathered), and the best one, both as multiples of the step with all nodes well.
 """
 
 from __future__ import annotations
@@ -35,11 +32,8 @@ from oobleck.planner import (
     estimate_profile,
     model_shape,
 )
-from oobleck.planner.catalog import Catalog
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.plan import PipelineTemplate
 from oobleck.planner.profiles import ModelShape
-from oobleck.planner.reconfiguration import Changes, reconfigure
 from tools.smoke import parse_arguments
 
 DEVICES = ("A100", "A40")
@@ -126,29 +120,6 @@ def measure_straggler(num_nodes: int, factor: float) -> str:
     return f"| 50 layers, {num_nodes} A100, one {factor:g} times slower | {took_s:.2f} | {ratio} |"
 
 
-class AsTheyAre(Catalog):
-    """Templates whose stages stay as they are, whoever is slow."""
-
-    def cut_for(self, template: PipelineTemplate, *_: object) -> PipelineTemplate:
-        return template
-
-
-def measure_new_cut(model: str, num_nodes: int, factor: float) -> str:
-    """A row: a node of two pipelines becomes slow; the step beside all well, with stages as they are and cut anew."""
-    profile = make_profile(model_shape(model), "A100")
-    settings = PlannerSettings(num_microbatches=8 * num_nodes, num_pipelines=2)
-    before = Planner(profile, settings).initial_plan([f"node{number:02}" for number in range(num_nodes)])
-    slow = before.plan.pipelines[0].nodes[num_nodes // 4]
-    changes = Changes(lost=(), joined=(), leaving=(), resting=(), speeds={slow: 1 / factor}, held=None)
-    kept = reconfigure(AsTheyAre(profile, settings), before.plan, changes)
-    began_s = time.process_time()
-    anew = reconfigure(Catalog(profile, settings), before.plan, changes)
-    took_s = time.process_time() - began_s
-    cells = [f"{made.predicted_step_s / before.predicted_step_s:.3f}" for made in (kept, anew)]
-    moved = len({transfer.layer for transfer in anew.transfers})
-    return f"| {model} | {num_nodes} | {factor:g} | {' | '.join(cells)} | {moved} | {took_s:.3f} |"
-
-
 def slowest_s(profile: Profile, settings: PlannerSettings, plan: ExecutionPlan, slow: Mapping[str, float]) -> float:
     """The seconds of a plan's slowest pipeline, as the planner counts them, where some nodes are slow."""
     costs = StageCosts(profile, max_in_flight=settings.num_microbatches)
@@ -166,16 +137,8 @@ def main() -> None:
     parser.add_argument("--of-two", type=int, nargs="+", default=(16, 32), help="nodes of each of two kinds")
     parser.add_argument("--of-three", type=int, nargs="+", default=(1, 8), help="nodes of each of three kinds")
     parser.add_argument("--stragglers", type=float, nargs="+", default=(2.0, 5.0), help="how slow one of 16 becomes")
-    parser.add_argument("--cut-anew", type=int, nargs="+", default=(16, 32), help="nodes, of which one becomes slow")
     arguments = parse_arguments(
-        parser,
-        models=("gpt3-2.7b",),
-        nodes=(4,),
-        devices=(1, 8),
-        of_two=(4,),
-        of_three=(1,),
-        stragglers=(2.0,),
-        cut_anew=(8,),
+        parser, models=("gpt3-2.7b",), nodes=(4,), devices=(1, 8), of_two=(4,), of_three=(1,), stragglers=(2.0,)
     )
     print("| model | nodes | devices | plan, s | a loss, s | step, s | one kind each | all as the slower |")
     print("|---|---|---|---|---|---|---|---|")
@@ -191,13 +154,6 @@ def main() -> None:
             print(measure_kinds(devices, per_kind))
     for factor in arguments.stragglers:
         print(measure_straggler(16, factor))
-    print()
-    print("| model | nodes | one is slower by | step, stages as they are | cut anew | layers to copy | decision, s |")
-    print("|---|---|---|---|---|---|---|")
-    for model in arguments.models:
-        for num_nodes in arguments.cut_anew:
-            for factor in (1.3, 1.5, 2.0, 3.0):
-                print(measure_new_cut(model, num_nodes, factor))
 
 
 if __name__ == "__main__":

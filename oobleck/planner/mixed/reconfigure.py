@@ -15,18 +15,21 @@ from oobleck.planner.decision import Decision
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.plan import ExecutionPlan
 from oobleck.planner.reconfiguration import (
+    UNCHANGED,
     Changes,
     LivingNodes,
     Outcome,
     Position,
     beats,
     decision_of,
+    detail_of,
     look_at,
     match_nodes,
 )
 
 from .catalog import MixedCatalog
 from .choice import Counts
+from .cut_again import cut_again
 from .kinds import MixedTemplate
 from .situation import KindOf, Situation, count_kinds, look, sum_counts
 
@@ -60,9 +63,15 @@ def _decide(catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes) -> Outc
                 continue
             size = len(move.pipelines)
             astray = abs(size - number) if exactly else max(number - size, 0)
-            outcome = _carry_out(catalog, kind_of, living, set_aside, move, astray)
+            nodes = _assign_nodes(catalog, kind_of, living, set_aside, move)
+            templates = [mixed for _, mixed in move.pipelines]
+            outcome = _weigh(catalog, living, move, templates, nodes, astray)
             if best is None or beats(outcome.score, best.score):
                 best = outcome
+            for cut in cut_again(catalog, living, situation, templates, outcome.plan):
+                outcome = _weigh(catalog, living, move, cut, nodes, astray)
+                if beats(outcome.score, best.score):
+                    best = outcome
     if best is None:
         raise PlanningError("the nodes left cannot hold the model")
     return best
@@ -127,7 +136,7 @@ def _reinstantiate(catalog: MixedCatalog, situation: Situation) -> _Move | None:
         shrunk.append(f"pipeline {index} continues with {counted(len(smaller.kinds), 'node')}")
     if not pipelines:
         return None
-    detail = "spares take the empty places" if filled else "the pipelines stay as they are"
+    detail = "spares take the empty places" if filled else UNCHANGED
     return _Move(action="reinstantiate", pipelines=tuple(pipelines), detail=listed(shrunk) if shrunk else detail)
 
 
@@ -161,19 +170,19 @@ def _place(
     return placed
 
 
-def _carry_out(
+def _weigh(
     catalog: MixedCatalog,
-    kind_of: KindOf,
     living: LivingNodes,
-    set_aside: frozenset[str],
     move: _Move,
+    templates: Sequence[MixedTemplate],
+    nodes: Sequence[Sequence[str]],
     astray: int,
 ) -> Outcome:
-    nodes = _assign_nodes(catalog, kind_of, living, set_aside, move)
+    """Weigh a move whose pipelines have the given templates, its own or cut again, and nodes."""
     used = {node for each in nodes for node in each}
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
     idle = [node for node in unused if node not in used]
-    pipelines = [(mixed, each) for (_, mixed), each in zip(move.pipelines, nodes, strict=True)]
+    pipelines = list(zip(templates, nodes, strict=True))
     plan, step_s = catalog.build_plan(pipelines, idle, living.speeds)
     arrivals = tuple(
         (node, needed)
@@ -183,9 +192,12 @@ def _carry_out(
     )
     transition_s = living.transition_s(catalog.costs.network, catalog.layer_bytes, arrivals)
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
+    changed = [
+        index for index, (own, (_, before)) in enumerate(zip(templates, move.pipelines, strict=True)) if own != before
+    ]
     return Outcome(
         action=move.action,
-        detail=move.detail,
+        detail=detail_of(move.detail, changed),
         plan=plan,
         step_s=step_s,
         score=(astray, weighed_s),

@@ -63,6 +63,7 @@ def look(catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes, set_aside:
                 MixedTemplate(template=pipeline.template, kinds=tuple(map(kind_of, pipeline.nodes))),
                 total,
                 pipeline.num_microbatches,
+                is_slowed=not living.slow.isdisjoint(pipeline.nodes),
             )
             for pipeline in living.plan.pipelines
         ),
@@ -72,13 +73,18 @@ def look(catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes, set_aside:
     )
 
 
-def _continued(catalog: MixedCatalog, own: MixedTemplate, total: Counts, num_microbatches: int) -> MixedTemplate:
-    """Return the template with which a pipeline goes on if it has as many nodes: its own, if that is still fast."""
+def _continued(
+    catalog: MixedCatalog, own: MixedTemplate, total: Counts, num_microbatches: int, *, is_slowed: bool
+) -> MixedTemplate:
+    """Return the template with which a pipeline goes on if it has as many nodes: its own, if that is still fast.
+
+    One that is slowed by some of its nodes may be cut for them; how fast it is without them says nothing.
+    """
     counts = tuple(own.kinds.count(kind) for kind in range(len(total)))
     if own.template.num_layers == catalog.costs.num_layers and catalog.costs.fits(own):
         present = catalog.timings(total).get(counts)
         own_s = catalog.timing(own).step_s(num_microbatches)
-        if present is None or own_s <= STILL_FAST * present.step_s(num_microbatches):
+        if present is None or is_slowed or own_s <= STILL_FAST * present.step_s(num_microbatches):
             return own
     return catalog.template(counts, total) if counts in catalog.timings(total) else own
 

@@ -7,14 +7,17 @@ from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
 from .outcome import Outcome, beats, decision_of
 from .reconfigure import reconfigure
+from .wording import UNCHANGED, detail_of
 
 __all__ = [
+    "UNCHANGED",
     "Changes",
     "LivingNodes",
     "Outcome",
     "Position",
     "beats",
     "decision_of",
+    "detail_of",
     "look_at",
     "match_nodes",
     "reconfigure",

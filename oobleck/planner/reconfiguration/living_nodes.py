@@ -70,6 +70,11 @@ class LivingNodes:
         return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all nodes of the old pipelines are there."""
+        return len(self.origins) == len(self.plan.nodes)
+
+    @property
     def num_nodes(self) -> int:
         return len(self.inventory.holdings)
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from oobleck.planner.formatting import counted, listed
 
-__all__ = ["UNCHANGED", "Move", "Situation", "all_moves", "continue_pipelines", "described"]
+from .wording import UNCHANGED, pipelines_named
 
-UNCHANGED = "the pipelines stay as they are"
-"""The detail of a move that changes nothing by itself."""
+__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
@@ -137,8 +136,8 @@ def _borrow(situation: Situation) -> Move | None:
     if not borrowers:
         return None
     detail = (
-        f"{_pipelines(borrowers)} borrow{'s' if len(borrowers) == 1 else ''} {counted(sum(donors.values()), 'node')} "
-        f"from {_pipelines(sorted(donors))}"
+        f"{pipelines_named(borrowers)} borrow{'s' if len(borrowers) == 1 else ''} "
+        f"{counted(sum(donors.values()), 'node')} from {pipelines_named(sorted(donors))}"
     )
     return _move("borrow", counts, situation, detail)
 
@@ -174,7 +173,7 @@ def _absorb(situation: Situation) -> Move | None:
         grown[index] += 1
     if not grown:
         return None
-    return _move("absorb", counts, situation, f"{_pipelines(sorted(grown))} grow{'s' if len(grown) == 1 else ''}")
+    return _move("absorb", counts, situation, f"{pipelines_named(sorted(grown))} grow{'s' if len(grown) == 1 else ''}")
 
 
 def _regroup(situation: Situation, choose: Choose) -> Move | None:
@@ -225,10 +224,6 @@ def continue_pipelines(
 def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
     origin, size = pipeline
     return origin is None, origin or 0, -size
-
-
-def _pipelines(indices: Sequence[int]) -> str:
-    return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
 
 
 def described(sizes: Sequence[int]) -> str:

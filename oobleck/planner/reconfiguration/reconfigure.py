@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from oobleck.planner.catalog import Catalog
+from oobleck.planner.catalog import STILL_FAST, Catalog
 from oobleck.planner.decision import Decision
-from oobleck.planner.formatting import named
 from oobleck.planner.instantiation import sizing_of
 from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
 from .changes import Changes
+from .cut_again import cut_again
 from .gather import gather_slow_nodes
 from .living_nodes import LivingNodes, look_at
 from .matching import Position, match_nodes
-from .moves import UNCHANGED, Move, Situation, all_moves, continue_pipelines, described
+from .moves import Move, Situation, all_moves, continue_pipelines, described
 from .outcome import Outcome, Score, beats, decision_of
+from .wording import detail_of
 
 __all__ = ["reconfigure"]
 
@@ -139,18 +140,18 @@ def _continued(catalog: Catalog, living: LivingNodes) -> dict[int, PipelineTempl
     """Return the template with which each old pipeline goes on, if it goes on with as many nodes."""
     sizes = catalog.options(living.num_nodes)
     known: dict[tuple[int, tuple[float, ...]], PipelineTemplate] = {}
-    continued: dict[int, PipelineTemplate] = {}
+    found: dict[int, PipelineTemplate] = {}
     for index, pipeline in enumerate(living.plan.pipelines):
         template = pipeline.template
         if template.num_nodes not in sizes:
             continue
-        is_slow = not living.slow.isdisjoint(pipeline.nodes)
-        speeds = tuple(living.speeds.get(node, 1.0) for node in pipeline.nodes) if is_slow else ()
+        is_slowed = not living.slow.isdisjoint(pipeline.nodes)
+        speeds = tuple(living.speeds.get(node, 1.0) for node in pipeline.nodes) if is_slowed else ()
         key = id(template), speeds
         if key not in known:
-            known[key] = catalog.continued(template, living.num_nodes, speeds)
-        continued[index] = known[key]
-    return continued
+            known[key] = catalog.continued(template, living.num_nodes, speeds or None)
+        found[index] = known[key]
+    return found
 
 
 def _templates(
@@ -172,42 +173,24 @@ def _carry_out(
     templates: Sequence[PipelineTemplate],
 ) -> Outcome:
     nodes = _assign_nodes(catalog, living, intact, proposal, templates)
-    best = _weigh(catalog, living, intact, proposal, templates, nodes)
-    for gathered in gather_slow_nodes(
+    gathered = gather_slow_nodes(
         nodes,
         [catalog.needed(template) for template in templates],
         living.slow,
         living.holdings,
         catalog.layer_bytes,
-    ):
-        outcome = _weigh(catalog, living, intact, proposal, templates, gathered)
-        if beats(outcome.score, best.score):
-            best, nodes = outcome, gathered
-    anew = _cut_anew(catalog, living, intact, proposal, templates, nodes)
-    return anew if anew is not None and beats(anew.score, best.score) else best
-
-
-def _cut_anew(
-    catalog: Catalog,
-    living: LivingNodes,
-    intact: frozenset[int],
-    proposal: _Proposal,
-    templates: Sequence[PipelineTemplate],
-    nodes: Sequence[Sequence[str]],
-) -> Outcome | None:
-    """Weigh the same with the stages of pipelines with slow nodes cut for their speeds; None where that is the same."""
-    cut = [
-        catalog.cut_for(template, chosen, living.speeds, living.num_nodes)
-        for template, chosen in zip(templates, nodes, strict=True)
-    ]
-    others = [index for index, (now, then) in enumerate(zip(cut, templates, strict=True)) if now is not then]
-    if not others:
-        return None
-    origins = {proposal.move.pipelines[index][0] for index in others}
-    outcome = _weigh(catalog, living, intact - origins, proposal, cut, nodes)
-    slow = sorted(living.slow.intersection(chain.from_iterable(nodes[index] for index in others)))
-    detail = f"stages are cut anew for {named(slow)}"
-    return replace(outcome, detail=detail if outcome.detail == UNCHANGED else f"{outcome.detail}; {detail}")
+    )
+    best: Outcome | None = None
+    for grouped in chain([nodes], gathered):
+        outcome = _weigh(catalog, living, intact, proposal, templates, grouped)
+        if best is None or beats(outcome.score, best.score):
+            best = outcome
+        for cut in cut_again(catalog, living, templates, outcome.plan):
+            outcome = _weigh(catalog, living, intact, proposal, cut, grouped, usual=templates)
+            if beats(outcome.score, best.score):
+                best = outcome
+    assert best is not None, "the nodes as they are assigned are weighed first"
+    return best
 
 
 def _weigh(
@@ -217,18 +200,23 @@ def _weigh(
     proposal: _Proposal,
     templates: Sequence[PipelineTemplate],
     nodes: Sequence[Sequence[str]],
+    *,
+    usual: Sequence[PipelineTemplate] = (),
 ) -> Outcome:
-    """Weigh a move whose pipelines have the given templates and nodes."""
+    """Weigh a move whose pipelines have the given templates and nodes; `usual` are those before some were cut again."""
     move = proposal.move
+    others = [index for index, (own, before) in enumerate(zip(templates, usual, strict=False)) if own is not before]
     pipelines = list(zip(templates, nodes, strict=True))
     holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
     idle = tuple(node for node in unused if node not in used)
-    plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan)
+    # Where nodes are lost, others are not to wait for layers to move that make a step shorter by little.
+    still_fast = 1.0 if living.is_whole else STILL_FAST
+    plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan, still_fast=still_fast)
     arrivals = tuple(
         (node, needed)
-        for (origin, _), template, chosen in zip(move.pipelines, templates, nodes, strict=True)
-        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes
+        for index, ((origin, _), template, chosen) in enumerate(zip(move.pipelines, templates, nodes, strict=True))
+        if origin not in intact or chosen is not living.plan.pipelines[origin].nodes or index in others
         for node, needed in zip(chosen, catalog.needed(template), strict=True)
         if holdings[node] != needed
     )
@@ -236,7 +224,7 @@ def _weigh(
     weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
     return Outcome(
         action=move.action,
-        detail=move.detail,
+        detail=detail_of(move.detail, others),
         plan=plan,
         step_s=step_s,
         score=(proposal.least[0], weighed_s),

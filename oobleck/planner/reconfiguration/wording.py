@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oobleck.planner.formatting import counted, named
+from oobleck.planner.formatting import counted, listed, named
 from oobleck.planner.plan import ExecutionPlan
 from oobleck.planner.transfers import LayerTransfer
 
 from .changes import Changes
 from .living_nodes import LivingNodes
 
-__all__ = ["describe"]
+__all__ = ["UNCHANGED", "describe", "detail_of", "pipelines_named"]
+
+UNCHANGED = "the pipelines stay as they are"
+"""What a move does that changes none of them."""
 
 
 def describe(
@@ -43,6 +46,19 @@ def describe(
     if number := len({transfer.layer for transfer in transfers}):
         parts.append(f"{counted(number, 'layer')} to copy")
     return "; ".join(part for part in parts if part)
+
+
+def detail_of(detail: str, cut_again: Sequence[int]) -> str:
+    """Return a move's detail where some of its pipelines, by their index, are cut again for their nodes' speeds."""
+    if not cut_again:
+        return detail
+    cut = f"the stages of {pipelines_named(cut_again)} are cut again"
+    return cut if detail == UNCHANGED else f"{detail}; {cut}"
+
+
+def pipelines_named(indices: Sequence[int]) -> str:
+    """Return pipelines in words: "pipelines 0 and 2"."""
+    return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
 
 
 def _fewer_microbatches(before: ExecutionPlan, after: ExecutionPlan) -> int:

@@ -6,6 +6,7 @@ fastest is the next to start from, until none is faster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
@@ -80,8 +81,8 @@ def _around(stops: Stops) -> Stops:
     return around
 
 
-def with_stops(template: PipelineTemplate, stops: list[int]) -> PipelineTemplate:
-    """Return the template with the same devices, and stages that end where `stops` says; the first of them is 0."""
+def with_stops(template: PipelineTemplate, stops: Sequence[int]) -> PipelineTemplate:
+    """Return a template's devices with stages that stop at other layers: 0, and where each stage stops."""
     return PipelineTemplate(
         stages=tuple(
             StageTemplate(
