@@ -2,9 +2,9 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# Four lanes run side by side, because tests of real runs (tests/e2e) wait for most of their time: two of those, the
-# tests of decisions, which hardly start a process, and all others. Those that compare times have the machine to
-# themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
+# Four lanes at most run side by side, because tests of real runs (tests/e2e) wait for much of their time: two of those,
+# the tests of decisions, which hardly start a process, those of benchmarks and tools, and all others. Those that compare
+# times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
 # compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
@@ -20,19 +20,19 @@ MORE_RUNS := $(addprefix tests/e2e/test_,precision.py sections.py shards.py sile
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
 
-.PHONY: demo test test-all test-slow test-runs test-more-runs test-decisions test-others docs lint types format lock clean
+.PHONY: demo test test-all test-slow test-runs test-more-runs test-decisions test-tools test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-decisions test-more-runs
+	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-decisions test-more-runs test-tools
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow
 
 test-slow: $(STAMP)
-	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-more-runs test-runs test-others
+	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-more-runs test-runs test-tools test-others
 	$(PYTEST) -m "slow and alone" $(ALONE)
 
 test-runs: $(STAMP)
@@ -44,8 +44,11 @@ test-more-runs: $(STAMP)
 test-decisions: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
 
+test-tools: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" tests/tools
+
 test-others: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" --ignore tests/e2e $(addprefix --ignore ,$(DECISIONS))
+	$(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)

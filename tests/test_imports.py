@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,13 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, absolute name) of everything that a module imports, inside functions as well."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[tuple[int, str]]:
     package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -141,6 +147,7 @@ def test_imports_go_down_only():
     assert not upward, "\n".join(upward)
 
 
+@cache
 def rooms() -> set[str]:
     """The packages below the floors, by their absolute names: each `__init__` gives out what is its room's to give."""
     return {".".join(("oobleck", *path.parent.relative_to(PACKAGE).parts)) for path in PACKAGE.glob("*/*/__init__.py")}

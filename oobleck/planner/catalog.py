@@ -229,6 +229,22 @@ class Catalog:
         )
         return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
 
+    def predicted_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
+        """Return the seconds of a plan's step: the bound on it, or the event-exact ones of interleaved pipelines."""
+        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
+            return bound_s
+        exact_s: dict[tuple[int, int], float] = {}
+        slowest_s = 0.0
+        for pipeline in plan.pipelines:
+            template, count = pipeline.template, pipeline.num_microbatches
+            if (id(template), count) not in exact_s:
+                exact_s[id(template), count] = self._cutter.step_s(template, count)
+            paces = [speeds.get(node, 1.0) for node in pipeline.nodes]
+            slower = self.costs.timing(template, paces).step_s(count) / self.costs.timing(template).step_s(count)
+            slowest_s = max(slowest_s, exact_s[id(template), count] * slower)
+        reduced_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
+        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
         self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))

@@ -16,7 +16,7 @@ from oobleck.cli.dry_run import dry_run as show_dry_run
 from oobleck.cli.inputs import VirtualOnes, parse_scaling, read_source
 from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
 from oobleck.runtime.processes.model_outline import ModelOutline, outline_of
@@ -149,16 +149,16 @@ def test_a_model_that_does_not_fit_is_refused(show):
         show(replace(JOB, device_memory_bytes=1000), VirtualOnes.alike(2), as_json=False)
 
 
-def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(tmp_path, capsys):
+def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(show, tmp_path, capsys):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("red slots=2 device=A100\nblue device=A100\ngreen\n")
-    assert dry_run(tmp_path, hostfile) == 0
+    show(JOB, read_source(hostfile), as_json=False)
     shown = capsys.readouterr().out
     assert "the run itself measures each kind first" in shown
     assert "No data sheet is known of default: a CPU core's is taken" in shown
     assert "A100×2" in shown
-    assert dry_run(tmp_path, hostfile, "--set", "device=cuda") == ExitCode.USAGE
-    assert "there is no data sheet of default" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="there is no data sheet of default"):
+        show(replace(JOB, device="cuda"), read_source(hostfile), as_json=False)
 
 
 def test_an_interleaved_job_on_nodes_of_several_kinds_is_refused_as_the_run_would_be(tmp_path, capsys):

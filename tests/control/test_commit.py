@@ -91,13 +91,13 @@ def test_an_undisturbed_run_commits_every_step_in_turn():
         assert world.ended.exit_code == 0
 
 
-@examples(80)
+@examples(50)
 @given(scenario=scenarios(("kill",)))
 def test_killed_nodes_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(80)
+@examples(50)
 @given(scenario=scenarios_in_commits())
 def test_workers_that_die_in_the_middle_of_a_commit_break_no_promise(scenario: Scenario):
     play(scenario)
@@ -109,13 +109,13 @@ def test_workers_that_end_and_come_back_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(200)
+@examples(120)
 @given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
-@examples(120)
+@examples(70)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=IN_SECTIONS))
 def test_sections_of_a_step_break_no_promise(scenario: Scenario):
     play(scenario)
@@ -152,13 +152,13 @@ TAKEN_OVER = Scenario(
 @example(scenario=LEFT)
 @example(scenario=FENCED)
 @example(scenario=TAKEN_OVER)
-@examples(80)
+@examples(50)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=SAVING))
 def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
     play(scenario)
 
 
-@examples(80)
+@examples(50)
 @given(scenario=scenarios(("join", "master", "master"), max_faults=6))
 def test_nodes_may_join_while_masters_come_and_go(scenario: Scenario):
     play(scenario)

@@ -75,6 +75,7 @@ def test_the_fork_server_and_all_workers_are_killed_together(start: Callable[...
     assert len(restored_steps(runner)) == 2
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_one_after_the_other_begin_again_where_nothing_is_saved(
     start: Callable[..., Any], runner: Runner
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_stream_is_trained_on_while_it_is_written(runner: Runner, tmp_path: Pa
     assert outcome.summary["samples_committed"] == 90
 
 
+@pytest.mark.slow
 def test_llama_from_a_script_with_evaluation_and_callbacks(runner: Runner) -> None:
     """`llama.py`: its arguments arrive, its callbacks hear of steps, evaluations and the recovery."""
     steps = 60  # so that a busy master hears of the step to kill at long before the last

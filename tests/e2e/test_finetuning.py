@@ -91,17 +91,18 @@ def sides(count: int) -> Iterator[list[int]]:
         yield side.batch(range(side.num_samples)).input_ids[:, 0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"),
     [
         ("gpt2", "padded"),
-        pytest.param("gpt2", "lora", marks=pytest.mark.slow),
-        pytest.param("llama", "lora", marks=pytest.mark.slow),
-        pytest.param("llama", "packed", marks=pytest.mark.slow),
-        pytest.param("llama", "padded", marks=pytest.mark.slow),
-        pytest.param("gpt2", "packed", marks=pytest.mark.slow),
-        pytest.param("llama", "labels", marks=pytest.mark.slow),
-        pytest.param("gpt2", "labels", marks=pytest.mark.slow),
+        ("gpt2", "lora"),
+        ("llama", "lora"),
+        ("llama", "packed"),
+        ("llama", "padded"),
+        ("gpt2", "packed"),
+        ("llama", "labels"),
+        ("gpt2", "labels"),
     ],
 )
 def test_losses_are_those_of_transformers_whatever_fails(

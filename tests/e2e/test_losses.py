@@ -80,7 +80,7 @@ def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
         ("node0",),
         pytest.param(("node1",), marks=pytest.mark.slow),
         pytest.param(("node2",), marks=pytest.mark.slow),
-        ("node3",),
+        pytest.param(("node3",), marks=pytest.mark.slow),
         pytest.param(("node0", "node1"), marks=pytest.mark.slow),
         ("node1", "node2"),
     ],

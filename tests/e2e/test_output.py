@@ -82,7 +82,7 @@ def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> No
     assert runner.left_over() == []
 
 
-@pytest.mark.parametrize("options", [(), ("--plain",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.slow)])
 def test_a_run_goes_on_when_its_terminal_is_gone(runner: Runner, options: tuple[str, ...]) -> None:
     (runner.base_dir / TAG / "journal.jsonl").unlink(missing_ok=True)  # that of another test's run
     ours, theirs = pty.openpty()

@@ -5,8 +5,6 @@ With a fan-out of 2, two of six agents speak to the master, and each of them is 
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,10 +32,13 @@ def links(runner: Runner, node: str) -> tuple[int, int]:
 
 
 def relays_of(runner: Runner, up: Up, nodes: tuple[str, ...] = NODES) -> list[str]:
-    """The nodes that are relays, once all but two have one."""
+    """The nodes that are relays, once all but two have one, and both ends of each link say so.
+
+    They are asked one after the other, and a link may come about meanwhile.
+    """
     while True:
         found = {node: links(runner, node) for node in nodes}
-        if sum(relays for _, relays in found.values()) == len(nodes) - 2:
+        if [sum(ends) for ends in zip(*found.values(), strict=True)] == [len(nodes) - 2] * 2:
             return [node for node, (children, _) in found.items() if children]
         up.wait_for("] step ")
 
@@ -55,8 +56,7 @@ def test_relays_that_are_killed_and_frozen_are_lost_alone(runner: Runner, start:
     with start(*RELAYS, *SHORT_LEASE, "--set", "control.rejoin_after_s=0", nodes=LOCAL) as run:
         killed, frozen = relays_of(runner, run.up)
         before = generations(runner)[-1]
-        for pid in runner.pids(killed):
-            os.kill(pid, signal.SIGKILL)
+        runner.signal(killed)
         run.wait_for_recovery(killed)
         run.up.wait_for_steps(3)
         assert lost(runner) == [killed]

@@ -1,4 +1,4 @@
-"""A slow node: its pipeline gets fewer microbatches, and the losses stay what they were."""
+"""A slow node: it gets less to do, in microbatches or in layers, and the losses stay what they were."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from oobleck.cli.inputs.job_file import load_job
+from oobleck.control.journal import PlanAdopted
+from oobleck.planner import ExecutionPlan
+from oobleck.runtime.files import read_journal
 
 from .elastic import TOLERANCE
-from .harness import TAG, Runner, oobleck, worker_pids
+from .harness import GPT2, TAG, Outcome, Runner, oobleck, worker_pids
 from .reference import each_reference_loss
 
 STEPS = 5000
 """More than are run: the test stops once it has seen enough."""
-RUNNING_S, STOPPED_S = 0.01, 0.04
-"""A worker that is let run a fifth of the time takes up to five times as long."""
+PERIOD_S = 0.05
 
 
 @contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """Stop and continue a process over and over."""
+def slowed(pid: int, factor: float) -> Iterator[None]:
+    """Stop and continue a process over and over, so that it takes up to `factor` times as long."""
     done = threading.Event()
 
     def pulse() -> None:
         with suppress(ProcessLookupError):
             while not done.is_set():
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(STOPPED_S)
+                time.sleep(PERIOD_S * (1 - 1 / factor))
                 os.kill(pid, signal.SIGCONT)
-                time.sleep(RUNNING_S)
+                time.sleep(PERIOD_S / factor)
 
     pulsing = threading.Thread(target=pulse)
     pulsing.start()
@@ -44,11 +49,11 @@ def slowed(pid: int) -> Iterator[None]:
         pulsing.join()
 
 
-def test_a_slow_node_is_planned_for(runner: Runner) -> None:
-    path = runner.job_file()
-    with runner.up("--job", str(path), "--steps", str(STEPS)) as up:
+def run_with_a_slow_node(runner: Runner, path: Path, factor: float, *options: str) -> list[ExecutionPlan]:
+    """Train until node1 has been slow for some time and planned for; returns the plans."""
+    with runner.up("--job", str(path), "--steps", str(STEPS), *options) as up:
         up.wait_for_step(3)
-        with slowed(worker_pids(runner)["node1"]):
+        with slowed(worker_pids(runner)["node1"], factor):
             up.wait_for("for the pace of node1")
             up.wait_for_steps(5)
         assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
@@ -57,16 +62,40 @@ def test_a_slow_node_is_planned_for(runner: Runner) -> None:
     changed = next(entry for entry in runner.journal() if entry["@type"] == "PaceChanged")
     assert changed["node"] == "node1"
     assert changed["factor"] > 1.25
-    adopted = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
-    shares = {
-        node: pipeline["num_microbatches"] for pipeline in adopted[1]["plan"]["pipelines"] for node in pipeline["nodes"]
-    }
-    assert shares.get("node1", 0) < max(shares.values()), shares
     assert "node1" in {node for recovery in outcome.summary["recoveries"] for node in recovery["nodes"]}
+    assert_as_in_one_process(runner, path, outcome)
+    assert runner.left_over() == []
+    journal = read_journal(runner.base_dir / TAG / "journal.jsonl")
+    return [entry.plan for entry in journal if isinstance(entry, PlanAdopted)]
+
+
+def assert_as_in_one_process(runner: Runner, path: Path, outcome: Outcome) -> None:
     assert outcome.summary["steps_lost"] == 0
     job = load_job(path.read_text(), source=str(path))
     references = each_reference_loss(replace(job, max_steps=STEPS), runner.directory / "cache")
     gaps = [abs(one - other) for one, other in zip(outcome.losses, references, strict=False)]
     assert len(gaps) == outcome.summary["steps_committed"]
     assert max(gaps) < TOLERANCE, gaps
-    assert runner.left_over() == []
+
+
+def work_of(plan: ExecutionPlan, node: str) -> int:
+    """Layers times microbatches of a node with one device."""
+    return sum(
+        len(stage.layers) * pipeline.num_microbatches
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        if stage.worker_ids[0].node == node
+    )
+
+
+def test_a_slow_node_is_planned_for(runner: Runner) -> None:
+    before, after, *_ = run_with_a_slow_node(runner, runner.job_file(), 5.0)
+    assert work_of(after, "node1") < work_of(before, "node1")
+
+
+@pytest.mark.slow
+def test_a_slow_nodes_stage_is_cut_again_where_there_is_no_other_pipeline(runner: Runner) -> None:
+    path = runner.job_file(GPT2.replace("n_layer: 4", "n_layer: 14"))
+    before, after, *_ = run_with_a_slow_node(runner, path, 2.0, "--pipelines", "1", "-f", "0")
+    assert [len(plan.pipelines[0].nodes) for plan in (before, after)] == [4, 4], "nobody is left out"
+    assert 0 < work_of(after, "node1") < work_of(before, "node1")

@@ -54,8 +54,8 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "recovery.py": ("| killed worker | 1 |",),
     "relays.py": ("| 6 | none |", "| 6 | 2 |", "| 16 | none |", "| 16 | 2 |"),
     "restart.py": (
-        "| oobleck run, a killed rank of two | 1 |",
-        "| oobleck run, a lost node of 2 | 1 |",
+        "| oobleck run, a killed rank of two, flash checkpoints | 1 |",
+        "| oobleck run, a lost node of 2, flash checkpoints | 1 |",
         "| all | median < 2 |",
         "| torchrun, a killed rank of two (inf: ",
     ),

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
@@ -304,6 +304,12 @@ def bench_reconfiguration(repeats: int, num_nodes: int) -> None:
 
 def predict(model: str, num_nodes: int) -> float:
     """Samples a second that the planner predicts for a model of the paper on A40s, in float32."""
+    return PAPER[model][1] / paper_planner(model).initial_plan(nodes(num_nodes)).predicted_step_s
+
+
+@cache
+def paper_planner(model: str) -> Planner:
+    """The planner for a model of the paper; templates that it has found serve all numbers of nodes."""
     shape, samples, microbatch, tokens, _ = PAPER[model]
     profile = estimate_profile(
         model_shape(shape),
@@ -313,8 +319,7 @@ def predict(model: str, num_nodes: int) -> float:
         precision="float32",
         activation_checkpointing=True,
     )
-    planner = Planner(profile, PlannerSettings(num_microbatches=samples // microbatch))
-    return samples / planner.initial_plan(nodes(num_nodes)).predicted_step_s
+    return Planner(profile, PlannerSettings(num_microbatches=samples // microbatch))
 
 
 def measured(model: str, num_nodes: int) -> float:

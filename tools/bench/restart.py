@@ -39,6 +39,7 @@ _TAG = "bench-restart"
 _JOB = Path(__file__).with_name("restart_job.py")
 _TIMEOUT_S = 150.0
 _TORCHRUN_LIMIT_S = 60.0
+_SAVES = ("itself", "flash")
 _AGAIN_AFTER = 8
 """Steps between two kills."""
 
@@ -222,12 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="kills in each row")
     parser.add_argument("--nodes", type=int, default=4, help="of which one is lost")
-    given = parse_arguments(parser, runs=1, nodes=2)
+    parser.add_argument("--saves", nargs="+", choices=_SAVES, default=_SAVES, help="how the script saves its state")
+    given = parse_arguments(parser, runs=1, nodes=2, saves=["flash"])
     print("| what | kills | median s | max s | steps redone | kept | target |")
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obr"))
     try:
-        for is_flash in (False, True):
+        for is_flash in [saves == "flash" for saves in given.saves]:
             print(_one_node(directory, given.runs, is_flash=is_flash), flush=True)
             print(_lost_node(directory, given.runs, given.nodes, is_flash=is_flash), flush=True)
         print(_torchrun(directory, given.runs), flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -46,7 +46,9 @@ class _Proposal:
 def reconfigure(catalog: Catalog, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.settings.devices_per_node)
-    return decision_of(_decide(catalog, living), living, changes, catalog.settings)
+    best = _decide(catalog, living)
+    step_s = catalog.predicted_s(best.plan, best.step_s, living.speeds)
+    return decision_of(replace(best, step_s=step_s), living, changes, catalog.settings)
 
 
 def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:

@@ -47,7 +47,7 @@ class NodeKinds:
         return sum(self[node].devices_per_node for node in nodes)
 
     def spec(self, node: str) -> NodeSpec:
-        """Return the node as a master is told of it."""
+        """Return the node as its master knows it."""
         return NodeSpec(name=node, host=node, devices=tuple(self.devices_of(node)), device=self[node].name)
 
     @cached_property

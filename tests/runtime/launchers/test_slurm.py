@@ -16,7 +16,7 @@ from tests.runtime.ssh_servers import until
 
 SQUEUE = 'case "$*" in *"--jobs 17 "*|*"--name mine "*) cat queue ;; *) echo "Invalid job id" >&2; exit 1 ;; esac'
 SCONTROL = "case $3 in 'n[1-2]') echo n1; echo n2 ;; n7) echo n7 ;; *) exit 1 ;; esac"
-SRUN = 'echo "$*" >>srun.calls'
+SRUN = 'echo $$ >>srun.pids; echo "$*" >>srun.calls'
 
 
 @pytest.fixture
@@ -28,6 +28,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "queue").write_text("17 n[1-2]\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     return tmp_path
+
+
+async def srun_has_ended(cluster: Path) -> None:
+    """Wait for the stand-ins that were started: who starts them leaves them alone when it is cancelled."""
+    pids = (cluster / "srun.pids").read_text().split()
+    await until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
 
 
 async def test_the_nodes_of_a_job_and_of_all_jobs_of_a_name(cluster: Path) -> None:
@@ -97,6 +103,7 @@ async def test_nodes_are_started_once_and_new_ones_when_they_are_listed(cluster:
     assert "--no-kill" in calls()[0]
     assert calls()[0].endswith(f"--nodelist n1,n2 {sys.executable} -m oobleck node {cluster / 'node.json'}")
     assert shutil.which("srun") == str(cluster / "srun")
+    await srun_has_ended(cluster)
 
 
 async def test_a_node_that_was_given_back_is_started_again_under_another_job_alone(
@@ -120,3 +127,4 @@ async def test_a_node_that_was_given_back_is_started_again_under_another_job_alo
     (cluster / "queue").write_text("18 n[1-2]\n")
     await until(lambda: len(nodes()) == 2)
     assert nodes()[1] == ("18", "n1,n2")
+    await srun_has_ended(cluster)
