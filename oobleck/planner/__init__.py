@@ -34,6 +34,7 @@ from .profiles import (
     sheet_of_product,
 )
 from .settings import PlannerSettings
+from .speeds import with_speed
 from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ __all__ = [
     "profile_to_json",
     "shape_from_config",
     "sheet_of_product",
+    "with_speed",
 ]
 
 

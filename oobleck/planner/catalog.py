@@ -245,6 +245,17 @@ class Catalog:
         reduced_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
+    def predicted_step_s(self, plan: ExecutionPlan, step_s: float, speeds: Mapping[str, float]) -> float:
+        """Return the seconds of a plan's step: `step_s`, its bound, or the event-exact ones if it is interleaved."""
+        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
+            return step_s
+        slowest_s = max(
+            self._cutter.step_s(each.template, each.num_microbatches, _speeds_of(each.nodes, speeds))
+            for each in plan.pipelines
+        )
+        most_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
+        return slowest_s + reduction_s(self.profile.network, most_bytes, len(plan.pipelines))
+
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
         self.options(max(len(pipeline.nodes) for pipeline, _, _ in rests))
@@ -260,11 +271,16 @@ class Catalog:
     ) -> Timing:
         """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
 
-        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own.
+        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own. One
+        with several chunks a stage takes what the event-exact time says for `share` microbatches.
         """
         bound = self._options[template.num_nodes].timing
         if template is self._templates[template.num_nodes]:
             return bound if speeds is None else self.costs.timing(template, speeds)
+        if template.num_chunks > 1 and self._cutter is not None:
+            slowed = self.costs.timing(template, speeds or ())
+            scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
+            return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
         excess = self._excess(template, share)
         if speeds is None and excess <= still_fast:
             return bound

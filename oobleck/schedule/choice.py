@@ -16,9 +16,10 @@ from oobleck.planner import PipelineTemplate, Profile
 from .compile import compile_schedule
 from .costs_of_stages import profiles_of_stages, stage_costs
 from .schedule import ScheduleKind
+from .step_flow import StepFlow, step_flow
 from .timeline import Timeline, timeline
 
-__all__ = ["LEAST_GAIN", "ScheduleChoice", "choose_schedule", "evaluate", "fits", "kind_for"]
+__all__ = ["LEAST_GAIN", "ScheduleChoice", "choose_schedule", "chosen_step_s", "evaluate", "fits", "kind_for", "step_s"]
 
 LEAST_GAIN = 0.01
 """Another schedule than 1F1B has to save this share of a step: times are measured, and it holds more activations."""
@@ -58,15 +59,57 @@ def choose_schedule(
     1F1B reduces gradients while the last backward pass runs, and is taken to hide all of it (`reduce_s`); zero-bubble
     is not, and must fit the memory of every stage's devices at its fullest. O(instructions).
     """
+    kind, saved, _ = _choose(profile, template, num_microbatches, reduce_s, reserved_memory_bytes)
+    found = evaluate(kind, profile, template, num_microbatches, reduce_s=reduce_s)
+    return ScheduleChoice(timeline=found, saved=saved)
+
+
+def chosen_step_s(
+    profile: Profile | Sequence[Profile],
+    template: PipelineTemplate,
+    num_microbatches: int,
+    *,
+    reserved_memory_bytes: int = 0,
+) -> float:
+    """Return the seconds of a step under the schedule that would be chosen, without the reduction; O(instructions)."""
+    return _choose(profile, template, num_microbatches, 0.0, reserved_memory_bytes)[-1]
+
+
+def _choose(
+    profile: Profile | Sequence[Profile],
+    template: PipelineTemplate,
+    num_microbatches: int,
+    reduce_s: float,
+    reserved_memory_bytes: int,
+) -> tuple[ScheduleKind, float, float]:
+    """Return a pipeline's schedule, the share of 1F1B's step that it saves, and the seconds of its step."""
     plain_kind = kind_for(template, ScheduleKind.ONE_F_ONE_B)
-    plain = evaluate(plain_kind, profile, template, num_microbatches, reduce_s=reduce_s)
+    plain_s = step_s(plain_kind, profile, template, num_microbatches)
     if template.num_stages == 1 or template.num_chunks > 1 or not num_microbatches:
-        return ScheduleChoice(timeline=plain, saved=0.0)
-    split = evaluate(ScheduleKind.ZERO_BUBBLE, profile, template, num_microbatches, reduce_s=reduce_s)
-    saved = 1 - split.makespan_s / (plain.makespan_s - reduce_s)
-    if saved < LEAST_GAIN or not fits(split, profile, template, reserved_memory_bytes=reserved_memory_bytes):
-        return ScheduleChoice(timeline=plain, saved=0.0)
-    return ScheduleChoice(timeline=split, saved=saved)
+        return plain_kind, 0.0, plain_s
+    flow = _flow(ScheduleKind.ZERO_BUBBLE, template, num_microbatches)
+    costs = stage_costs(profile, template, splits=True)
+    split_s = flow.step_s(costs)
+    saved = 1 - (split_s + reduce_s) / plain_s
+    if saved < LEAST_GAIN or not _has_room(
+        flow.peak_memory_bytes(costs), profile, template, reserved_memory_bytes=reserved_memory_bytes
+    ):
+        return plain_kind, 0.0, plain_s
+    return ScheduleKind.ZERO_BUBBLE, saved, split_s
+
+
+def step_s(
+    kind: ScheduleKind, profile: Profile | Sequence[Profile], template: PipelineTemplate, num_microbatches: int
+) -> float:
+    """Return the seconds of a step, those of its timeline, without the reduction."""
+    costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
+    return _flow(kind, template, num_microbatches).step_s(costs)
+
+
+def _flow(kind: ScheduleKind, template: PipelineTemplate, num_microbatches: int) -> StepFlow:
+    return step_flow(
+        kind, num_stages=template.num_stages, num_microbatches=num_microbatches, num_chunks=template.num_chunks
+    )
 
 
 def evaluate(
@@ -97,7 +140,17 @@ def fits(
     reserved_memory_bytes: int = 0,
 ) -> bool:
     """Tell whether every stage's devices hold what the timeline says at its fullest."""
-    each = zip(found.peak_memory_bytes, template.stages, profiles_of_stages(profile, template), strict=False)
+    return _has_room(found.peak_memory_bytes, profile, template, reserved_memory_bytes=reserved_memory_bytes)
+
+
+def _has_room(
+    peak_memory_bytes: Sequence[int],
+    profile: Profile | Sequence[Profile],
+    template: PipelineTemplate,
+    *,
+    reserved_memory_bytes: int,
+) -> bool:
+    each = zip(peak_memory_bytes, template.stages, profiles_of_stages(profile, template), strict=False)
     return all(
         peak <= stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes) for peak, stage, own in each
     )

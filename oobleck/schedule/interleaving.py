@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
-from oobleck.planner import PipelineTemplate, Profile
+from oobleck.planner import PipelineTemplate, Profile, with_speed
 
-from .choice import LEAST_GAIN, choose_schedule, evaluate, fits, kind_for
+from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
+from .costs_of_stages import stage_costs
 from .schedule import ScheduleKind
+from .step_flow import step_flow
 
 __all__ = ["Interleaving", "make_cutter"]
 
@@ -24,7 +26,7 @@ _Stops = tuple[int, ...]
 """0, and where each chunk stops."""
 
 _MOST_ROUNDS = 8
-"""Beyond so many microbatches for each stage, the time of each further one is taken as constant."""
+"""Beyond so many rounds of a microbatch for each stage, the time of each further round is taken as constant."""
 _ROUNDS = 2
 """With so many microbatches for each stage cuts are compared: what differs between them shows in each round."""
 _PASSES = 2
@@ -55,6 +57,8 @@ class Interleaving:
         self._always = always
         self._reserved_memory_bytes = reserved_memory_bytes
         self._known: dict[tuple[object, int], PipelineTemplate] = {}
+        self._steps_s: dict[tuple[object, ...], float] = {}
+        self._of_speed: dict[float, Profile] = {}
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the template for steps of so many microbatches: cut into chunks, or the object that it is.
@@ -67,21 +71,33 @@ class Interleaving:
             self._known[key] = self._cut(template, num_microbatches)
         return self._known[key]
 
-    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Return the event-exact seconds of a step under the best schedule for a template as it is cut."""
-        most = _MOST_ROUNDS * template.num_stages
-        if num_microbatches <= most:
-            return self._step_s(template, num_microbatches)
-        most_s = self._step_s(template, most)
-        return most_s + (num_microbatches - most) * (most_s - self._step_s(template, most // 2)) / (most - most // 2)
+    def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
+        """Return the event-exact seconds of a step under the best schedule for a template as it is cut.
 
-    def _step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        reserved = self._reserved_memory_bytes
+        `speeds` are those of its nodes, 0.5 for one that takes twice as long; by default, none is slow. O(instructions)
+        of up to 8 rounds, once for like steps.
+        """
+        key = template.stages, num_microbatches, None if speeds is None else tuple(speeds)
+        if key not in self._steps_s:
+            profile = self._profile if speeds is None else [self._slowed(speed) for speed in speeds]
+            self._steps_s[key] = self._step_s(profile, template, num_microbatches)
+        return self._steps_s[key]
+
+    def _slowed(self, speed: float) -> Profile:
+        if speed not in self._of_speed:
+            self._of_speed[speed] = with_speed(self._profile, speed)
+        return self._of_speed[speed]
+
+    def _step_s(self, profile: Profile | Sequence[Profile], template: PipelineTemplate, num_microbatches: int) -> float:
+        size = template.num_stages
+        more = math.ceil(num_microbatches / size) - _MOST_ROUNDS
+        if more > 0:  # as many microbatches in the last round, which is not always full
+            most, fewer = num_microbatches - more * size, _MOST_ROUNDS // 2
+            most_s = self._step_s(profile, template, most)
+            return most_s + more / fewer * (most_s - self._step_s(profile, template, most - fewer * size))
         if self._always:
-            kind = kind_for(template, ScheduleKind.ONE_F_ONE_B)
-            return evaluate(kind, self._profile, template, num_microbatches).makespan_s
-        found = choose_schedule(self._profile, template, num_microbatches, reserved_memory_bytes=reserved)
-        return found.timeline.makespan_s
+            return step_s(kind_for(template, ScheduleKind.ONE_F_ONE_B), profile, template, num_microbatches)
+        return chosen_step_s(profile, template, num_microbatches, reserved_memory_bytes=self._reserved_memory_bytes)
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         count = template.num_stages * self._num_chunks
@@ -95,24 +111,36 @@ class Interleaving:
 
     def _improved(self, template: PipelineTemplate, stops: _Stops, num_microbatches: int) -> PipelineTemplate | None:
         """Return the best cut that is found from one on; None where that does not fit, as then few around it do."""
-        rounds = min(num_microbatches, _ROUNDS * template.num_stages)  # with more, no more are in flight
+        flow = step_flow(
+            ScheduleKind.INTERLEAVED,
+            num_stages=template.num_stages,
+            # With more, no more are in flight.
+            num_microbatches=min(num_microbatches, _ROUNDS * template.num_stages),
+            num_chunks=self._num_chunks,
+        )
+        usable_bytes = self._profile.device.memory_bytes - self._reserved_memory_bytes
+        devices = [stage.num_devices for stage in template.stages]
 
-        def seconds(stops: _Stops) -> float:
-            cut = _with_stops(template, stops)
-            found = evaluate(ScheduleKind.INTERLEAVED, self._profile, cut, rounds)
-            has_room = fits(found, self._profile, cut, reserved_memory_bytes=self._reserved_memory_bytes)
-            return found.makespan_s if has_room else math.inf
+        def better(stops: _Stops, than: tuple[float, _Stops]) -> tuple[float, _Stops]:
+            """Return a cut with its seconds, if it has room and fewer of them, or the same and comes first."""
+            costs = stage_costs(self._profile, _with_stops(template, stops))
+            found = flow.step_s(costs), stops
+            if found >= than:
+                return than
+            each = zip(flow.peak_memory_bytes(costs), devices, strict=True)
+            return found if all(peak <= count * usable_bytes for peak, count in each) else than
 
-        best_s = seconds(stops)
-        if best_s == math.inf:
+        best = better(stops, (math.inf, ()))
+        if best[0] == math.inf:
             return None
         for _ in range(_PASSES if len(stops) <= _MOST_CHUNKS + 1 else 0):
-            before = stops
+            before = best
             for index in range(1, len(stops) - 1):
-                best_s, stops = min([(best_s, stops), *((seconds(each), each) for each in _moved(stops, index))])
-            if stops == before:
+                for moved in tuple(_moved(best[1], index)):
+                    best = better(moved, best)
+            if best == before:
                 break
-        return _with_stops(template, stops)
+        return _with_stops(template, best[1])
 
 
 def _even_stops(profile: Profile, template: PipelineTemplate, count: int) -> _Stops:

@@ -21,6 +21,7 @@ from oobleck.planner import (
     PlannerSettings,
     Profile,
     WorkerId,
+    with_speed,
 )
 from oobleck.planner.catalog import Catalog
 from oobleck.planner.costs import StageCosts
@@ -186,22 +187,10 @@ def step_s(profile: Profile, plan: ExecutionPlan, slow: Mapping[str, float]) -> 
     """The event-exact time of the slowest pipeline."""
     steps_s = []
     for pipeline in plan.pipelines:
-        own = [slowed(profile, slow.get(node, 1.0)) for node in pipeline.nodes]
+        own = [with_speed(profile, 1 / slow.get(node, 1.0)) for node in pipeline.nodes]
         found = evaluate(ScheduleKind.ONE_F_ONE_B, own, pipeline.template, pipeline.num_microbatches)
         steps_s.append(found.makespan_s)
     return max(steps_s)
-
-
-def slowed(profile: Profile, factor: float) -> Profile:
-    layers = [
-        replace(
-            layer,
-            forward_s={count: factor * seconds for count, seconds in layer.forward_s.items()},
-            backward_s={count: factor * seconds for count, seconds in layer.backward_s.items()},
-        )
-        for layer in profile.layers
-    ]
-    return replace(profile, layers=tuple(layers))
 
 
 def test_nothing_is_cut_again_where_the_next_change_comes_too_soon() -> None:

@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
@@ -26,6 +25,7 @@ from oobleck.planner import (
     device_sheet,
     estimate_profile,
     model_shape,
+    with_speed,
 )
 from oobleck.planner.catalog import Catalog
 from oobleck.schedule.forecast import forecast
@@ -37,24 +37,9 @@ FACTORS = (1.1, 1.3, 1.5, 2.0, 3.0)
 MICROBATCHES_A_PIPELINE = 64
 
 
-def slowed(profile: Profile, factor: float) -> Profile:
-    """Return the profile of a node that takes `factor` times as long to compute."""
-    return replace(
-        profile,
-        layers=tuple(
-            replace(
-                layer,
-                forward_s={count: factor * seconds for count, seconds in layer.forward_s.items()},
-                backward_s={count: factor * seconds for count, seconds in layer.backward_s.items()},
-            )
-            for layer in profile.layers
-        ),
-    )
-
-
 def timeline_s(profile: Profile, plan: ExecutionPlan, node: str, factor: float) -> float:
     """Return the event-exact seconds of a step in which one node is slow."""
-    slow = slowed(profile, factor)
+    slow = with_speed(profile, 1 / factor)
     return forecast(profile, plan, profile_of=lambda each: slow if each == node else profile).step_s
 
 
