@@ -9,13 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oobleck.planner import NetworkProfile, PipelineTemplate, Planner, PlannerSettings, Profile
+from oobleck.planner import NetworkProfile, PipelineTemplate, Planner, PlannerSettings, Profile, with_speed
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import LEAST_GAIN, choose_schedule, evaluate, fits, kind_for
 from oobleck.schedule.forecast import forecast
 from oobleck.schedule.interleaving import Interleaving, make_cutter
+from tests.examples import examples
 from tests.planner.drawing import ROOMY_BYTES, profiles, uniform_profile
 
 from .test_choice import template, with_split
@@ -143,3 +144,43 @@ def test_the_predicted_step_of_interleaved_pipelines_is_the_timelines(
 def test_other_schedules_have_one_chunk_a_stage() -> None:
     assert make_cutter(PLAIN, 2) is None
     assert make_cutter(ScheduleKind.ZERO_BUBBLE, 2) is None
+
+
+@examples(40)
+@given(data=st.data(), profile=profiles(min_layers=4, max_layers=10), num_chunks=st.integers(2, 3))
+def test_predicted_steps_of_interleaved_plans_are_those_of_their_timelines(
+    data: st.DataObject, profile: Profile, num_chunks: int
+) -> None:
+    """At the start, after a loss, with a slow node, and for more microbatches than are looked at one by one."""
+    num_microbatches = data.draw(st.integers(4, 150))
+    planner = Planner(
+        profile,
+        PlannerSettings(num_microbatches=num_microbatches, num_pipelines=data.draw(st.integers(1, 2))),
+        make_cutter=make_cutter(CUT, num_chunks),
+    )
+    names = [f"node{index}" for index in range(data.draw(st.integers(4, 7)))]
+    assume(planner.can_hold(names))
+    plans = [(planner.initial_plan(names), {})]
+    slow = {names[1]: 2.0}
+    plans.append((planner.reconfigure(plans[0][0].plan, slow=slow), slow))
+    if len(plans[0][0].plan.pipelines) > 1:
+        plans.append((planner.reconfigure(plans[0][0].plan, lost=[names[0]]), {}))
+    for decision, factors in plans:
+        if all(pipeline.template.num_chunks == 1 for pipeline in decision.plan.pipelines):
+            continue
+        found = forecast(
+            profile,
+            decision.plan,
+            kind=CUT,
+            profile_of=lambda node, factors=factors: with_speed(profile, 1 / factors.get(node, 1.0)),
+        )
+        assert decision.predicted_step_s == pytest.approx(found.step_s, rel=0.01)
+
+
+def test_the_predicted_step_of_an_interleaved_plan_is_exact_where_each_microbatch_is_looked_at() -> None:
+    profile = replace(uniform_profile(24, memory_bytes=ROOMY_BYTES, seconds=1.0), network=FAST)
+    planner = Planner(profile, PlannerSettings(num_microbatches=48, num_pipelines=2), make_cutter=make_cutter(CUT, 2))
+    decision = planner.initial_plan([f"node{index}" for index in range(8)])
+    assert decision.predicted_step_s == pytest.approx(forecast(profile, decision.plan, kind=CUT).step_s, rel=1e-12)
+    plain = Planner(profile, planner.settings).initial_plan([f"node{index}" for index in range(8)])
+    assert decision.predicted_step_s < 0.97 * plain.predicted_step_s
