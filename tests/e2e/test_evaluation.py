@@ -11,7 +11,8 @@ from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_overrid
 from .elastic import TOLERANCE, assert_nothing_lost
 from .harness import Runner
 from .reference import each_reference_loss
-from .test_losses import largest_gap
+from .test_interleaved import shapes
+from .test_losses import job_file_with, largest_gap
 
 STEPS = 12
 SETTINGS = ("eval_steps=3", "data.validation_split=0.4", "max_eval_samples=150", f"max_steps={STEPS}")
@@ -63,3 +64,21 @@ def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
     recovery = outcome.recoveries[0]
     assert recovery["nodes"] == [node]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--kill", "node3@6")])
+def test_chunks_are_evaluated_in_turn_and_nobody_who_dies_there_changes_anything(
+    runner: Runner, reference: tuple[list[float], list[float]], options: tuple[str, ...]
+) -> None:
+    """Two interleaved pipelines of two stages with two chunks each, whole or broken in an evaluation."""
+    path = job_file_with(runner, "interleaved")
+    outcome = runner.run("--job", str(path), *OPTIONS, *options)
+    assert_nothing_lost(outcome, STEPS)
+    assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
+    evaluated = _evaluations(runner)
+    expected = dict(zip((3, 6, 9, 12), reference[1], strict=True))
+    assert evaluated.keys() == expected.keys()
+    assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
+    assert {entry["num_samples"] for entry in evaluated.values()} == {150}
+    assert shapes(runner) == [[(2, 2), (2, 2)], *([[(1, 1), (2, 2)]] if options else [])]

@@ -15,6 +15,7 @@ from oobleck.checkpoint import CheckpointDirectory
 from .elastic import ENDLESS, LLAMA_TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss, stopped
 from .harness import LLAMA, Runner, kill_everything, worker_pids
 from .test_checkpoints import first_step_of, steps_of
+from .test_interleaved import shapes
 from .test_losses import KILL_STEP
 
 SHARED = """\
@@ -67,6 +68,29 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
     _assert_evaluated(runner, reference[1])
     assert {4, *range(12, 25, 4)} <= _evaluated(runner).keys()
+    devices = [
+        len(stage["devices"]) for pipeline in outcome.summary["plan"]["pipelines"] for stage in pipeline["stages"]
+    ]
+    assert set(devices) == {2}
+
+
+@pytest.mark.slow
+def test_interleaved_stages_that_devices_share_compute_what_one_process_computes(
+    runner: Runner, path: Path, reference: tuple[Reference, list[float]]
+) -> None:
+    """Two pipelines of two stages with two chunks each, on two devices; of the one that loses a node, a stage is left.
+
+    Evaluations go through all chunks, before the loss and after it.
+    """
+    options = ("--tp", "2", "--set", "schedule=interleaved", "--kill", f"node2@{KILL_STEP}")
+    with runner.up("--job", str(path), *options) as up:
+        up.wait_for_step(26)
+        outcome = stopped(runner, up)
+    assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
+    _assert_evaluated(runner, reference[1])
+    assert {4, *range(12, 25, 4)} <= _evaluated(runner).keys()
+    assert shapes(runner) == [[(2, 2), (2, 2)], [(1, 1), (2, 2)]]
     devices = [
         len(stage["devices"]) for pipeline in outcome.summary["plan"]["pipelines"] for stage in pipeline["stages"]
     ]
