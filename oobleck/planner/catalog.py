@@ -229,22 +229,6 @@ class Catalog:
         )
         return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
 
-    def predicted_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: the bound on it, or the event-exact ones of interleaved pipelines."""
-        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
-            return bound_s
-        exact_s: dict[tuple[int, int], float] = {}
-        slowest_s = 0.0
-        for pipeline in plan.pipelines:
-            template, count = pipeline.template, pipeline.num_microbatches
-            if (id(template), count) not in exact_s:
-                exact_s[id(template), count] = self._cutter.step_s(template, count)
-            paces = [speeds.get(node, 1.0) for node in pipeline.nodes]
-            slower = self.costs.timing(template, paces).step_s(count) / self.costs.timing(template).step_s(count)
-            slowest_s = max(slowest_s, exact_s[id(template), count] * slower)
-        reduced_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
-        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
-
     def predicted_step_s(self, plan: ExecutionPlan, step_s: float, speeds: Mapping[str, float]) -> float:
         """Return the seconds of a plan's step: `step_s`, its bound, or the event-exact ones if it is interleaved."""
         if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):

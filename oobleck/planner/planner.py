@@ -97,7 +97,7 @@ class Planner:
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
         plan, step_s = self._catalog.cut_plan(best[0]), best[1]
-        step_s = self._catalog.predicted_s(plan, step_s, speeds)
+        step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
         return started(plan, step_s, self.settings, sizes=self._sizes(plan))
 
     def reconfigure(

@@ -10,8 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.planner import NetworkProfile, PipelineTemplate, Planner, PlannerSettings, Profile, with_speed
-from oobleck.planner.costs import StageCosts
-from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import LEAST_GAIN, choose_schedule, evaluate, fits, kind_for
 from oobleck.schedule.forecast import forecast
@@ -115,30 +113,6 @@ def test_a_planner_cuts_its_plans_and_goes_on_with_them() -> None:
             held = plan.layers_at.get(worker_id, frozenset())
             received = {item.layer for item in after.transfers if item.target == worker_id}
             assert layers - held == received
-
-
-@given(profile=profiles(min_layers=6, max_layers=10), num_nodes=st.integers(2, 5), num_microbatches=st.integers(4, 16))
-def test_the_predicted_step_of_interleaved_pipelines_is_the_timelines(
-    profile: Profile, num_nodes: int, num_microbatches: int
-) -> None:
-    names = [f"node{index}" for index in range(num_nodes)]
-    asked = PlannerSettings(num_microbatches=num_microbatches, fault_threshold=0)
-    planner = Planner(profile, asked, make_cutter=make_cutter(CUT, 2))
-    assume(planner.templates(num_nodes))
-    first = planner.initial_plan(names)
-    assume(any(pipeline.template.num_chunks > 1 for pipeline in first.plan.pipelines))
-    for decision in (first, planner.reconfigure(first.plan, joined=["other"])):
-        plan = decision.plan
-        if any(pipeline.template.num_chunks > 1 for pipeline in plan.pipelines):
-            kinds = [kind_for(pipeline.template, CUT) for pipeline in plan.pipelines]
-            exact_s = max(
-                evaluate(kind, profile, pipeline.template, pipeline.num_microbatches).makespan_s
-                for kind, pipeline in zip(kinds, plan.pipelines, strict=True)
-            )
-            costs = StageCosts(profile, max_in_flight=num_microbatches)
-            reduced_bytes = max(costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
-            exact_s += reduction_s(profile.network, reduced_bytes, len(plan.pipelines))
-            assert decision.predicted_step_s == pytest.approx(exact_s, rel=0.01)
 
 
 def test_other_schedules_have_one_chunk_a_stage() -> None:

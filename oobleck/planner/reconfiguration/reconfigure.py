@@ -47,7 +47,7 @@ def reconfigure(catalog: Catalog, plan: ExecutionPlan, changes: Changes) -> Deci
     """Decide; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.settings.devices_per_node)
     best = _decide(catalog, living)
-    step_s = catalog.predicted_s(best.plan, best.step_s, living.speeds)
+    step_s = catalog.predicted_step_s(best.plan, best.step_s, living.speeds)
     return decision_of(replace(best, step_s=step_s), living, changes, catalog.settings)
 
 

@@ -262,7 +262,8 @@ def test_a_plan_in_chunks_continues_once_another_kind_joins() -> None:
     assert {pipeline.template.num_chunks for pipeline in plan.pipelines} == {2}
     planner = planner_for([fast, slow], [*nodes, *names("b", 2)])
     rests = dict.fromkeys(range(len(plan.pipelines)), (2, 1))
-    assert planner.rest_s(plan, rests) == pytest.approx(alone.rest_s(plan, rests))
+    exact_s = alone.rest_s(plan, rests)
+    assert exact_s <= planner.rest_s(plan, rests) < 1.1 * exact_s, "the bound of 1F1B"
     assert planner.has_room(plan, gradient_copies=0) == alone.has_room(plan, gradient_copies=0)
     check_decision(planner.reconfigure(plan, lost=["a1"], joined=["b0", "b1"]), plan, {"a1"})
 
