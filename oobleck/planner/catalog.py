@@ -211,15 +211,21 @@ class Catalog:
         """
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
         num_nodes = sum(len(nodes) for _, nodes in pipelines)
-        timings = [
-            self._timing(template, _speeds_of(nodes, speeds), self._share(len(nodes), num_nodes), still_fast)
-            for template, nodes in pipelines
-        ]
+        # Thousands of pipelines share a few templates, which take long to compare.
+        alike: dict[int, tuple[Timing, int]] = {}
+        timings, reduced_bytes = [], 0
+        for template, nodes in pipelines:
+            share = self._share(len(nodes), num_nodes)
+            if id(template) not in alike:
+                usual = self._timing(template, None, share, still_fast)
+                alike[id(template)] = usual, self._reduced_bytes(template, share)
+            timing, own_bytes = alike[id(template)]
+            if (slowed := _speeds_of(nodes, speeds)) is not None:
+                timing = self._timing(template, slowed, share, still_fast)
+            timings.append(timing)
+            reduced_bytes = max(reduced_bytes, own_bytes)
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        reduced_bytes = max(
-            self._reduced_bytes(template, self._share(len(nodes), num_nodes)) for template, nodes in pipelines
-        )
         plan = ExecutionPlan(
             pipelines=tuple(
                 _pipeline(template, tuple(nodes), count, known)
@@ -229,16 +235,22 @@ class Catalog:
         )
         return plan, slowest_s + reduction_s(self.profile.network, reduced_bytes, len(pipelines))
 
-    def predicted_step_s(self, plan: ExecutionPlan, step_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: `step_s`, its bound, or the event-exact ones if it is interleaved."""
+    def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
+        """Return the seconds of a plan's step: the bound on it, or the event-exact ones of interleaved pipelines."""
         if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
-            return step_s
-        slowest_s = max(
-            self._cutter.step_s(each.template, each.num_microbatches, _speeds_of(each.nodes, speeds))
-            for each in plan.pipelines
-        )
-        most_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
-        return slowest_s + reduction_s(self.profile.network, most_bytes, len(plan.pipelines))
+            return bound_s
+        exact_s: dict[tuple[int, int], float] = {}
+        slowest_s = 0.0
+        for pipeline in plan.pipelines:
+            template, count = pipeline.template, pipeline.num_microbatches
+            if (slowed := _speeds_of(pipeline.nodes, speeds)) is not None:
+                slowest_s = max(slowest_s, self._cutter.step_s(template, count, slowed))
+                continue
+            if (id(template), count) not in exact_s:
+                exact_s[id(template), count] = self._cutter.step_s(template, count)
+            slowest_s = max(slowest_s, exact_s[id(template), count])
+        reduced_bytes = max(self.costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
+        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
         """Return the seconds in which pipelines finish a step; see `Planner.rest_s`."""
