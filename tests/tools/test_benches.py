@@ -28,6 +28,7 @@ PARTS = {
     "local_workers.py": "throughput.py",
     "pipelining_job.py": "throughput.py",
     "restart_job.py": "restart.py",
+    "sailor_plans.py": "sailor.py",
     "scale_control.py": "scale.py",
     "scale_groups.py": "scale.py",
     "scale_workers.py": "scale.py",
@@ -58,6 +59,11 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| oobleck run, a lost node of 2, flash checkpoints | 1 |",
         "| all | median < 2 |",
         "| torchrun, a killed rank of two (inf: ",
+    ),
+    "sailor.py": (
+        "| 8 A100-40 | Oobleck | ",
+        "| 4 A100-40 + 4 V100-16 | Oobleck | ",
+        "| 4 A100-40 + 4 V100-16 | Oobleck, A100-40 alone | ",
     ),
     "scale.py": (
         "Real workers, one killed node",
