@@ -2,10 +2,10 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# Four lanes at most run side by side, because tests of real runs (tests/e2e) wait for much of their time: two of those,
-# the tests of decisions, which hardly start a process, those of benchmarks and tools, and all others. Those that compare
-# times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
-# compile all that it imports.
+# Two lanes run side by side: tests of real runs (tests/e2e), which wait for some of their time, and one after the other
+# all that hardly do. More at once take longer: a run trains while its test waits for a busy machine. Tests that compare
+# times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some hundred
+# processes, and each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -16,30 +16,26 @@ SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
-MORE_RUNS := $(addprefix tests/e2e/test_,precision.py sections.py shards.py silence.py slow.py stress.py tensor_parallel.py)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo test test-all test-slow test-runs test-more-runs test-decisions test-tools test-others docs lint types format lock clean
+.PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
 
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-decisions test-more-runs test-tools
+	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-tools test-decisions
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow
 
 test-slow: $(STAMP)
-	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-more-runs test-runs test-tools test-others
+	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-runs test-others test-tools
 	$(PYTEST) -m "slow and alone" $(ALONE)
 
 test-runs: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" tests/e2e $(addprefix --ignore ,$(MORE_RUNS))
-
-test-more-runs: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" $(MORE_RUNS)
+	$(PYTEST) -m "$(SELECT)" tests/e2e
 
 test-decisions: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
