@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -55,9 +55,10 @@ class Network:
     def __init__(self, address: str, *, is_lazy: bool = False) -> None:
         """Listen at an address. Raises ConfigError for a useless one."""
         with _opening:
-            before = set(_epolls())
+            # By their sockets' inodes: what else is closed meanwhile may leave a descriptor's number to this device.
+            before = {inode for epoll in _epolls() for _, inode in _registered_sockets(epoll)}
             self._device: object = open_device(address, is_lazy=is_lazy)
-            found = next((fd for fd in _epolls() if fd not in before and _has_listener(fd)), None)
+            found = next((epoll for epoll in _epolls() if _has_listener(epoll, unless=before)), None)
             # Our own descriptor of it: a device may close its own early, and the number would become another's.
             self._epoll = None if found is None else os.dup(found)
         self._lock = threading.Lock()
@@ -158,14 +159,18 @@ def _target(fd: int) -> str:
         return ""
 
 
-def _has_listener(epoll: int) -> bool:
-    return any(_is_listening(fd, inode) for fd, inode in _registered_sockets(epoll))
+def _has_listener(epoll: int, unless: Container[int]) -> bool:
+    """Whether it watches a socket that listens, and has none of these inodes."""
+    return any(inode not in unless and _is_listening(fd, inode) for fd, inode in _registered_sockets(epoll))
 
 
 def _registered_sockets(epoll: int) -> list[tuple[int, int]]:
     """The sockets that an epoll instance watches, as descriptors and inodes."""
-    with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as lines:
-        watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as lines:
+            watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    except FileNotFoundError:  # closed meanwhile
+        return []
     found = []
     for fd in watched:
         with suppress(OSError):  # closed meanwhile

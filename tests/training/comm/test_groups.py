@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -407,6 +408,39 @@ def listening_ports() -> set[int]:
     """The TCP ports on which this process listens."""
     connections = psutil.Process().net_connections(kind="tcp")
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_groups_that_are_formed_while_others_end_can_end_too() -> None:
+    """What ends leaves its descriptors' numbers to what is opened; a group that took the one for the other would hold
+    its connections for ever, and who waits for its member as well."""
+    two = members((A, B))
+    keys = [GroupKey("transfer", generation, (A, B)) for generation in range(1, 25)]
+    is_over = threading.Event()
+
+    def end_others() -> None:
+        while not is_over.is_set():
+            others = [select.epoll() for _ in range(8)]
+            time.sleep(3e-4)
+            for other in others:
+                other.close()
+            time.sleep(3e-4)
+
+    ending = threading.Thread(target=end_others)
+    ending.start()
+    try:
+        at_once(*(partial(member.groups.form, keys, never, generation=1) for member in two))
+    finally:
+        is_over.set()
+        ending.join()
+    receiving = [partial(two[1].groups[key].receive, torch.empty(1), 0, 7) for key in keys]
+    two[0].groups.keep_only([], generation=2)
+    with ThreadPoolExecutor(len(keys)) as pool:
+        for waiting in [pool.submit(receive) for receive in receiving]:
+            with pytest.raises(PeerLost):
+                waiting.result(PATIENCE_S)
+    two[1].groups.keep_only([], generation=2)
+    for member in two:
+        member.links.close()
 
 
 def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
