@@ -2,10 +2,10 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# Two lanes run side by side: tests of real runs (tests/e2e), which wait for some of their time, and one after the other
-# all that hardly do. More at once take longer: a run trains while its test waits for a busy machine. Tests that compare
-# times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some hundred
-# processes, and each would compile all that it imports.
+# Three lanes run side by side, for two cores: tests of real runs (tests/e2e), which wait for a third of their time, those
+# of single parts, and one after the other all the rest, which hardly wait. Tests that compare times have the machine to
+# themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
+# compile all that it imports. What is never imported is not compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 
 .PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
 
@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-tools test-decisions
+	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-tools test-decisions
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow
@@ -64,7 +64,7 @@ format: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 # Versions without the builds' own labels (+cpu), which other machines may not have. What torch asks for beside itself

@@ -115,8 +115,8 @@ class Catalog:
             )
         return self._for_speeds[key]
 
-    def without_slow_nodes(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
-        """Return what a pipeline's template is without slow nodes: its own, unless it was cut for some."""
+    def usual_if_faster(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
+        """Return the template that a pipeline without slow nodes would have anew, if its own is slower than usual."""
         is_usual = template is self._templates[template.num_nodes]
         if is_usual or self._excess(template, num_microbatches) == 1.0:
             return template
@@ -292,7 +292,7 @@ class Catalog:
     def _excess(self, template: PipelineTemplate, share: int) -> float:
         """Return how many times as long a pipeline takes as that of its size, without slow nodes: 1 for about as long.
 
-        More is the price of a cut for slow nodes.
+        More is the price of a cut for slow nodes, or for another share of the batch.
         """
         usual = self._templates[template.num_nodes]
         if template.num_chunks > 1:

@@ -142,6 +142,7 @@ def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callabl
         run.stop()
 
 
+@pytest.mark.slow
 def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(
     runner: Runner, endless_reference: Reference
 ) -> None:

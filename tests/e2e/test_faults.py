@@ -216,6 +216,7 @@ def test_a_trace_is_played_on_a_new_run(runner: Runner, endless_reference: Refer
     assert runner.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_master_is_crashed_under_a_run_that_somebody_else_has_started(runner: Runner, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     events = [

@@ -77,7 +77,7 @@ def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
 @pytest.mark.parametrize(
     "nodes",
     [
-        ("node0",),
+        pytest.param(("node0",), marks=pytest.mark.slow),
         pytest.param(("node1",), marks=pytest.mark.slow),
         pytest.param(("node2",), marks=pytest.mark.slow),
         pytest.param(("node3",), marks=pytest.mark.slow),

@@ -6,6 +6,8 @@ import signal
 import time
 from dataclasses import replace
 
+import pytest
+
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.run.past import advance_image
 
@@ -59,6 +61,7 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     assert runner.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_with_the_master_is_met_by_the_next_one(runner: Runner) -> None:
     """By one that has read an image of the journal, and little more."""
     with runner.up(*options(runner)) as first:

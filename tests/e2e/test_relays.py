@@ -69,6 +69,7 @@ def test_relays_that_are_killed_and_frozen_are_lost_alone(runner: Runner, start:
     assert [recovery["nodes"] for recovery in run.outcome.summary["recoveries"]] == [[killed], [frozen]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_relay_that_stops_for_a_moment_costs_nobody(runner: Runner, start: Callable[..., Any]) -> None:
     with start(*RELAYS, "--set", "control.lease_s=6", nodes=LOCAL) as run:

@@ -80,6 +80,7 @@ def test_masters_and_agents_that_are_stopped_for_seconds_lose_nobody(
     assert run.outcome.recoveries == []
 
 
+@pytest.mark.slow
 def test_a_master_that_is_stopped_while_it_starts_begins_all_the_same(
     runner: Runner, endless_reference: Reference
 ) -> None:

@@ -130,7 +130,7 @@ class Uncut(Catalog):
     ) -> PipelineTemplate:
         return template
 
-    def without_slow_nodes(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
+    def usual_if_faster(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
         return template
 
 

@@ -31,7 +31,7 @@ def cut_again(
     if not living.is_whole:
         return
     both = [
-        _without_slow_nodes(catalog, situation, mixed, pipeline.num_microbatches)
+        _usual_if_faster(catalog, situation, mixed, pipeline.num_microbatches)
         if living.slow.isdisjoint(pipeline.nodes)
         else mixed
         for mixed, pipeline in zip(slowed, plan.pipelines, strict=True)
@@ -56,7 +56,7 @@ def _for_its_nodes(
     return mixed if cut.stages == template.stages else replace(mixed, template=cut)
 
 
-def _without_slow_nodes(
+def _usual_if_faster(
     catalog: MixedCatalog, situation: Situation, mixed: MixedTemplate, num_microbatches: int
 ) -> MixedTemplate:
     """Return the usual pipeline of the same nodes in the same order, where that is faster."""

@@ -17,9 +17,10 @@ def cut_again(
 ) -> Iterator[list[PipelineTemplate]]:
     """Yield the templates of a plan's pipelines with some of them cut again, where there is something to cut.
 
-    First the pipelines with slow nodes are; then also those that were cut for nodes that are slow no longer. Where
-    nodes are lost, the latter keep their templates: no more layers than necessary are to move then. Proposals only:
-    whether they repay the bytes is for the caller to weigh.
+    First the pipelines with slow nodes are; then also those whose usual template is faster: they were cut for nodes
+    that are slow no longer, or for another share of the batch. Where nodes are lost, the latter keep their templates:
+    no more layers than necessary are to move then. Proposals only: whether they repay the bytes is for the caller to
+    weigh.
     """
     slowed = (
         [_for_its_nodes(catalog, living, template, plan, index) for index, template in enumerate(templates)]
@@ -37,7 +38,7 @@ def cut_again(
             all_cut.append(template)
             continue
         if id(template) not in known:
-            known[id(template)] = catalog.without_slow_nodes(template, living.num_nodes, pipeline.num_microbatches)
+            known[id(template)] = catalog.usual_if_faster(template, living.num_nodes, pipeline.num_microbatches)
         all_cut.append(known[id(template)])
     if _differ(all_cut, slowed):
         yield all_cut
