@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from oobleck.errors import PlanningError
 from oobleck.planner.costs import Timing
@@ -16,6 +17,7 @@ from oobleck.planner.settings import PlannerSettings
 
 from .choice import Choice, Chooser, Counts
 from .kinds import KindCosts, MixedTemplate
+from .reduction import Reduction, choose_with_reduction
 from .search import MixedSearch
 
 __all__ = ["MixedCatalog"]
@@ -38,13 +40,16 @@ class MixedCatalog:
         self._searches: dict[Counts, dict[Counts, MixedSearch]] = {}
         self._timings: dict[Counts, dict[Counts, Timing]] = {}
         self._templates: dict[tuple[Counts, Counts], MixedTemplate] = {}
-        self._choices: dict[tuple[Counts, int, int, bool], Choice | None] = {}
+        self._choices: dict[tuple[Counts, int, int, bool, Counts], Choice | None] = {}
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         self._nominal: dict[tuple[int, tuple[int, ...]], tuple[PipelineTemplate, Timing]] = {}
 
-    def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
-        """Return the pipelines that so many nodes of each kind can form, by their nodes, with their step times."""
-        reach = self._reach(nodes)
+    def timings(self, nodes: Counts, total: Counts | None = None) -> Mapping[Counts, Timing]:
+        """Return the pipelines that so many nodes of each kind can form, by their nodes, with their step times.
+
+        They are of a plan for `total` nodes, if that is another number.
+        """
+        reach = self._reach(total or nodes)
         if reach not in self._timings:
             self._timings[reach] = {
                 counts: search.timing(counts) for counts, search in sorted(self._search(reach).items())
@@ -57,12 +62,17 @@ class MixedCatalog:
 
     def template(self, counts: Counts, nodes: Counts) -> MixedTemplate:
         """Return the pipeline of so many nodes of each kind, in a plan for `nodes` of them."""
+        return self.templates([counts], nodes)[counts]
+
+    def templates(self, wanted: Collection[Counts], nodes: Counts) -> dict[Counts, MixedTemplate]:
+        """Return the pipelines of so many nodes of each kind, in a plan for `nodes` of them."""
         reach = self._reach(nodes)
-        key = counts, reach
-        if key not in self._templates:
-            found = self._search(reach)[counts].template(counts)
-            self._templates[key] = found
-        return self._templates[key]
+        missing = [counts for counts in wanted if (counts, reach) not in self._templates]
+        searches = self._search(reach)
+        for search in dict.fromkeys(searches[counts] for counts in missing):
+            found = search.templates([counts for counts in missing if searches[counts] is search])
+            self._templates.update(((counts, reach), template) for counts, template in found.items())
+        return {counts: self._templates[counts, reach] for counts in wanted}
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
         """Return what each node of a pipeline of that template has to hold."""
@@ -83,16 +93,35 @@ class MixedCatalog:
             return min(self.settings.num_pipelines, most), True
         return min(self.settings.fault_threshold + 1, most), False
 
-    def choose(self, nodes: Counts, num_microbatches: int, fewest: int, *, exactly: bool = False) -> Choice | None:
-        """Return the best pipelines of so many nodes for so many microbatches; remembered once found."""
-        key = nodes, num_microbatches, fewest, exactly
+    def choose(
+        self, nodes: Counts, num_microbatches: int, fewest: int, *, exactly: bool = False, total: Counts | None = None
+    ) -> Choice | None:
+        """Return the best pipelines of so many nodes for so many microbatches; remembered once found.
+
+        `total` as in `timings`.
+        """
+        key = nodes, num_microbatches, fewest, exactly, self._reach(total or nodes)
         if key not in self._choices:
-            timings = self.timings(nodes)
+            timings = self.timings(nodes, total)
             found = None
             if timings and fewest <= num_microbatches:
-                found = Chooser(timings, num_microbatches).choose(nodes, fewest=fewest, exactly=exactly)
+                reduction = self._reduction(total or nodes)
+                found = choose_with_reduction(
+                    timings, num_microbatches, nodes, reduction, fewest=fewest, exactly=exactly
+                )
             self._choices[key] = found
         return self._choices[key]
+
+    def _reduction(self, nodes: Counts) -> Reduction:
+        """Return what pipelines in a plan for so many nodes reduce."""
+        costs = self.costs.of[0]  # what a layer's parameters take is the same on all kinds
+        return Reduction(
+            bytes_of=lambda wanted: {
+                counts: costs.reduced_bytes(mixed.template) for counts, mixed in self.templates(wanted, nodes).items()
+            },
+            all_bytes=sum(layer.trained_bytes for layer in costs.profile.layers),
+            seconds=partial(reduction_s, self.costs.network),
+        )
 
     def timing(self, mixed: MixedTemplate, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline; its nominal ones are found once."""

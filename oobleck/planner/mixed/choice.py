@@ -63,16 +63,25 @@ class Chooser:
         most = self._filling(np.ones(len(self._items)), nodes, 1, exactly=False).total
         return min(self._total, max(0, int(most))) if math.isfinite(most) else 0
 
-    def choose(self, nodes: Counts, *, fewest: int, exactly: bool = False) -> Choice | None:
+    def choose(
+        self,
+        nodes: Counts,
+        *,
+        fewest: int,
+        exactly: bool = False,
+        least_s: float = 0.0,
+        below_s: float = math.inf,
+    ) -> Choice | None:
         """Return the fastest pipelines of at most so many nodes of each kind; None where there are too few.
 
-        At least `fewest` pipelines, or exactly as many.
+        At least `fewest` pipelines, or exactly as many. The slowest is known to take `least_s`; None also where it
+        would take `below_s` or longer.
         """
-        high_s = float(self._first_s.max() + self._total * self._next_s.max())
+        high_s = min(float(self._first_s.max() + self._total * self._next_s.max()), math.nextafter(below_s, 0.0))
         best = self._within(high_s, nodes, fewest, exactly)
         if best is None:
             return None
-        low_s = 0.0
+        low_s = least_s
         while best.slowest_s - low_s > _CLOSE * best.slowest_s:
             middle_s = (low_s + best.slowest_s) / 2
             found = self._within(middle_s, nodes, fewest, exactly)
@@ -173,7 +182,7 @@ class _Knapsack:
 
     def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
         usable = (values >= 1) & (items <= np.array(nodes)).all(axis=1)
-        self._items, self._worth = _undominated(items[usable], values[usable])
+        self._items, self._worth = _undominated(items[usable], values[usable], nodes)
         self._nodes, self._most, self._exactly = nodes, most, exactly
         shape = tuple(number + 1 for number in nodes)
         self.values = np.full((most + 1, *shape), -np.inf)
@@ -230,13 +239,22 @@ class _Knapsack:
         raise AssertionError("a value is that of some pipelines")
 
 
-def _undominated(items: Ints, values: Floats) -> tuple[Ints, Floats]:
+def _undominated(items: Ints, values: Floats, nodes: Counts) -> tuple[Ints, Floats]:
     """Leave out items for which another with at most their weights is worth as much."""
+    worth = np.full(tuple(number + 1 for number in nodes), -np.inf)
+    worth[tuple(items.T)] = values
+    best = worth.copy()
+    for axis in range(len(nodes)):
+        best = np.maximum.accumulate(best, axis=axis)
+    smaller = np.full_like(best, -np.inf)
+    """The most that an item with fewer nodes of some kind, and no more of any, is worth."""
+    for axis in range(len(nodes)):
+        one_less = [slice(None)] * len(nodes)
+        one_more = one_less.copy()
+        one_less[axis], one_more[axis] = slice(None, -1), slice(1, None)
+        target = smaller[tuple(one_more)]
+        np.maximum(target, best[tuple(one_less)], out=target)
+    kept = values > smaller[tuple(items.T)]
+    items, values = items[kept], values[kept]
     order = np.lexsort((-values, items.sum(axis=1)))
-    items, values = items[order], values[order]
-    kept: list[int] = []
-    for index in range(len(items)):
-        others = items[kept]
-        if not ((others <= items[index]).all(axis=1) & (values[kept] >= values[index])).any():
-            kept.append(index)
-    return items[kept], values[kept]
+    return items[order], values[order]

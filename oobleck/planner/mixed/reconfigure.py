@@ -81,10 +81,10 @@ def _moves(catalog: MixedCatalog, situation: Situation, number: int, exactly: bo
     """Yield the possible moves, the gentlest first."""
     if (move := _reinstantiate(catalog, situation)) is not None:
         yield move
-    num_microbatches = catalog.settings.num_microbatches
-    everything = catalog.choose(situation.nodes, num_microbatches, number, exactly=exactly)
+    num_microbatches, total = catalog.settings.num_microbatches, situation.total
+    everything = catalog.choose(situation.nodes, num_microbatches, number, exactly=exactly, total=total)
     if everything is None:
-        everything = catalog.choose(situation.nodes, num_microbatches, 1)
+        everything = catalog.choose(situation.nodes, num_microbatches, 1, total=total)
     if everything is None:
         return
     whole = [index for index in range(len(situation.before)) if situation.is_whole(index)]
@@ -96,7 +96,8 @@ def _moves(catalog: MixedCatalog, situation: Situation, number: int, exactly: bo
         )
         fewest = max(1, number - len(whole))
         if not (exactly and number <= len(whole)):
-            own = catalog.choose(pool, max(fewest, num_microbatches - taken), fewest, exactly=exactly)
+            share = max(fewest, num_microbatches - taken)
+            own = catalog.choose(pool, share, fewest, exactly=exactly, total=total)
             if own is not None:
                 kept = [(index, situation.before[index]) for index in whole]
                 formed = _place(catalog, situation, own.pipelines, kept=whole)

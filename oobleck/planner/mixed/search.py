@@ -93,7 +93,13 @@ class MixedSearch:
 
     def template(self, counts: _Counts) -> MixedTemplate:
         """Return the pipeline for so many nodes of each kind."""
-        return _Run(self._stages, np.array([self._bound[counts]])).template(counts)
+        return self.templates([counts])[counts]
+
+    def templates(self, wanted: Sequence[_Counts]) -> dict[_Counts, MixedTemplate]:
+        """Return the pipelines for so many nodes of each kind: several take little longer than one."""
+        bounds = np.unique([self._bound[counts] for counts in wanted])
+        run = _Run(self._stages, bounds)
+        return {counts: run.template(counts, int(np.searchsorted(bounds, self._bound[counts]))) for counts in wanted}
 
     def _find(self) -> None:
         tightest = self._run(np.array([np.inf]), np.maximum)[0].ravel()
@@ -213,13 +219,13 @@ class _Run:
         fits: _Flags = in_flight <= self._costs.most_in_flight[kind][first, stop]
         return fits
 
-    def template(self, counts: _Counts) -> MixedTemplate:
-        """Return the pipeline behind the least sum of the only bound, from the first stage to the last."""
+    def template(self, counts: _Counts, bound: int) -> MixedTemplate:
+        """Return the pipeline behind the least sum under the bound of an index, from the first stage to the last."""
         stages: list[StageTemplate] = []
         kinds: list[int] = []
         first, mode, left = 0, _FULL, counts
         while first < self._costs.num_layers:
-            stop, kind, source, before = self._step_back(first, mode, left)
+            stop, kind, source, before = self._step_back(first, mode, left, bound)
             if mode == _FULL:
                 kinds.append(kind)
             device = self._costs.devices[kind] - (mode[1] or self._costs.devices[kind])
@@ -229,17 +235,17 @@ class _Run:
             first, mode, left = stop, source, before
         return MixedTemplate(template=PipelineTemplate(stages=tuple(stages)), kinds=tuple(kinds))
 
-    def _step_back(self, first: int, mode: _Mode, counts: _Counts) -> tuple[int, int, _Mode, _Counts]:
+    def _step_back(self, first: int, mode: _Mode, counts: _Counts, bound: int) -> tuple[int, int, _Mode, _Counts]:
         """Return the stage that makes the best suffix, and the suffix after it; the longest stage of equal ones."""
-        value = self.suffixes[mode][at(first, 0, *counts)]
+        value = self.suffixes[mode][at(first, bound, *counts)]
         for stop, step in product(range(self._costs.num_layers, first, -1), self._steps):
             kind, source, target, left, right = step[:5]
             seconds = self._tables[kind, left, right][first, stop]
             before = tuple(number - (target == _FULL and k == kind) for k, number in enumerate(counts))
-            if target != mode or min(before) < 0 or seconds > self._limits[0]:
+            if target != mode or min(before) < 0 or seconds > self._limits[bound]:
                 continue
             # The sum that was kept, to the last bit.
-            is_it = self.suffixes[source][at(stop, 0, *before)] + seconds == value
+            is_it = self.suffixes[source][at(stop, bound, *before)] + seconds == value
             if is_it and self._fits(kind, source, first, stop)[before]:
                 return stop, kind, source, before
         raise AssertionError("a suffix has a first stage")

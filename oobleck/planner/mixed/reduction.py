@@ -1,0 +1,106 @@
+"""Which pipelines make the shortest step, the reduction of their gradients included.
+
+`Chooser` knows the slowest pipeline alone. What a reduction takes depends on the most bytes that a node of any pipeline
+holds, and on how many pipelines there are. Among as many pipelines, those that are faster than the best found so far
+have less to reduce: so pipelines with as many bytes are left out, and the others are chosen from again, until nothing
+is faster. What a pipeline reduces is known once its stages are; before, as little as if its nodes shared all evenly.
+
+Exact for few nodes, but for the rounds that it takes (`_MOST_CUTS`); many nodes are looked at without fixing the number
+of pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from oobleck.planner.costs import Timing
+
+from .choice import Choice, Chooser, Counts
+
+__all__ = ["Reduction", "choose_with_reduction"]
+
+_MOST_CUTS = 12
+_MOST_FIXED = 8
+"""Numbers of pipelines that are looked at one by one, at most: from there on reductions take about the same time."""
+_MOST_STATES = 1 << 7
+"""With more numbers of nodes than these, numbers of pipelines are not looked at one by one."""
+
+
+class Reduction:
+    """What pipelines have to reduce, by their nodes of each kind."""
+
+    def __init__(
+        self,
+        bytes_of: Callable[[Collection[Counts]], Mapping[Counts, int]],
+        all_bytes: int,
+        seconds: Callable[[int, int], float],
+    ) -> None:
+        """`bytes_of` are the most of a node, which takes long to find out, and `all_bytes` those of the whole model.
+
+        `seconds` says how long it takes to reduce so many bytes a node among so many pipelines.
+        """
+        self._bytes_of = bytes_of
+        self._all_bytes = all_bytes
+        self._seconds = seconds
+        self._known: dict[Counts, int] = {}
+
+    def of(self, pipelines: Sequence[Counts]) -> tuple[int, float]:
+        """Return the most bytes of a node, and the seconds of the reduction."""
+        self._known.update(self._bytes_of([counts for counts in set(pipelines) if counts not in self._known]))
+        most = max(self._known[counts] for counts in pipelines)
+        return most, self._seconds(most, len(pipelines))
+
+    def at_least(self, counts: Counts) -> int:
+        """Return the bytes that a pipeline's largest node has at least."""
+        return self._known.get(counts, self._all_bytes // sum(counts))
+
+    def least_s(self, nodes: Counts, num_pipelines: int) -> float:
+        """Return the least seconds of a reduction among so many pipelines or more: the smallest has few nodes."""
+        return self._seconds(self._all_bytes * num_pipelines // sum(nodes), num_pipelines)
+
+
+def choose_with_reduction(
+    timings: Mapping[Counts, Timing],
+    num_microbatches: int,
+    nodes: Counts,
+    reduction: Reduction,
+    *,
+    fewest: int,
+    exactly: bool,
+) -> Choice | None:
+    """Return the pipelines of at most so many nodes with the shortest step; None where there are too few.
+
+    At least `fewest` pipelines, or exactly as many.
+    """
+    best: Choice | None = None
+    best_s = fastest_s = math.inf
+    for number, is_fixed in _numbers(timings, num_microbatches, nodes, fewest, exactly):
+        usable, least_s = timings, 0.0 if best is None else fastest_s
+        below_s = best_s - reduction.least_s(nodes, number)
+        for _ in range(_MOST_CUTS):
+            chooser = Chooser(usable, num_microbatches)
+            found = chooser.choose(nodes, fewest=number, exactly=is_fixed, least_s=least_s, below_s=below_s)
+            if found is None:
+                break
+            least_s, fastest_s = found.slowest_s, min(fastest_s, found.slowest_s)
+            most, reduction_s = reduction.of(found.pipelines)
+            if found.slowest_s + reduction_s < best_s:
+                best, best_s = found, found.slowest_s + reduction_s
+                below_s = best_s - reduction.least_s(nodes, number)
+            usable = {counts: timing for counts, timing in usable.items() if reduction.at_least(counts) < most}
+            if not usable:
+                break
+    return best
+
+
+def _numbers(
+    timings: Mapping[Counts, Timing], num_microbatches: int, nodes: Counts, fewest: int, exactly: bool
+) -> Iterator[tuple[int, bool]]:
+    """Yield numbers of pipelines, and whether they are to be as many exactly."""
+    yield fewest, exactly
+    if exactly or math.prod(number + 1 for number in nodes) > _MOST_STATES:
+        return
+    most = Chooser(timings, num_microbatches).most_pipelines(nodes)
+    for number in range(fewest, min(most, _MOST_FIXED) + 1):
+        yield number, True
