@@ -169,10 +169,11 @@ def test_adapters_are_trained_and_exported_alone(runner: Runner, tmp_path: Path)
         done = oobleck(*words, "--base-dir", str(runner.base_dir))
         assert done.returncode == 0, done.stderr
     ids = torch.arange(1, 25)[None]
-    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("model", "hf"))
+    # In float64, so that nothing is rounded but the merged weights.
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).double().eval() for name in ("model", "hf"))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what transformers will drop
         before = base(ids).logits.clone()
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").double().eval()
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-5)
         assert (adapted(ids).logits - before).abs().max() > 1e-3
