@@ -127,11 +127,14 @@ def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: Ranks) -> None:
 
 
 FAILING = """\
-import os, sys
+import os, pathlib, time
+begun = pathlib.Path(__file__).with_name("begun." + os.environ["TORCHELASTIC_RESTART_COUNT"])
 print("rank", os.environ["RANK"], "begins")
 if os.environ["RANK"] == "1":
+    while not begun.exists():
+        time.sleep(0.01)
     raise ValueError("no such column: labels")
-import time
+begun.touch()
 time.sleep(300)
 """
 
@@ -144,7 +147,7 @@ def test_a_script_that_fails_ends_the_run_with_its_traceback(ranks: Ranks) -> No
     assert ranks.run(*options, command=[str(script)]) == 1
     said = ranks.said()
     assert "rank 1 on node0 failed: exit code 1: ValueError: no such column: labels" in said
-    assert f'File "{script}", line 4, in <module>' in said
+    assert f'File "{script}", line 7, in <module>' in said
     assert "1 restart allowed (--max-restarts), and a rank has failed again" in said
     assert "rank.py" not in said, "no frame of ours"
     assert "[default1]:rank 1 begins" in ranks.stdout.read_text()

@@ -5,8 +5,7 @@ holds, and on how many pipelines there are. Among as many pipelines, those that 
 have less to reduce: so pipelines with as many bytes are left out, and the others are chosen from again, until nothing
 is faster. What a pipeline reduces is known once its stages are; before, as little as if its nodes shared all evenly.
 
-Exact for few nodes, but for the rounds that it takes (`_MOST_CUTS`); many nodes are looked at without fixing the number
-of pipelines.
+Exact for few nodes, within as many rounds as it takes. For many nodes the number of pipelines is not fixed.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .choice import Choice, Chooser, Counts
 __all__ = ["Reduction", "choose_with_reduction"]
 
 _MOST_CUTS = 12
+"""Times that pipelines are left out, for each number of pipelines."""
 _MOST_FIXED = 8
 """Numbers of pipelines that are looked at one by one, at most: from there on reductions take about the same time."""
 _MOST_STATES = 1 << 7
