@@ -312,7 +312,7 @@ class Membership:
             if member.state in living:
                 if self._heard_s[node] < now_s:
                     self._heard_s[node] = now_s
-                if device < member.spec.num_devices and device not in member.shutdown:
+                if device < len(member.spec.devices) and device not in member.shutdown:
                     heard.append(worker_id)
         return heard
 
