@@ -3,9 +3,9 @@
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
 # Three lanes run side by side, for two cores: tests of real runs (tests/e2e), which wait for a third of their time, those
-# of single parts, and one after the other all the rest, which hardly wait. Tests that compare times have the machine to
-# themselves. Byte code is kept whatever the environment says: the tests start some hundred processes, and each would
-# compile all that it imports. What is never imported is not compiled.
+# of single parts, and one after the other all the rest, which hardly wait and let the first go ahead (`nice`). Tests that
+# compare times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some
+# hundred processes, and each would compile all that it imports. What is never imported is not compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -17,6 +17,7 @@ SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
+LATER := nice -n 5
 BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 
 .PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
@@ -38,13 +39,13 @@ test-runs: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/e2e
 
 test-decisions: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
+	$(LATER) $(PYTEST) -m "$(SELECT)" $(DECISIONS)
 
 test-tools: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" tests/tools
+	$(LATER) $(PYTEST) -m "$(SELECT)" tests/tools
 
 test-others: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
+	$(LATER) $(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)
@@ -56,7 +57,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	$(LATER) $(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -114,6 +114,7 @@ Change = Callable[[Elastic, Runner], None]
 EVERY_KIND: Sequence[Change] = (restart_a_worker, drain_and_add, kill_and_add)
 
 
+@pytest.mark.slow
 def test_a_survivor_of_many_plans_holds_what_it_held_after_the_first_few(
     start: Callable[..., Any], runner: Runner
 ) -> None:
