@@ -2,10 +2,11 @@
 # `make docs` builds the documentation as a site.
 # Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
 # constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
-# Three lanes run side by side, for two cores: tests of real runs (tests/e2e), which wait for a third of their time, those
-# of single parts, and one after the other all the rest, which hardly wait and let the first go ahead (`nice`). Tests that
-# compare times have the machine to themselves. Byte code is kept whatever the environment says: the tests start some
-# hundred processes, and each would compile all that it imports. What is never imported is not compiled.
+# Two lanes run side by side: tests of real runs (tests/e2e), which wait for some of their time, and one after the other
+# all that hardly do. More lanes are little faster, and their runs compute more: they train while their test waits for a
+# busy machine. Tests that compare times have the machine to themselves. Byte code is kept whatever the environment says:
+# the tests start some hundred processes, and each would compile all that it imports. What is never imported is not
+# compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -17,8 +18,7 @@ SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-LATER := nice -n 5
-BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 .PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
 
@@ -26,7 +26,7 @@ demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs test-others types test-tools test-decisions
+	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-tools test-decisions
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow
@@ -39,13 +39,13 @@ test-runs: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/e2e
 
 test-decisions: $(STAMP)
-	$(LATER) $(PYTEST) -m "$(SELECT)" $(DECISIONS)
+	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
 
 test-tools: $(STAMP)
-	$(LATER) $(PYTEST) -m "$(SELECT)" tests/tools
+	$(PYTEST) -m "$(SELECT)" tests/tools
 
 test-others: $(STAMP)
-	$(LATER) $(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
+	$(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)
@@ -57,7 +57,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(LATER) $(BIN)/mypy
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
