@@ -31,19 +31,20 @@ def break_connections(pid: int) -> int:
     return sum(_each(pid, lambda taken: taken.shutdown(socket.SHUT_RDWR)))
 
 
-def silence_connections(pid: int) -> int:
+def silence_connections(pid: int, *, port: int | None = None) -> int:
     """Have the kernel drop what arrives on a process's TCP connections: nobody is told of an error.
 
-    New connections are not concerned. Returns how many there were.
+    With a port, only on those from or to it. New connections are not concerned. Returns how many there were.
     """
     drop_all = (_Instruction * 1)(_Instruction(code=0x06, jt=0, jf=0, k=0))  # BPF: return 0 bytes of each packet
     program = bytes(_Program(1, drop_all))
-    return sum(_each(pid, lambda taken: taken.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)))
+    return sum(_each(pid, lambda taken: taken.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program), port))
 
 
-def _each(pid: int, act) -> Iterator[bool]:
+def _each(pid: int, act, port: int | None = None) -> Iterator[bool]:
     for connection in psutil.Process(pid).net_connections("tcp"):
-        if connection.status == psutil.CONN_ESTABLISHED:
+        is_open = connection.status == psutil.CONN_ESTABLISHED
+        if is_open and (port is None or port in (connection.laddr.port, connection.raddr.port)):
             with _taken(pid, connection.fd) as taken:
                 act(taken)
             yield True

@@ -125,6 +125,12 @@ class PeerLinks:
             for link in self._links_of(gone):
                 self._drop(link)
 
+    def renew(self) -> None:
+        """Drop all links, for one of them may carry nothing though nobody was told of an error; others are made."""
+        with self._lock:
+            for link in list(self._links.values()):
+                self._drop(link)
+
     def trim(self) -> None:
         """End the links that have carried nothing since the last call; one that is needed again is made again."""
         with self._lock:

@@ -278,6 +278,7 @@ class _Worker:
         """Answer a fence that asks why no step is committed; probing takes its time, so on a thread of its own."""
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
+        self._links.renew()  # before the answer: what the next plan is formed over is new at both ends
         self._log.warning("is stuck; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def tell() -> None:

@@ -18,6 +18,7 @@ from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from oobleck.training.comm.peer_links import PeerLinks
 from oobleck.wire import FrameDecoder, encode_frame
+from tests.e2e.connections import silence_connections
 
 A, B, C = (WorkerId(node=f"n{index}", device=0) for index in range(3))
 DEADLINE_S = 60.0
@@ -204,6 +205,23 @@ def test_a_link_that_is_used_is_kept(peer: Callable[..., Peer]):
         a.links.trim()
         b.links.trim()
     assert (a.links.num_links, b.links.num_links) == (1, 1)
+
+
+def test_links_that_are_renewed_carry_what_a_silent_one_did_not(peer: Callable[..., Peer]):
+    """A network may drop what is sent without an error at either end; only another connection helps."""
+    a, b = peer(A), peer(B)
+    acquainted(a, b)
+    a.links.send(B, said(1))
+    assert b.hear() == [(A, "1")]
+    assert silence_connections(os.getpid(), port=b.links.address.port) == 2
+    a.links.send(B, said(2))
+    with pytest.raises(queue.Empty):
+        b.heard.get(timeout=0.2)
+    for each in (a, b):
+        each.links.renew()
+    a.links.send(B, said(3))
+    b.links.send(A, said(4))
+    assert (b.hear(), a.hear()) == ([(A, "3")], [(B, "4")])
 
 
 def test_a_peer_that_leaves_takes_its_links_along(peer: Callable[..., Peer]):
