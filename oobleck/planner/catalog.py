@@ -116,7 +116,7 @@ class Catalog:
         return self._for_speeds[key]
 
     def usual_if_faster(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
-        """Return the template that a pipeline without slow nodes would have anew, if its own is slower than usual."""
+        """Return the template that a new pipeline without slow nodes would have, if its own is slower than usual."""
         is_usual = template is self._templates[template.num_nodes]
         if is_usual or self._excess(template, num_microbatches) == 1.0:
             return template
