@@ -85,7 +85,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--directory", default=None, help="where to save; by default the temporary directory")
-    return parse_arguments(parser, mib=10, hidden=256, saves=1)
+    return parse_arguments(parser, mib=1, hidden=64, saves=1)
 
 
 def _state(mib: int, hidden: int) -> LayerTensors:

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mtbf-h", type=float, default=3.1, help="hours between losses, of the whole cluster")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
-    asked = parse_arguments(parser, arguments, nodes=160, days=(0.5, 1.0), step=60.0)
+    asked = parse_arguments(parser, arguments, nodes=160, days=(0.5,), step=60.0)
     if asked.read is not None:
         print(json.dumps(_read(asked.read, is_whole=asked.whole)))
         return

@@ -1,4 +1,4 @@
-"""What knowing the kinds of nodes gains: four local nodes, two of them slower, planned as two kinds and as one.
+"""What knowing the kinds of nodes gains: local nodes, half of them slower, planned as two kinds and as one.
 
     python tools/bench/kinds.py --factor 1.5
 
@@ -31,8 +31,6 @@ from oobleck.schedule.forecast import forecast
 from tools.smoke import parse_arguments
 
 TAG = "bench-kinds"
-_SLOW_NODES = ("node2", "node3")
-_KINDS, _ALIKE = "fast:2,slow:2", "4"
 _WARM_UP_STEPS = 2
 _TIMEOUT_S = 400.0
 
@@ -56,7 +54,7 @@ def play(given: argparse.Namespace, local: str, pipelines: int | None) -> Played
     options += ["--set", "checkpoint.enabled=false", "--set", "torch_threads=1"]
     options += [] if pipelines is None else ["--pipelines", str(pipelines)]
     script = [str(Path(__file__).with_name("kinds_job.py")), "--"]
-    script += ["--slow", ",".join(_SLOW_NODES), "--factor", str(given.factor), "--seconds", str(given.seconds)]
+    script += ["--slow", ",".join(slow_nodes(given.nodes)), "--factor", str(given.factor), "--seconds", str(given.seconds)]
     script += ["--blocks", str(given.blocks), "--microbatches", str(given.microbatches)]
     try:
         subprocess.run(
@@ -86,6 +84,11 @@ def _read(entries: Sequence[JournalEntry]) -> Played:
     )
 
 
+def slow_nodes(num_nodes: int) -> tuple[str, ...]:
+    """The second half of all."""
+    return tuple(f"node{index}" for index in range(num_nodes - num_nodes // 2, num_nodes))
+
+
 def predicted_s(plan: ExecutionPlan, profile_of: Callable[[str], Profile]) -> float:
     """Return the seconds of a step of a plan on nodes as they are."""
     return forecast(profile_of(plan.nodes[0]), plan, profile_of=profile_of).step_s
@@ -97,7 +100,9 @@ def _shape(plan: ExecutionPlan) -> str:
 
 def compare(given: argparse.Namespace, pipelines: int | None) -> float:
     """Play both, and print what came of it; returns by what the measured gain misses the predicted one."""
-    mixed, alike = play(given, _KINDS, pipelines), play(given, _ALIKE, pipelines)
+    num_slow = len(slow_nodes(given.nodes))
+    mixed = play(given, f"fast:{given.nodes - num_slow},slow:{num_slow}", pipelines)
+    alike = play(given, str(given.nodes), pipelines)
     shared = dict(zip(mixed.profiles, with_shared_links(list(mixed.profiles.values())), strict=True))
 
     def profile_of(node: str) -> Profile:
@@ -115,14 +120,15 @@ def compare(given: argparse.Namespace, pipelines: int | None) -> float:
 def main() -> None:
     """Compare with the planner's own number of pipelines, and with two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4, help="half of them slow")
     parser.add_argument("--factor", type=float, default=1.5, help="how many times as long slow nodes take")
     parser.add_argument("--seconds", type=float, default=0.03, help="of a block for a microbatch, there and back")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=24, help="of a step")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--pipelines", type=int, nargs="*", default=[0, 2], help="0: as many as the planner chooses")
-    given = parse_arguments(parser, seconds=0.006, steps=4, microbatches=8, pipelines=[0])
-    print(f"slow nodes ({', '.join(_SLOW_NODES)}) take {given.factor:g} times as long\n")
+    given = parse_arguments(parser, nodes=2, seconds=0.006, steps=4, microbatches=8, blocks=2, pipelines=[0])
+    print(f"slow nodes ({', '.join(slow_nodes(given.nodes))}) take {given.factor:g} times as long\n")
     print("| planned as | pipelines and their microbatches | predicted, s | measured, s | measured / predicted |")
     print("|---|---|---|---|---|")
     misses = [compare(given, pipelines or None) for pipelines in given.pipelines]

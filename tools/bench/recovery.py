@@ -1,4 +1,4 @@
-"""How long failures keep a job waiting: four local nodes, one fault after the other, beside torchrun's restart.
+"""How long failures keep a job waiting: local nodes, one fault after the other, beside torchrun's restart.
 
     python tools/bench/recovery.py --runs 5
 
@@ -71,6 +71,7 @@ class Run:
 
     def __init__(self, directory: Path, number: int, *, nodes: int = 4, job_text: str = _JOB) -> None:
         self.base_dir = directory / "base"
+        self.victim, self.newcomer = f"node{nodes // 2}", f"node{nodes}"
         self._summary = directory / f"summary{number}.json"
         job = directory / "job.yaml"
         job.write_text(job_text, encoding="utf-8")
@@ -196,23 +197,23 @@ def _signal(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_node(run: Run, node: str = "node2") -> float:
+def kill_node(run: Run) -> float:
     """Kill all that is of a node, at once; returns when that was."""
-    pids = _pids(run, node)
+    pids = _pids(run, run.victim)
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
 
 
 def _freeze_node(run: Run) -> float:
-    pids = _pids(run, "node2")
+    pids = _pids(run, run.victim)
     at_s = time.monotonic()
     _signal(pids, signal.SIGSTOP)
     return at_s
 
 
 def _kill_worker(run: Run) -> float:
-    pids = _pids(run, "node2", "worker*.pid")
+    pids = _pids(run, run.victim, "worker*.pid")
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
@@ -220,13 +221,13 @@ def _kill_worker(run: Run) -> float:
 
 def _join(run: Run) -> float:
     """A node joins: timed from the moment that it is ready."""
-    run.command("add", "node4")
-    run.wait_for(lambda entry: entry["@type"] == "WorkerUp" and entry["node"] == "node4")
+    run.command("add", run.newcomer)
+    run.wait_for(lambda entry: entry["@type"] == "WorkerUp" and entry["node"] == run.newcomer)
     return time.monotonic()
 
 
 def _drain(run: Run) -> float:
-    run.command("drain", "node2")
+    run.command("drain", run.victim)
     return time.monotonic()
 
 
@@ -265,16 +266,16 @@ _FAULTS: dict[str, Fault] = {
 }
 
 
-def measure(fault: str, directory: Path, number: int, *, at_step: int, after: int) -> Outcome:
+def measure(fault: str, directory: Path, number: int, *, nodes: int, at_step: int, after: int) -> Outcome:
     """Do one fault to one run, once it has made so many steps."""
-    run = Run(directory, number)
+    run = Run(directory, number, nodes=nodes)
     try:
         run.wait_for_step(at_step)
         run.skip()
         workers, ordinary_s = run.workers, run.steps()[_WARM_UP_STEPS:]
         at_s = _FAULTS[fault].act(run)
         first_s = _wait_until_it_goes_on(run, fault) - at_s
-        nodes = len(run.plan_nodes)
+        left = len(run.plan_nodes)
         stalled_s = max(run.steps()[_WARM_UP_STEPS + len(ordinary_s) :]) - max(ordinary_s)
         for _ in range(after):
             run.wait_for_next_step()
@@ -289,7 +290,7 @@ def measure(fault: str, directory: Path, number: int, *, at_step: int, after: in
         next_step_s=first_s,
         step_s=statistics.median(ordinary_s),
         steps_lost=int(str(summary["steps_lost"])),
-        nodes=nodes,
+        nodes=left,
         kept=kept,
     )
 
@@ -366,12 +367,13 @@ def main() -> None:
     end_runs_when_terminated()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--faults", nargs="*", choices=[*_FAULTS, []], default=list(_FAULTS))
     parser.add_argument("--at-step", type=int, default=_FAULT_STEP, help="the step after which faults happen")
     parser.add_argument("--after", type=int, default=_AFTER_STEPS, help="steps that follow")
     parser.add_argument("--torchrun", action=argparse.BooleanOptionalAction, default=True, help="its restart as well")
     arguments = parse_arguments(
-        parser, runs=1, faults=["killed worker"], at_step=_WARM_UP_STEPS + 1, after=2, torchrun=False
+        parser, runs=1, nodes=2, faults=["killed worker"], at_step=_WARM_UP_STEPS + 1, after=2, torchrun=False
     )
     print("| fault | runs | stall (max), s | next step, s | step, s | target | met | lost | nodes | kept |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -380,7 +382,9 @@ def main() -> None:
         medians: dict[str, float] = {}
         for fault in arguments.faults:
             outcomes = [
-                measure(fault, directory, number, at_step=arguments.at_step, after=arguments.after)
+                measure(
+                    fault, directory, number, nodes=arguments.nodes, at_step=arguments.at_step, after=arguments.after
+                )
                 for number in range(arguments.runs)
             ]
             medians[fault] = statistics.median(outcome.next_step_s for outcome in outcomes)

@@ -38,7 +38,6 @@ from tools.smoke import parse_arguments
 _TAG = "bench-restart"
 _JOB = Path(__file__).with_name("restart_job.py")
 _TIMEOUT_S = 150.0
-_TORCHRUN_LIMIT_S = 60.0
 _SAVES = ("itself", "flash")
 _AGAIN_AFTER = 8
 """Steps between two kills."""
@@ -224,7 +223,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="kills in each row")
     parser.add_argument("--nodes", type=int, default=4, help="of which one is lost")
     parser.add_argument("--saves", nargs="+", choices=_SAVES, default=_SAVES, help="how the script saves its state")
-    given = parse_arguments(parser, runs=1, nodes=2, saves=["flash"])
+    parser.add_argument("--torchrun-limit", type=float, default=60.0, help="seconds after which torchrun is given up")
+    given = parse_arguments(parser, runs=1, nodes=2, saves=["flash"], torchrun_limit=1.0)
     print("| what | kills | median s | max s | steps redone | kept | target |")
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obr"))
@@ -232,7 +232,7 @@ def main() -> None:
         for is_flash in [saves == "flash" for saves in given.saves]:
             print(_one_node(directory, given.runs, is_flash=is_flash), flush=True)
             print(_lost_node(directory, given.runs, given.nodes, is_flash=is_flash), flush=True)
-        print(_torchrun(directory, given.runs), flush=True)
+        print(_torchrun(directory, given.runs, given.torchrun_limit), flush=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -263,7 +263,7 @@ def _how(is_flash: bool) -> str:
     return ", flash checkpoints" if is_flash else ""
 
 
-def _torchrun(directory: Path, runs: int) -> str:
+def _torchrun(directory: Path, runs: int, limit_s: float) -> str:
     """One kill in each run: torchrun does not always come back."""
     restarts = []
     for _ in range(runs):
@@ -273,10 +273,10 @@ def _torchrun(directory: Path, runs: int) -> str:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
         job = Job([*launcher, "--max-restarts=1000"], directory)
         try:
-            restarts += kill_ranks(job, 1, limit_s=_TORCHRUN_LIMIT_S)
+            restarts += kill_ranks(job, 1, limit_s=limit_s)
         finally:
             job.end()
-    return row(f"torchrun, a killed rank of two (inf: not within {_TORCHRUN_LIMIT_S:g} s)", restarts, "", "")
+    return row(f"torchrun, a killed rank of two (inf: not within {limit_s:g} s)", restarts, "", "")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--svg", type=Path, help="draw seconds against N")
     parser.add_argument("--beside", type=Path, help="what an earlier --output has is shown, and drawn, beside this")
     return parse_arguments(
-        parser, arguments, workers=(4,), runs=1, groups=(2, 4), control=(16, 64), rack=(64, 8), simulated=(32, 64)
+        parser, arguments, workers=(2,), runs=1, groups=(2, 4), control=(16, 64), rack=(64, 8), simulated=(32, 64)
     )
 
 

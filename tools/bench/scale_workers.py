@@ -93,12 +93,11 @@ def _kill_once(directory: Path, number: int, num_nodes: int) -> Kill:
         for _ in range(_STEPS):
             run.wait_for_next_step()
         steps_s = run.steps()[_WARM_UP_STEPS:]
-        lost = f"node{num_nodes // 2}"
-        survivors = [pid for node, pid in run.workers.items() if node != lost]
+        survivors = [pid for node, pid in run.workers.items() if node != run.victim]
         sockets_before = max(map(_num_sockets, survivors))
         workers_before = {pid: _processor_s(pid) for pid in survivors}
         master_s, sent_bytes = _processor_s(run.pid), _sent_bytes(run.pid)
-        killed_s = kill_node(run, lost)
+        killed_s = kill_node(run)
         done = run.wait_for(lambda entry: entry["@type"] == "RecoveryDone")
         done_s = time.monotonic() - killed_s
         master_s = _processor_s(run.pid) - master_s

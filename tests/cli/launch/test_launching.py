@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 import oobleck
+from oobleck.cli.main import main
 from oobleck.control.journal import RunState
 from oobleck.errors import ConfigError, RunFailed, UsageError
 from oobleck.exit_codes import ExitCode, exit_code_of
@@ -29,7 +28,7 @@ Refused = tuple[object, dict[str, Any], list[str]]
     ],
 )
 def test_what_cannot_be_used_is_said_as_on_the_command_line(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / "job.yaml").write_text("max_steps: 5\n")
     (tmp_path / "wrong.yaml").write_text("max_steps: 5\nmax_step: 6\n")
@@ -38,10 +37,9 @@ def test_what_cannot_be_used_is_said_as_on_the_command_line(
     job, options, words = refused
     with pytest.raises((ConfigError, UsageError)) as raised:
         oobleck.launch(job, base_dir="base", **options)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", "oobleck", "up", "--base-dir", "base", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stderr == f"oobleck: {raised.value}\n"
-    assert done.returncode == exit_code_of(raised.value)
+    capfd.readouterr()
+    assert main(["up", "--base-dir", "base", *words]) == exit_code_of(raised.value)
+    assert capfd.readouterr().err == f"oobleck: {raised.value}\n"
 
 
 @pytest.mark.parametrize(
