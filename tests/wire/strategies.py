@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -52,8 +53,12 @@ _PLAIN: dict[object, st.SearchStrategy[Any]] = {
 }
 
 
+@cache
 def values_of(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotation; NaN, which equals nothing, is not among them."""
+    """Values of an annotation; NaN, which equals nothing, is not among them.
+
+    Kept, for Hypothesis takes longer to look at a new strategy than to draw from one that it knows.
+    """
     if annotation in _PLAIN:
         return _PLAIN[annotation]
     if annotation is WorkerId:
@@ -77,10 +82,14 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
 
 def built(cls: type, **chosen: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Values of a dataclass, each field of its annotation but for the chosen ones."""
-    hints = get_type_hints(cls)
-    drawn = {name: within(hints[name], bounds) for name, bounds in bounds_of(cls).items()}
-    plain = {field.name: values_of(hints[field.name]) for field in fields(cls) if field.name not in drawn | chosen}
-    return st.builds(cls, **(plain | drawn | chosen))
+    others = {field.name: _values_of_field(cls, field.name) for field in fields(cls) if field.name not in chosen}
+    return st.builds(cls, **(others | chosen))
+
+
+@cache
+def _values_of_field(cls: type, name: str) -> st.SearchStrategy[Any]:
+    annotation, bounds = get_type_hints(cls)[name], bounds_of(cls).get(name)
+    return values_of(annotation) if bounds is None else within(annotation, bounds)
 
 
 def within(annotation: Any, bounds: Bounds) -> st.SearchStrategy[Any]:
@@ -90,7 +99,9 @@ def within(annotation: Any, bounds: Bounds) -> st.SearchStrategy[Any]:
         int: st.integers(math.ceil(bounds.least), math.floor(bounds.most)),
         float: st.floats(bounds.least, bounds.most),
     }
-    return st.one_of(*(numbers[kind].filter(bounds.hold) if kind in numbers else values_of(kind) for kind in kinds))
+    if bounds.excluded:
+        numbers = {kind: drawn.filter(bounds.hold) for kind, drawn in numbers.items()}
+    return st.one_of(*(numbers[kind] if kind in numbers else values_of(kind) for kind in kinds))
 
 
 def _stage_templates() -> st.SearchStrategy[StageTemplate]:
@@ -172,6 +183,11 @@ def _can_be_a_model(config: Mapping[str, object]) -> bool:
     return True
 
 
+_NOTICE_HEADERS = st.dictionaries(
+    st.from_regex(r"[A-Za-z-]{1,9}", fullmatch=True), st.text("abc :;", max_size=9), max_size=3
+)
+
+
 def _control_specs() -> st.SearchStrategy[ControlSpec]:
     return st.floats(1e-3, 1e3).flatmap(
         lambda interval_s: built(
@@ -179,9 +195,7 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
             heartbeat_interval_s=st.just(interval_s),
             lease_s=st.floats(2 * interval_s, 1e9),
             notice_command=st.none() | WHOLE,
-            notice_headers=st.dictionaries(
-                st.from_regex(r"[A-Za-z-]{1,9}", fullmatch=True), st.text("abc :;", max_size=9), max_size=3
-            ),
+            notice_headers=_NOTICE_HEADERS,
             notice_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
             notice_pattern=st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"]),
         )
@@ -207,6 +221,10 @@ def _shards() -> st.SearchStrategy[Shard]:
     return built(Shard, file=st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}", fullmatch=True))
 
 
+_TAGS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}", fullmatch=True)
+_LOSS_SCALES = st.integers(-24, 100).map(lambda exponent: 2.0**exponent)
+
+
 @st.composite
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
@@ -217,13 +235,13 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
     return draw(
         built(
             JobSpec,
-            tag=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}", fullmatch=True),
+            tag=_TAGS,
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             schedule=st.just(schedule),
             compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
-            initial_loss_scale=st.integers(-24, 100).map(lambda exponent: 2.0**exponent),
+            initial_loss_scale=_LOSS_SCALES,
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )
     )
