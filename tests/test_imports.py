@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
 _VALUES = {"bounds", "errors", "exit_codes", "job", "json_table", "ranks"}

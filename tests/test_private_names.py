@@ -18,10 +18,16 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name not in NOT_PRIVATE
 
 
+@cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@cache
 def foreign_names(tree: ast.Module) -> set[str]:
     """The names in a file that are others' modules, or come from them."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             names |= {
                 (alias.asname or alias.name).split(".")[0] for alias in node.names if not alias.name.startswith(OWN)
@@ -40,13 +46,13 @@ def root_of(node: ast.expr) -> str | None:
 
 def defined_names(tree: ast.Module) -> set[str]:
     """What this file's own classes define or assign."""
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {node.name for node in nodes_of(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     stored = {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        node.attr for node in nodes_of(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     fields = {
         node.target.id
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     return functions | stored | fields
@@ -55,7 +61,7 @@ def defined_names(tree: ast.Module) -> set[str]:
 def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The lines that read a private name of ours, with what they say."""
     foreign, own = foreign_names(tree), defined_names(tree)
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Attribute(attr=name, value=value) if is_private(name):
                 is_own = isinstance(value, ast.Name) and value.id in ("self", "cls") and name in own
@@ -75,7 +81,7 @@ def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def patches(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The lines that replace an attribute of a module or an object of ours."""
     foreign = foreign_names(tree)
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr=name), args=[target, *_]) if name in PATCHES:
                 if isinstance(target, ast.Constant):

@@ -54,7 +54,14 @@ def play(given: argparse.Namespace, local: str, pipelines: int | None) -> Played
     options += ["--set", "checkpoint.enabled=false", "--set", "torch_threads=1"]
     options += [] if pipelines is None else ["--pipelines", str(pipelines)]
     script = [str(Path(__file__).with_name("kinds_job.py")), "--"]
-    script += ["--slow", ",".join(slow_nodes(given.nodes)), "--factor", str(given.factor), "--seconds", str(given.seconds)]
+    script += [
+        "--slow",
+        ",".join(slow_nodes(given.nodes)),
+        "--factor",
+        str(given.factor),
+        "--seconds",
+        str(given.seconds),
+    ]
     script += ["--blocks", str(given.blocks), "--microbatches", str(given.microbatches)]
     try:
         subprocess.run(
