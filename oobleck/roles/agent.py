@@ -57,8 +57,8 @@ from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
+from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
 from .checkpoint_persister import CheckpointPersister
-from .ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
 from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
 from .way import Way

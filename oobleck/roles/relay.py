@@ -26,13 +26,13 @@ from oobleck.control.protocol import (
     RelaySaid,
     news_in,
 )
-from oobleck.control.relays import Gathering, child_towards, parent_of
+from oobleck.control.relaying import Gathering, child_towards, parent_of
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
+from .agent_ports import RelayListener
 from .channel import MessageChannel
-from .ports import RelayListener
 
 __all__ = ["FromRelay", "Relay", "ToRelay", "beats_s"]
 

@@ -21,7 +21,7 @@ from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import LinkLost
+from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
 from .connections import NodeConnections

@@ -45,7 +45,7 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
 
 
 class _Sockets:
-    """Implements `roles.ports.Cluster`: agents are there already."""
+    """Implements `roles.master_ports.Cluster`: agents are there already."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -14,7 +14,7 @@ import trio
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.errors import ConfigError, OobleckError
 from oobleck.job import NodeSpec
-from oobleck.roles.ports import LiveCluster
+from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.files import read_entries, read_image, write_image
 
 __all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]

@@ -28,7 +28,7 @@ from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import LiveCluster
+from oobleck.roles.master_ports import LiveCluster
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.connections import NodeConnections

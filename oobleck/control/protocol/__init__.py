@@ -34,7 +34,19 @@ from .checkpoint_messages import (
 )
 from .commit_messages import CommitMessage, PartUp, Subject, Tally, Topic, TotalDown, Totals
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
-from .ends import ErrorKind, Exited, Killed, NotStarted, ProcessEnd, Raised, ServerEnd, Unseen, WorkerEnd
+from .ends import (
+    ErrorKind,
+    Exited,
+    Killed,
+    NotStarted,
+    ProcessEnd,
+    Raised,
+    ServerEnd,
+    Unseen,
+    WorkerEnd,
+    end_text,
+    server_end_text,
+)
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
 from .master_messages import (
     PROTOCOL_VERSION,
@@ -278,9 +290,11 @@ __all__ = [
     "WorkerStarted",
     "checkpoint_name",
     "digest_of_shards",
+    "end_text",
     "news_in",
     "run_digest",
     "run_of",
+    "server_end_text",
     "visit_at",
     "what_is_wrong",
 ]

@@ -25,8 +25,8 @@ from oobleck import __version__
 from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
 from oobleck.roles.agent import Agent
+from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import MasterConnection
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import MAX_SOCKET_PATH_BYTES, AgentDir, private_directory
 from oobleck.runtime.listening import accept as accept_client

@@ -31,7 +31,8 @@ from oobleck.control.protocol import (
     Resumed,
     UseRelay,
 )
-from oobleck.control.relays import RelayDesk, child_towards
+from oobleck.control.relaying import child_towards
+from oobleck.control.relays import RelayDesk
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId

@@ -17,7 +17,7 @@ from oobleck.control.protocol import (
     WorkerStarted,
     news_in,
 )
-from oobleck.control.relays import Gathering
+from oobleck.control.relaying import Gathering
 from oobleck.wire import FrameDecoder, encode_frame
 from tests.control.commit.test_judgement import record
 from tests.examples import examples
