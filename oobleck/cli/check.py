@@ -95,7 +95,7 @@ def check(
     import trio
     from rich.console import Console
 
-    from oobleck.runtime.processes import PatientClock
+    from oobleck.runtime.patient_clock import PatientClock
     from oobleck.ui.check_table import check_table
 
     def say(text: str) -> None:

@@ -21,7 +21,7 @@ from oobleck.control.journal import (
     response_text,
     title,
 )
-from oobleck.runtime.files import find_journal, follow_journal, read_journal
+from oobleck.runtime.journals import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 from oobleck.wire import encode_json
 

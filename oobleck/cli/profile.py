@@ -45,8 +45,9 @@ def profile(
     assumed.
     """
     from oobleck.planner import profile_from_json, profile_to_json
-    from oobleck.runtime.files import ProfileFiles, RunDirectory
+    from oobleck.runtime.files import RunDirectory
     from oobleck.runtime.processes import run_profiler
+    from oobleck.runtime.profile_files import ProfileFiles
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")

@@ -9,7 +9,7 @@ import typer
 
 from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
 from oobleck.errors import UsageError
-from oobleck.runtime.files import find_journal, read_journal
+from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 
 from .events import RunArgument

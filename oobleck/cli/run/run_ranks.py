@@ -31,8 +31,10 @@ from oobleck.runtime.cluster import SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, set_aside
-from oobleck.runtime.processes import PatientClock
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter, set_aside
+from oobleck.runtime.patient_clock import PatientClock
+from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import say

@@ -1,4 +1,4 @@
-"""The journal of a virtual run, kept in memory: the twin of `runtime.files.journal_file`."""
+"""The journal of a virtual run, kept in memory: the twin of `runtime.journals.journal_file`."""
 
 from __future__ import annotations
 
