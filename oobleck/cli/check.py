@@ -12,15 +12,14 @@ from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.json_table import to_json
 
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import (
     SLOW_FACTOR,
-    BaseDirOption,
     DialIn,
     DialInOption,
     FromRay,
     FromSlurm,
     HostsFromOption,
-    JsonOption,
     KeysOption,
     KubernetesOption,
     NodeSource,
@@ -30,7 +29,6 @@ from .inputs import (
     SlurmJobOption,
     SlurmOption,
     SSHConfigOption,
-    base_dir_of,
     read_source,
 )
 from .up import readable_file

@@ -10,7 +10,11 @@ import typer
 
 from oobleck.errors import UsageError
 
-from .inputs import BaseDirOption, JsonOption, base_dir_of, read_job, whole
+from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .inputs import (
+    read_job,
+    whole,
+)
 
 if TYPE_CHECKING:
     from oobleck.planner import Profile
