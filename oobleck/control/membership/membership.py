@@ -135,6 +135,8 @@ class Membership:
         self._kinds: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         """When each node was heard of last: beside the members, for it changes with every message."""
+        self._counting: dict[str, frozenset[int] | None] = {}
+        """The devices of each node whose workers count; None where the node was given up."""
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed."""
@@ -195,7 +197,9 @@ class Membership:
 
     def _put(self, member: Member) -> None:
         """Replace what is known of a node. What is remembered of all is not true any more."""
-        self._members[member.spec.name] = member
+        name = member.spec.name
+        self._members[name] = member
+        self._counting[name] = _counting(member)
         self._in_state.clear()
         self._without_part.clear()
         self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
@@ -303,16 +307,14 @@ class Membership:
 
     def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
         """Note that workers spoke; return those of them that count: neither their node nor they were given up."""
-        members = self._members
-        living = (MemberState.READY, MemberState.CONNECTED)
+        counting, heard_s = self._counting, self._heard_s
         heard = []
-        for worker_id in worker_ids:
-            node, device = worker_id.node, worker_id.device
-            member = members[node]
-            if member.state in living:
-                if self._heard_s[node] < now_s:
-                    self._heard_s[node] = now_s
-                if device < len(member.spec.devices) and device not in member.shutdown:
+        for worker_id in worker_ids:  # of thousands of nodes, at every step of a recovery
+            node = worker_id.node
+            if (devices := counting[node]) is not None:
+                if heard_s[node] < now_s:
+                    heard_s[node] = now_s
+                if worker_id.device in devices:
                     heard.append(worker_id)
         return heard
 
@@ -449,6 +451,13 @@ class Membership:
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:
     """The process ids of a device's workers that have ended, with one more."""
     return (*gone.get(device, ()), pid)[-_ENDS_KEPT:]
+
+
+def _counting(member: Member) -> frozenset[int] | None:
+    """The devices of a node whose workers count, and were not asked to end; None where the node was given up."""
+    if member.state not in (MemberState.READY, MemberState.CONNECTED):
+        return None
+    return frozenset(range(len(member.spec.devices))) - member.shutdown
 
 
 def _moved(member: Member, state: MemberState) -> Member:

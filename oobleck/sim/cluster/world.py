@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def make(cls, kinds: NodeKinds, delays: Delays, seed: int, costs: Costs | None = None) -> World:
-        tempo = Tempo(kinds.profile, profile_of=kinds.profile_of, form_group_s=delays.form_group_s, costs=costs)
+        tempo = Tempo(kinds.profile, profile_of=kinds.own_profile_of, form_group_s=delays.form_group_s, costs=costs)
         return cls(kinds=kinds, delays=delays, tempo=tempo, rng=Random(seed))
 
     def up_to(self, limit_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -38,6 +38,11 @@ class NodeKinds:
 
     def profile_of(self, node: str) -> Profile:
         return self[node].profile
+
+    @property
+    def own_profile_of(self) -> Callable[[str], Profile] | None:
+        """`profile_of` where nodes are of several kinds; None where all have `profile`, and none need be asked."""
+        return self.profile_of if len(self._kinds) > 1 else None
 
     def devices_of(self, node: str) -> range:
         return range(self[node].devices_per_node)

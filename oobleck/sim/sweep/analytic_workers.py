@@ -67,7 +67,7 @@ class AnalyticWorkers:
         """No worker trains any further."""
         self._num_samples = num_samples
         self._costs = costs
-        self._pace = StepTimes(kinds.profile, profile_of=kinds.profile_of)
+        self._pace = StepTimes(kinds.profile, profile_of=kinds.own_profile_of)
         self._plan: ExecutionPlan | None = None
         self._schedules: tuple[ScheduleKind, ...] = ()
         """Of the pipelines of the plan in force."""

@@ -97,6 +97,6 @@ def most_steps(trace: Trace, settings: SweepSettings) -> int:
     plan = planner.initial_plan(most).plan
     if settings.max_steps is not None:
         return settings.max_steps
-    schedules = schedules_for(settings.job(max_steps=1), nodes.profile, plan, profile_of=nodes.profile_of)
-    step_s = StepTimes(nodes.profile, profile_of=nodes.profile_of).step_s(plan, {}, schedules)
+    schedules = schedules_for(settings.job(max_steps=1), nodes.profile, plan, profile_of=nodes.own_profile_of)
+    step_s = StepTimes(nodes.profile, profile_of=nodes.own_profile_of).step_s(plan, {}, schedules)
     return min(MAX_STEPS, int(trace.duration_s / step_s) + 1)
