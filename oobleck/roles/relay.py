@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import trio
 
-from oobleck.control.plans import numbers_in, runs_of
 from oobleck.control.protocol import (
     BecomeRelay,
     FromAgent,
@@ -25,6 +24,8 @@ from oobleck.control.protocol import (
     RelayOpen,
     RelaySaid,
     news_in,
+    numbers_in,
+    runs_of,
 )
 from oobleck.control.relaying import Gathering, child_towards, parent_of
 from oobleck.errors import PeerError

@@ -76,7 +76,6 @@ from .plan_orders import (
     PlanId,
     PlanNeeded,
     PlanOrder,
-    Runs,
 )
 from .rank_messages import (
     TRACE_SIGNAL,
@@ -116,6 +115,7 @@ from .relay_messages import (
     UseRelay,
     news_in,
 )
+from .runs import Runs, numbers_in, runs_of
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -292,8 +292,10 @@ __all__ = [
     "digest_of_shards",
     "end_text",
     "news_in",
+    "numbers_in",
     "run_digest",
     "run_of",
+    "runs_of",
     "server_end_text",
     "visit_at",
     "what_is_wrong",
