@@ -26,7 +26,7 @@ demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-tools test-decisions
+	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-decisions test-tools
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: test test-slow

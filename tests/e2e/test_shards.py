@@ -32,7 +32,7 @@ from .reference import losses_of_rows
 
 LENGTH = 32
 TOKENS = 300
-SIZES = (90, 5, 300, 160, 1, 200)
+SIZES = (60, 5, 190, 110, 1, 146)
 
 JOB = """\
 tag: e2e
@@ -168,7 +168,7 @@ def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
     before = runner.journal()
     outcome = runner.run(*options, nodes=where)
     assert outcome.exit_code == 0, outcome.output
-    assert outcome.summary["begun_after"] + outcome.summary["steps_committed"] == 95
+    assert outcome.summary["begun_after"] + outcome.summary["steps_committed"] == 64
     after = committed(runner.journal())
     went_back_to = min(after) - 1
     assert went_back_to >= 5, f"it went on from a checkpoint: {outcome.output}"
