@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
-_VALUES = {"bounds", "errors", "exit_codes", "job", "json_table", "ranks"}
+_VALUES = {"bounds", "errors", "exit_codes", "job", "json_table", "plan", "ranks"}
 _PURE = _VALUES | {"planner", "schedule", "control"}
 _WORLD = _PURE | {"wire", "roles"}
 
@@ -23,6 +25,7 @@ MAY_IMPORT = {
     "exit_codes": {"errors"},
     "job": {"bounds", "errors"},
     "json_table": {"errors"},
+    "plan": {"errors"},
     "ranks": {"bounds", "job"},
     "handover": set(),
     "script": {"errors", "handover", "job"},
@@ -52,7 +55,7 @@ imported when a script asks for it."""
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
 
-PURE_FLOORS = ("bounds", "errors", "exit_codes", "job", "json_table", "ranks", "planner", "schedule", "control")
+PURE_FLOORS = ("bounds", "errors", "exit_codes", "job", "json_table", "plan", "ranks", "planner", "schedule", "control")
 
 # The world, as far as the standard library reaches into it.
 IMPURE = {
@@ -233,13 +236,23 @@ def test_launchers_alone_connect_to_nodes():
     assert {file for file in connecting if not file.startswith("runtime/launchers/")} == set()
 
 
-def loaded_after(code: str) -> set[str]:
-    """The top-level packages that are loaded after running `code` in a fresh interpreter."""
-    show = "import sys; print('\\nLOADED', *sorted({name.split('.')[0] for name in sys.modules}))"
+def modules_after(code: str) -> set[str]:
+    """The modules that are loaded after running `code` in a fresh interpreter."""
+    show = "import sys; print('\\nLOADED', *sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{show}"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
     )
     return set(done.stdout.rsplit("LOADED ", 1)[1].split())
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level packages that are loaded after running `code` in a fresh interpreter."""
+    return {name.split(".")[0] for name in modules_after(code)}
+
+
+def rooms_after(code: str) -> set[str]:
+    """The rooms, and the modules beside them, that are loaded after running `code`."""
+    return {".".join(name.split(".")[1:3]) for name in modules_after(code) if name.startswith("oobleck.")}
 
 
 def test_importing_a_pure_floor_loads_neither_torch_nor_trio():
@@ -295,6 +308,42 @@ def test_a_master_loads_numpy_when_it_plans_and_not_before():
         "numpy",
         "scipy",
     }
+
+
+def test_an_agent_loads_what_it_says_and_nothing_that_a_master_decides_by():
+    """It starts on every node before anything can train there, and again wherever a node comes back."""
+    rooms = rooms_after("import oobleck.runtime.agent.agent_process")
+    assert {name for name in rooms if name.startswith("control.")} == {
+        "control.node_ranks",
+        "control.protocol",
+        "control.relaying",
+    }
+    assert {name for name in rooms if name.startswith("roles.")}.isdisjoint({"roles.master", "roles.master_ports"})
+    assert {name for name in rooms if name.startswith("runtime.")} == {
+        "runtime.agent",
+        "runtime.descriptors",
+        "runtime.files",
+        "runtime.listening",
+        "runtime.patient_clock",
+        "runtime.relay_network",
+    }
+    assert not {name.split(".")[0] for name in rooms} & {"planner", "schedule", "cli", "sim", "ui", "training"}
+
+
+def test_an_agent_loads_nothing_heavy_but_trio():
+    assert not loaded_after("import oobleck.runtime.agent.agent_process") & (HEAVY | {"rich", "typer"}) - {"trio"}
+
+
+@pytest.mark.parametrize("command", ["add", "drain", "kill", "stop"])
+def test_commands_that_steer_a_run_load_its_socket_and_little_else(command):
+    modules = modules_after(f"from oobleck.cli.main import main; main(['{command}', '--help'])")
+    floors = {name.split(".")[1] for name in modules if name.startswith("oobleck.")}
+    assert not floors & {"control", "planner", "roles", "schedule", "ui"}
+    assert not {"oobleck.cli.inputs", "oobleck.runtime.journals", "yaml"} & modules
+
+
+def test_a_run_that_trains_loads_no_generations_of_ranks():
+    assert not rooms_after("import oobleck.cli.up, oobleck.cli.run") & {"control.generations", "control.node_ranks"}
 
 
 def test_help_is_quick():

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from oobleck.control.journal import JournalEntry, NodeState, ProfileKnown, RunView
 from oobleck.errors import UserError
-from oobleck.runtime.files import read_journal
+from oobleck.runtime.journals import read_journal
 from oobleck.ui.dashboard import Dashboard
 from oobleck.wire import encode_json
 from tools.recovery_timeline import find_recovery, recovery_svg

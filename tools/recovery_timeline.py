@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from oobleck.control.journal import JournalEntry, PlanAdopted, RecoveryDone, StepDone, sentence
-from oobleck.runtime.files import read_journal
+from oobleck.runtime.journals import read_journal
 
 __all__ = ["Recovery", "find_recovery", "main", "recovery_svg"]
 

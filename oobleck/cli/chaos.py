@@ -16,7 +16,12 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.sim.trace import Trace
 
 from .chaos_run import LocalRun, Player, RunningRun, name_nodes, not_played
-from .inputs import NUM_SPARE_NODES, BaseDirOption, TagOption, base_dir_of, read_job, whole
+from .common_options import BaseDirOption, TagOption, base_dir_of
+from .inputs import (
+    NUM_SPARE_NODES,
+    read_job,
+    whole,
+)
 from .trace import read_trace
 
 __all__ = ["chaos"]

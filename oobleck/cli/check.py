@@ -12,15 +12,14 @@ from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.json_table import to_json
 
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import (
     SLOW_FACTOR,
-    BaseDirOption,
     DialIn,
     DialInOption,
     FromRay,
     FromSlurm,
     HostsFromOption,
-    JsonOption,
     KeysOption,
     KubernetesOption,
     NodeSource,
@@ -30,7 +29,6 @@ from .inputs import (
     SlurmJobOption,
     SlurmOption,
     SSHConfigOption,
-    base_dir_of,
     read_source,
 )
 from .up import readable_file
@@ -95,7 +93,7 @@ def check(
     import trio
     from rich.console import Console
 
-    from oobleck.runtime.processes import PatientClock
+    from oobleck.runtime.patient_clock import PatientClock
     from oobleck.ui.check_table import check_table
 
     def say(text: str) -> None:

@@ -14,7 +14,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.wire import to_builtins
 
-from .inputs import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
 

@@ -23,7 +23,7 @@ from oobleck.runtime.control_client import (
 )
 from oobleck.wire import from_builtins
 
-from .inputs import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of
 
 __all__ = ["add", "drain", "kill", "status", "stop"]
 

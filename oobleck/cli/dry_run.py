@@ -21,8 +21,9 @@ from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
-from oobleck.runtime.files import MAX_DATA_BYTES, ProfileFiles, RunDirectory, read_input
+from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
+from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.user_path import expand_user
 
 from .inputs import NodeSource, VirtualOnes

@@ -21,11 +21,11 @@ from oobleck.control.journal import (
     response_text,
     title,
 )
-from oobleck.runtime.files import find_journal, follow_journal, read_journal
+from oobleck.runtime.journals import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 from oobleck.wire import encode_json
 
-from .inputs import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 
 __all__ = ["events"]
 

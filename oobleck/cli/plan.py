@@ -10,13 +10,13 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_MICROBATCHES
 
+from .common_options import JsonOption
 from .inputs import (
     ChunksOption,
     DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
     GlobalBatchOption,
-    JsonOption,
     MicrobatchOption,
     ModelOption,
     PipelinesOption,

@@ -10,7 +10,11 @@ import typer
 
 from oobleck.errors import UsageError
 
-from .inputs import BaseDirOption, JsonOption, base_dir_of, read_job, whole
+from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .inputs import (
+    read_job,
+    whole,
+)
 
 if TYPE_CHECKING:
     from oobleck.planner import Profile
@@ -45,8 +49,9 @@ def profile(
     assumed.
     """
     from oobleck.planner import profile_from_json, profile_to_json
-    from oobleck.runtime.files import ProfileFiles, RunDirectory
+    from oobleck.runtime.files import RunDirectory
     from oobleck.runtime.processes import run_profiler
+    from oobleck.runtime.profile_files import ProfileFiles
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")

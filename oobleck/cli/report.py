@@ -9,11 +9,11 @@ import typer
 
 from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
 from oobleck.errors import UsageError
-from oobleck.runtime.files import find_journal, read_journal
+from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 
+from .common_options import BaseDirOption, base_dir_of
 from .events import RunArgument
-from .inputs import BaseDirOption, base_dir_of
 
 __all__ = ["report"]
 

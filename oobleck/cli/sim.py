@@ -17,6 +17,7 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_MICROBATCHES, MAX_STEPS
 
+from .common_options import JsonOption
 from .inputs import (
     MAX_SEED,
     ChunksOption,
@@ -24,7 +25,6 @@ from .inputs import (
     DevicesPerNodeOption,
     FaultThresholdOption,
     GlobalBatchOption,
-    JsonOption,
     KindCount,
     MicrobatchOption,
     ModelOption,

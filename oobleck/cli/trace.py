@@ -12,7 +12,13 @@ from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-from .inputs import MAX_SEED, JsonOption, duration_s, real, whole
+from .common_options import JsonOption
+from .inputs import (
+    MAX_SEED,
+    duration_s,
+    real,
+    whole,
+)
 
 if TYPE_CHECKING:
     from oobleck.sim.trace import FailureModel, Trace

@@ -19,13 +19,12 @@ from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 from oobleck.user_path import expand_user
 
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import (
-    BaseDirOption,
     DialIn,
     DialInOption,
     HostsEveryOption,
     HostsFromOption,
-    JsonOption,
     KeysOption,
     KubernetesOption,
     NumNodesOption,
@@ -34,7 +33,6 @@ from .inputs import (
     SlurmJobOption,
     SlurmOption,
     SSHConfigOption,
-    base_dir_of,
     open_job,
     parse_local,
     parse_scaling,

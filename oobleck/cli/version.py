@@ -11,7 +11,7 @@ import typer
 
 from oobleck import __version__
 
-from .inputs import JsonOption
+from .common_options import JsonOption
 
 __all__ = ["installed", "version"]
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from oobleck.plan import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
+
 from .cluster_planner import ClusterPlanner
 from .cutter import Cutter
 from .decision import Decision
 from .node_kind import NodeKind
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 from .profiles import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
@@ -35,7 +36,6 @@ from .profiles import (
 )
 from .settings import PlannerSettings
 from .speeds import with_speed
-from .transfers import LayerTransfer
 
 if TYPE_CHECKING:
     from .mixed import MixedPlanner

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
 
 from .costs import StageCosts, Timing
 from .cutter import Cutter
 from .fastest import ExactTimes, FastPipelines
 from .instantiation import SizeOption, Sizing, choose_sizes, distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate
 from .profiles import Profile
 from .settings import PlannerSettings
 from .templates import MOST_STAGES, cut_for_speeds, find_templates

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from oobleck.plan import ExecutionPlan, WorkerId
+
 from .decision import Decision
-from .plan import ExecutionPlan, WorkerId
 from .profiles import Profile
 from .settings import PlannerSettings
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.errors import PlanningError
+from oobleck.plan import PipelineTemplate, StageTemplate
 
-from .plan import PipelineTemplate, StageTemplate
 from .profiles import NetworkProfile, Profile
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .plan import PipelineTemplate
+from oobleck.plan import PipelineTemplate
 
 __all__ = ["Cutter"]
 

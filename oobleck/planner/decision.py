@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan import ExecutionPlan
-from .transfers import LayerTransfer
+from oobleck.plan import ExecutionPlan, LayerTransfer
 
 __all__ = ["Decision"]
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from oobleck.plan import PipelineTemplate
+
 from .costs import StageCosts, Timing
 from .instantiation import SizeOption, Sizing, choose_sizes, reduction_s
 from .makespan import PassTimes
-from .plan import PipelineTemplate
 from .templates import MOST_STAGES, Recut
 
 __all__ = ["ExactTimes", "FastPipelines"]

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from oobleck.errors import Unrecoverable
-
-from .plan import PipelineTemplate, WorkerId
+from oobleck.plan import PipelineTemplate, WorkerId
 
 __all__ = ["Holding", "Inventory", "missing_bytes", "needed_holdings"]
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.plan import PipelineTemplate
+
 from .costs import Floats, cut_seconds
-from .plan import PipelineTemplate
 from .profiles import Profile
 
 __all__ = ["PassTimes", "Stops", "stops_of"]

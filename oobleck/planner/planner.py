@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 
 from .catalog import Catalog
 from .cutter import Cutter
 from .decision import Decision
 from .fastest import FastPipelines
 from .formatting import counted
-from .plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from .profiles import Profile
 from .reconfiguration import Changes, reconfigure
 from .settings import PlannerSettings

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan
 
 from .decision import Decision
 from .formatting import counted
-from .plan import ExecutionPlan
 from .settings import PlannerSettings
 
 __all__ = ["check_nodes", "started"]

@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate, WorkerId
 
 from .cutter import Cutter
 from .decision import Decision
-from .plan import ExecutionPlan, PipelineTemplate, WorkerId
 from .planner import Planner
 from .profiles import LayerProfile, Profile
 from .settings import PlannerSettings
-from .transfers import LayerTransfer
 
 __all__ = ["TensorParallelPlanner", "expand_plan", "expand_transfers"]
 

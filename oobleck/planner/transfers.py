@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from oobleck.plan import LayerTransfer, WorkerId
 
 from .inventory import Holding, Inventory
-from .plan import WorkerId
 
-__all__ = ["LayerTransfer", "plan_transfers"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTransfer:
-    """Part `part` of `num_parts` of a layer's flat state goes from `source` to `target`."""
-
-    layer: int
-    source: WorkerId
-    target: WorkerId
-    part: int = 0
-    num_parts: int = 1
+__all__ = ["plan_transfers"]
 
 
 def plan_transfers(

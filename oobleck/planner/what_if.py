@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from oobleck.errors import PlanningError, Unrecoverable
+from oobleck.plan import ExecutionPlan, LayerTransfer
 
 from .decision import Decision
 from .mixed import MixedPlanner
-from .plan import ExecutionPlan
 from .planner import Planner
 from .profiles import Profile
-from .transfers import LayerTransfer
 
 __all__ = ["LossCase", "LossReport", "moved_bytes", "transfer_s", "what_if_one_is_lost", "what_if_two_are_lost"]
 

@@ -55,10 +55,10 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
-from oobleck.planner import WorkerId
+from oobleck.plan import WorkerId
 
+from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
 from .checkpoint_persister import CheckpointPersister
-from .ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
 from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
 from .way import Way

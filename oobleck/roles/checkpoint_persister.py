@@ -25,7 +25,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import CorruptCheckpoint
 
-from .ports import CheckpointStore
+from .agent_ports import CheckpointStore
 
 __all__ = ["CheckpointPersister"]
 

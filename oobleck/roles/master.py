@@ -62,7 +62,7 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.ranks import RanksSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
-from .ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
+from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
 from .run_clock import RunClock
 
 __all__ = ["Master", "decode_relayed"]

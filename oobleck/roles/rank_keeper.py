@@ -11,7 +11,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.generations import NodeSigns, RankSetup, is_shown, shown_text
+from oobleck.control.node_ranks import NodeSigns, RankSetup, is_shown, shown_text
 from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
@@ -31,7 +31,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import ConfigError, WorkersUnavailable
 
-from .ports import RankHandle, RankHost
+from .agent_ports import RankHandle, RankHost
 
 __all__ = ["RankKeeper"]
 

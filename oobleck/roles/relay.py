@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import trio
 
-from oobleck.control.plans import numbers_in, runs_of
 from oobleck.control.protocol import (
     BecomeRelay,
     FromAgent,
@@ -25,14 +24,16 @@ from oobleck.control.protocol import (
     RelayOpen,
     RelaySaid,
     news_in,
+    numbers_in,
+    runs_of,
 )
-from oobleck.control.relays import Gathering, child_towards, parent_of
+from oobleck.control.relaying import Gathering, child_towards, parent_of
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
+from .agent_ports import RelayListener
 from .channel import MessageChannel
-from .ports import RelayListener
 
 __all__ = ["FromRelay", "Relay", "ToRelay", "beats_s"]
 

@@ -34,12 +34,12 @@ from oobleck.control.protocol import (
     RelayReport,
     UseRelay,
 )
-from oobleck.control.relays import PATIENCE
+from oobleck.control.relaying import PATIENCE
 from oobleck.errors import PeerError
 from oobleck.wire import FrameDecoder
 
+from .agent_ports import MasterConnection, RelayNetwork
 from .channel import MessageChannel
-from .ports import MasterConnection, RelayNetwork
 from .relay import FromRelay, Relay, ToRelay
 from .resend_queue import ResendQueue
 

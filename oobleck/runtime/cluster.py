@@ -21,9 +21,10 @@ from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import LinkLost
+from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
+from .agent import AGENT_MODULE
 from .connections import NodeConnections
 from .files import (
     answer_command,
@@ -248,7 +249,7 @@ class SSHCluster:
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         ranks = " --ranks" if self._runs_ranks else ""
-        return f"exec {shlex.quote(self._paths.python)} -m oobleck.runtime.processes.agent_process {options}{ranks}"
+        return f"exec {shlex.quote(self._paths.python)} -m {AGENT_MODULE} {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         """Read the answer of the agent's start: the path of its socket."""

@@ -24,9 +24,10 @@ import trio
 from oobleck.errors import ConfigError, NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 
+from .agent import AGENT_MODULE
 from .descriptors import raise_descriptor_limit
 from .launchers import INTRODUCTION, Introduction, read_pass
-from .processes import PatientClock
+from .patient_clock import PatientClock
 from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
 
 __all__ = ["NodeCall", "parse_place", "run_node"]
@@ -39,7 +40,7 @@ _LEAST_SHARE = 0.5
 """Of a wait: nodes that have lost one master at the same time do not all come back at the same time."""
 _POLL_S = 0.1
 _REAP_S = 1.0
-_AGENT = b"oobleck.runtime.processes.agent_process"
+_AGENT = AGENT_MODULE.encode()
 _SET_CHILD_SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): orphans among our descendants become our children."""
 

@@ -124,7 +124,7 @@ class SealedStream(trio.abc.Stream):
 
 
 class _Listener:
-    """Implements `roles.ports.RelayListener`."""
+    """Implements `roles.agent_ports.RelayListener`."""
 
     def __init__(self, listener: trio.SocketListener, host: str, port: int) -> None:
         self.door = RelayOpen(host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES))
@@ -143,7 +143,7 @@ class _Listener:
 
 
 class RelaySockets:
-    """Implements `roles.ports.RelayNetwork`."""
+    """Implements `roles.agent_ports.RelayNetwork`."""
 
     async def listen(self, address: str) -> _Listener:
         """Listen at an address, a host name or a network interface of this machine. Raises OSError."""

@@ -6,11 +6,13 @@ work and what it costs; it knows neither tensors nor processes, neither clock no
 
 from __future__ import annotations
 
+from oobleck.plan import ScheduleKind
+
 from .check import check_schedule
 from .compile import SECTIONED_KINDS, compile_schedule, section_stops
 from .cost import StageCost
 from .instruction import Instruction, Op, Program
-from .schedule import Link, Schedule, ScheduleError, ScheduleKind, Wire, peak_in_flight
+from .schedule import Link, Schedule, ScheduleError, Wire, peak_in_flight
 from .text import format_program, format_schedule, parse_program, parse_schedule
 from .timeline import Span, Timeline, Transfer, timeline
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from oobleck.plan import ScheduleKind
 from oobleck.planner import PipelineTemplate, Profile
 
 from .compile import compile_schedule
 from .costs_of_stages import profiles_of_stages, stage_costs
-from .schedule import ScheduleKind
 from .step_flow import StepFlow, step_flow
 from .timeline import Timeline, timeline
 

@@ -12,9 +12,11 @@ from collections.abc import Collection
 from functools import lru_cache
 from itertools import chain
 
+from oobleck.plan import ScheduleKind
+
 from .instruction import STEP_TAIL, Instruction, Op, Program
 from .orders import ORDERS, Order, PipelineShape
-from .schedule import Schedule, ScheduleError, ScheduleKind, check_numbers
+from .schedule import Schedule, ScheduleError, check_numbers
 
 __all__ = ["SECTIONED_KINDS", "compile_schedule", "section_stops"]
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from oobleck.plan import ScheduleKind
 from oobleck.planner import ExecutionPlan, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.costs import Footprint, chunks_footprint
 from oobleck.planner.instantiation import reduction_s
 
 from .choice import choose_schedule, evaluate, kind_for
 from .costs_of_stages import profiles_of_stages, stage_costs
-from .schedule import ScheduleKind
 from .timeline import Timeline
 
 __all__ = ["Forecast", "PipelineForecast", "StageMemory", "forecast", "stage_costs"]

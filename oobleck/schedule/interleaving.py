@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
+from oobleck.plan import ScheduleKind
 from oobleck.planner import PipelineTemplate, Profile, with_speed
 
 from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
-from .schedule import ScheduleKind
 from .step_flow import step_flow
 
 __all__ = ["Interleaving", "make_cutter"]

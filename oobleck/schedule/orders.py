@@ -14,8 +14,9 @@ from itertools import chain, islice
 from types import MappingProxyType
 from typing import NamedTuple
 
+from oobleck.plan import ScheduleKind
+
 from .instruction import Op
-from .schedule import ScheduleKind
 
 __all__ = ["ORDERS", "Order", "Pass", "PipelineShape"]
 

@@ -8,27 +8,14 @@ over the model, and the chain runs through all stages once for each chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from oobleck.errors import UserError
+from oobleck.plan import ScheduleKind
 
 from .instruction import Instruction, Op, Program
 
-__all__ = ["Link", "Schedule", "ScheduleError", "ScheduleKind", "Wire", "check_numbers", "peak_in_flight"]
-
-
-class ScheduleKind(StrEnum):
-    """In which order the stages work."""
-
-    GPIPE = "gpipe"
-    """All forward passes, then all backward passes (Huang et al., 2019)."""
-    ONE_F_ONE_B = "1f1b"
-    """As few activations as possible: one backward pass for each forward pass (PipeDream-Flush, 2020)."""
-    INTERLEAVED = "interleaved"
-    """1F1B over several chunks a stage: a smaller bubble for more messages (Megatron-LM, 2021)."""
-    ZERO_BUBBLE = "zero-bubble"
-    """The backward pass in two parts, the second of which fills bubbles (ZB-H1, Qi et al., 2023)."""
+__all__ = ["Link", "Schedule", "ScheduleError", "Wire", "check_numbers", "peak_in_flight"]
 
 
 class ScheduleError(UserError):

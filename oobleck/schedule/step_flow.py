@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from oobleck.plan import ScheduleKind
+
 from .compile import compile_schedule
 from .cost import StageCost
 from .instruction import Op
-from .schedule import Link, Schedule, ScheduleKind
+from .schedule import Link, Schedule
 
 __all__ = ["StepFlow", "step_flow"]
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import re
 
+from oobleck.plan import ScheduleKind
+
 from .instruction import Instruction, Op, Program
-from .schedule import Schedule, ScheduleError, ScheduleKind
+from .schedule import Schedule, ScheduleError
 
 __all__ = ["format_program", "format_schedule", "parse_program", "parse_schedule"]
 

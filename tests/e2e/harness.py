@@ -24,6 +24,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
 from oobleck.runtime.files.run_dir import RunDirectory
+from tests.processes import words_of
 
 TAG = "e2e"
 """All runs here share it, and so a fork server that has imported torch already."""
@@ -297,7 +298,7 @@ class Runner:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and (self.processes() or self.files()):
             time.sleep(0.05)
-        return [*map(_command_line, self.processes()), *self.files()]
+        return [*(" ".join(words_of(process)) for process in self.processes()), *self.files()]
 
     def journal(self) -> list[dict[str, Any]]:
         """The entries of the newest run, as they stand in its file."""
@@ -395,14 +396,8 @@ def processes_with(variable: str) -> list[psutil.Process]:
 
 def _fork_servers(found: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that have not been forked themselves: workers bear the command line of the server that forked them."""
-    servers = [process for process in found if "oobleck.training.process.fork_server" in _command_line(process)]
+    servers = [process for process in found if "oobleck.training.process.fork_server" in words_of(process)]
     return [process for process in servers if process.ppid() not in {server.pid for server in servers}]
-
-
-def _command_line(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
 
 
 def _text() -> str:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oobleck.runtime.files import AgentDir, RunDirectory, read_journal
+from oobleck.runtime.files import AgentDir, RunDirectory
+from oobleck.runtime.journals import read_journal
 from tests.e2e.harness import processes_with
 
 __all__ = ["SCRIPT", "Ranks"]

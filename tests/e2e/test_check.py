@@ -14,6 +14,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.processes import words_of
+
 
 def throttle(node: str, share: float, check: subprocess.Popen[str]) -> None:
     """Let the probe of a node run for a share of the time only, as a CPU limit does, until the check ends."""
@@ -31,10 +33,9 @@ def throttle(node: str, share: float, check: subprocess.Popen[str]) -> None:
 
 def find_probe(node: str, master: int) -> psutil.Process | None:
     for process in psutil.Process(master).children(recursive=True):
-        with suppress(psutil.Error):
-            line = process.cmdline()
-            if "oobleck.training.process.node_probe" in line and node in line:
-                return process
+        words = words_of(process)
+        if "oobleck.training.process.node_probe" in words and node in words:
+            return process
     return None
 
 

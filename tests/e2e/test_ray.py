@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import words_of
+
 from .elastic import ENDLESS, PACED, Reference, assert_all_is_right, nodes_of, recoveries, recoveries_in, stopped
 from .harness import Runner, oobleck, started_at, worker_pids
 
@@ -97,4 +99,4 @@ def test_a_run_on_ray_loses_a_raylet_and_its_next_master_finds_the_actors(
     assert lost == ("r2",)
     assert cause in ("drained", "connection_lost"), "its process has time to say farewell, or it has not"
     assert nodes_of(outcome) == ["r0", "r1"]
-    assert [process for process in runner.processes() if "node" in process.cmdline()] == [], "Ray has its nodes back"
+    assert [process for process in runner.processes() if "node" in words_of(process)] == [], "Ray has its nodes back"

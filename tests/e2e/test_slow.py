@@ -16,7 +16,7 @@ import pytest
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.control.journal import PlanAdopted
 from oobleck.planner import ExecutionPlan
-from oobleck.runtime.files import read_journal
+from oobleck.runtime.journals import read_journal
 
 from .elastic import TOLERANCE
 from .harness import GPT2, TAG, Outcome, Runner, oobleck, worker_pids

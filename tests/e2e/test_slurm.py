@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.exit_codes import ExitCode
+from tests.processes import words_of
 from tests.slurm import Slurm, needs_slurm, serve_slurm
 
 from .elastic import (
@@ -242,7 +243,7 @@ def power_off(runner: Runner, slurm: Slurm, node: str) -> None:
 
 def kill_master(runner: Runner) -> None:
     """Kill the `oobleck up` of a batch job."""
-    masters = [process for process in runner.processes() if process.cmdline()[1:4] == ["-m", "oobleck", "up"]]
+    masters = [process for process in runner.processes() if words_of(process)[1:4] == ["-m", "oobleck", "up"]]
     assert len(masters) == 1, masters
     masters[0].kill()
 

@@ -41,9 +41,9 @@ from oobleck.control.protocol import (
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.roles.ports import CheckpointStore
+from oobleck.roles.agent_ports import CheckpointStore
+from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.files.agent_dir import AgentDir
-from oobleck.runtime.processes.checkpoint_store import NodeCheckpoints
 from oobleck.schedule import ScheduleKind
 from tests.control.commit.test_judgement import record, status
 from tests.control.journals import plan

@@ -16,10 +16,10 @@ from oobleck.control.protocol import (
     Shard,
     StateNotSaved,
     StateSaved,
+    StoragePaths,
 )
 from oobleck.job import CheckpointSpec
 from oobleck.roles.checkpoint_persister import CheckpointPersister
-from oobleck.roles.ports import StoragePaths
 
 
 class SlowDisk:

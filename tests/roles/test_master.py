@@ -12,7 +12,7 @@ from oobleck.control.events import AddRequested, Command, Connect, End, Event, S
 from oobleck.control.protocol import BecomeRelay, Greeting, MasterMessage
 from oobleck.job import ControlSpec, JobSpec, NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import AgentConnection
+from oobleck.roles.master_ports import AgentConnection
 from oobleck.roles.run_clock import RunClock
 
 from .virtual import AgentEnd, AgentLink, agent_hello

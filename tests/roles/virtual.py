@@ -65,7 +65,7 @@ class AgentLink:
 
 
 class VirtualWorker:
-    """A worker process that a test speaks for; see `oobleck.roles.ports.WorkerHandle`."""
+    """A worker process that a test speaks for; see `oobleck.roles.agent_ports.WorkerHandle`."""
 
     def __init__(self, setup: SetUpWorker, pid: int) -> None:
         self.setup = setup

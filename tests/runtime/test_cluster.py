@@ -11,7 +11,7 @@ import pytest
 
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
 from oobleck.errors import AgentGone, FaultyNode
-from oobleck.roles.ports import AgentConnection
+from oobleck.roles.master_ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.ssh.client import open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes

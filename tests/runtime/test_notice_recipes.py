@@ -16,7 +16,7 @@ import trio
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.job import ControlSpec
-from oobleck.runtime.processes.notice import await_notice
+from oobleck.runtime.agent.notice import await_notice
 from tests.serving import serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.runtime.files import read_journal
+from oobleck.runtime.journals import read_journal
 from oobleck.wire import encode_json
 from tests.control.journals import adopted, job_started, plan, run_with_a_loss
 from tools.pictures import IMAGES, KEPT, excerpt, main, pictures

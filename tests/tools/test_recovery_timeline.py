@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause, RecoveryDone
-from oobleck.runtime.files.journal_file import JournalWriter
+from oobleck.runtime.journals.journal_file import JournalWriter
 from tests.control.journals import adopted, committed, job_started, plan
 from tools.recovery_timeline import find_recovery, main, recovery_svg
 

@@ -42,8 +42,8 @@ from oobleck.control.protocol import (
 )
 from oobleck.planner import profile_from_json
 from oobleck.roles.agent import Agent
+from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import MasterConnection
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.sim.cluster import Delays, Gate, Tempo, VirtualTime, VirtualWorkerHost, WorkerProcess, World

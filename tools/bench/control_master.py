@@ -29,8 +29,10 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.descriptors import raise_descriptor_limit
-from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter
 from oobleck.runtime.metrics_output import MetricsOutput
+from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.wire import FrameDecoder
 
 
@@ -45,7 +47,7 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
 
 
 class _Sockets:
-    """Implements `roles.ports.Cluster`: agents are there already."""
+    """Implements `roles.master_ports.Cluster`: agents are there already."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

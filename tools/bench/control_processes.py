@@ -27,7 +27,8 @@ from oobleck.planner import (
     model_shape,
     profile_to_json,
 )
-from oobleck.runtime.files import ProcessId, RunDirectory, read_journal
+from oobleck.runtime.files import ProcessId, RunDirectory
+from oobleck.runtime.journals import read_journal
 from tools.bench.control_servers import Reach, serve_embedded, serve_openssh
 
 __all__ = ["Agents", "Cluster", "Master", "run_master", "serve_agents", "serve_ssh"]

@@ -54,7 +54,7 @@ from oobleck.planner import (
     model_shape,
     profile_to_json,
 )
-from oobleck.runtime.files import read_entries, write_image
+from oobleck.runtime.journals import read_entries, write_image
 from oobleck.schedule import ScheduleKind
 from oobleck.wire import encode_json
 from tools.smoke import parse_arguments

@@ -38,7 +38,8 @@ from oobleck.control.protocol import (
     RelaySaid,
     Status,
 )
-from oobleck.control.relays import Gathering, RelayDesk, parent_of
+from oobleck.control.relaying import Gathering, parent_of
+from oobleck.control.relays import RelayDesk
 from oobleck.job import ControlSpec
 from oobleck.roles.master import decode_relayed
 from oobleck.wire import FrameDecoder, encode_frame

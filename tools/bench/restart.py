@@ -32,7 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.runtime.files import AgentDir, RunDirectory, read_journal
+from oobleck.runtime.files import AgentDir, RunDirectory
+from oobleck.runtime.journals import read_journal
 from tools.smoke import parse_arguments
 
 _TAG = "bench-restart"

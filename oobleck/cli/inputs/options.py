@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share which start or plan runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import typer
 
 from oobleck.bounds import bounds_of
 from oobleck.job import DataSpec, JobSpec
-from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
-from oobleck.user_path import expand_user
 
 from .durations import duration_s
 
@@ -20,11 +18,9 @@ __all__ = [
     "MAX_TOKENS",
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
-    "BaseDirOption",
     "DialInOption",
     "HostsEveryOption",
     "HostsFromOption",
-    "JsonOption",
     "KeysOption",
     "KubernetesOption",
     "NumNodesOption",
@@ -33,9 +29,6 @@ __all__ = [
     "SSHConfigOption",
     "SlurmJobOption",
     "SlurmOption",
-    "TagArgument",
-    "TagOption",
-    "base_dir_of",
 ]
 
 MAX_BATCH, MAX_TOKENS, MAX_SEED = (
@@ -47,19 +40,6 @@ NUM_SPARE_NODES = 4
 """Virtual nodes that are there to be added to a local run."""
 SLOW_FACTOR = 1.5
 """A node that is so many times slower than the others is slow, unless the user says otherwise."""
-
-BaseDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--base-dir",
-        help="Directory of all runs.",
-        envvar=BASE_DIR_VARIABLE,
-        show_default="~/.oobleck",
-        file_okay=False,
-    ),
-]
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 HostsFromOption = Annotated[
     str | None,
@@ -120,14 +100,3 @@ SSHConfigOption = Annotated[
         help="Read this ssh config instead of ~/.ssh/config, as `ssh -F` does: Host, User, Port, IdentityFile, …",
     ),
 ]
-
-TagArgument = Annotated[
-    str | None, typer.Argument(help="Tag of the run; optional if exactly one is active.", show_default=False)
-]
-
-TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; optional if exactly one is active.")]
-
-
-def base_dir_of(given: Path | None) -> Path:
-    """The directory of all runs that an option names, or the default one."""
-    return expand_user(given) if given is not None else default_base_dir()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 
-from oobleck.cli.inputs import base_dir_of
+from oobleck.cli.common_options import base_dir_of
 from oobleck.errors import ConfigError
 from oobleck.script import Job, is_running_script
 

@@ -22,7 +22,8 @@ from oobleck.runtime.control_client import (
     StopRequest,
     request,
 )
-from oobleck.runtime.files import RunDirectory, follow_journal, read_journal
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import follow_journal, read_journal
 from oobleck.wire import from_builtins
 
 from .display import Display, snapshot_html

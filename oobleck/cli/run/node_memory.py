@@ -10,7 +10,7 @@ import trio
 from oobleck.control.membership import saying_farewell_s
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
-from oobleck.roles.ports import LiveCluster
+from oobleck.roles.master_ports import LiveCluster
 
 __all__ = ["ENDS_WELL", "give_memory_back"]
 

@@ -1,6 +1,6 @@
 """What a master before this one has left: agents, and a journal, which is read in seconds however long its run is.
 
-A journal is read from its image on (`runtime/files/journal_image.py`), which is made again as the journal grows.
+A journal is read from its image on (`runtime/journals/journal_image.py`), which is made again as the journal grows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import trio
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.errors import ConfigError, OobleckError
 from oobleck.job import NodeSpec
-from oobleck.roles.ports import LiveCluster
-from oobleck.runtime.files import read_entries, read_image, write_image
+from oobleck.roles.master_ports import LiveCluster
+from oobleck.runtime.journals import read_entries, read_image, write_image
 
 __all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
 

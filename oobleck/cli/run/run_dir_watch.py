@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import trio
 
 from oobleck.errors import UserError
-from oobleck.runtime.files import JournalWriter, RunDirectory
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter
 from oobleck.runtime.metrics_output import MetricsOutput
 
 __all__ = ["watch_run_directory"]

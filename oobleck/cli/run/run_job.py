@@ -28,16 +28,19 @@ from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import LiveCluster
+from oobleck.roles.master_ports import LiveCluster
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, aside_of, put_back, read_losses, set_aside
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter, aside_of, put_back, read_losses, set_aside
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
-from oobleck.runtime.processes import CallbackProcess, PatientClock, TrainerProcess
+from oobleck.runtime.patient_clock import PatientClock
+from oobleck.runtime.processes import CallbackProcess, TrainerProcess
+from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say

@@ -17,7 +17,7 @@ from oobleck.errors import NodeUnreachable, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
-from oobleck.roles.ports import LiveCluster
+from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.control_socket import (
     AddRequest,
     ControlRequest,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .coordinator import RanksCoordinator
-from .hang import NodeSigns, hung_rank
+from .hang import hung_rank
 from .machine import TRANSITIONS, Transition, deadline, step
-from .rank_setup import RankSetup, is_shown, rank_environment, shown_text
 from .states import (
     Begin,
     Candidate,
@@ -43,9 +42,7 @@ __all__ = [
     "Input",
     "Leave",
     "LetGo",
-    "NodeSigns",
     "Over",
-    "RankSetup",
     "RanksCoordinator",
     "Ready",
     "Roster",
@@ -57,8 +54,5 @@ __all__ = [
     "Transition",
     "deadline",
     "hung_rank",
-    "is_shown",
-    "rank_environment",
-    "shown_text",
     "step",
 ]

@@ -6,68 +6,27 @@ Nothing is known of what a script does, so three things must come together, each
     no rank gives any for a long time     output, or a save by `oobleck.checkpoint`
     a rank uses next to no processor      it waits; ranks that all compute are taken to be busy
 
-An agent watches the ranks of its node, and the master puts together what agents say. Then all ranks are asked where
-they are. A rank that is in a collective, or in a backward pass whose end is one, waits for others; one that is
-elsewhere while others wait is what they wait for.
+An agent watches the ranks of its node (`node_ranks`), and the master puts together what agents say. Then all ranks are
+asked where they are. A rank that is in a collective, or in a backward pass whose end is one, waits for others; one that
+is elsewhere while others wait is what they wait for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from oobleck.control.journal import HungRank
 from oobleck.control.protocol import RanksQuiet, RankStacks
 
-__all__ = ["HangWatch", "NodeSigns", "hung_rank"]
+__all__ = ["HangWatch", "hung_rank"]
 
-_IDLE_SHARE = 0.05
-"""Of one processor: what a rank that waits may use, for the threads that libraries have beside."""
 _ANSWERS_S = 5.0
 """How long stacks are waited for."""
 _MOST_STACK_CHARS = 4000
 _WAITING = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
-
-
-class NodeSigns:
-    """The signs of life of one node's ranks in one generation."""
-
-    def __init__(self, *, timeout_s: float, generation: int) -> None:
-        self._timeout_s = timeout_s
-        self._generation = generation
-        self._count = 0
-        self._since_s = 0.0
-        self._used_s: Mapping[int, float] = {}
-        self._has_shown = False
-        self._said: RanksQuiet | None = None
-
-    def look(self, now_s: float, *, count: int, used_s: Mapping[int, float]) -> RanksQuiet | None:
-        """Take a look; returns what is to be said to the master, if that has changed.
-
-        `count` grows with everything that ranks write or save; `used_s` is the processor time of each that runs.
-        """
-        if count != self._count or not self._used_s:
-            self._has_shown = self._has_shown or count > 0
-            self._count, self._since_s, self._used_s = count, now_s, dict(used_s)
-        quiet_s = now_s - self._since_s
-        is_quiet = quiet_s >= self._timeout_s
-        said = RanksQuiet(
-            generation=self._generation,
-            is_quiet=is_quiet,
-            has_shown=self._has_shown,
-            idle=tuple(sorted(self._idle(used_s, quiet_s))) if is_quiet else (),
-        )
-        if said == self._said:
-            return None
-        self._said = said
-        return said
-
-    def _idle(self, used_s: Mapping[int, float], quiet_s: float) -> Iterable[int]:
-        for rank, used in used_s.items():
-            if used - self._used_s.get(rank, 0.0) < _IDLE_SHARE * quiet_s:
-                yield rank
 
 
 @dataclass(slots=True)

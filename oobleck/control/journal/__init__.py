@@ -69,7 +69,7 @@ from .run_entries import (
     ScalingDecided,
     WorkerError,
 )
-from .sentences import end_text, error_text, given_up_text, loss_text, sentence, server_end_text
+from .sentences import error_text, given_up_text, loss_text, sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
@@ -174,7 +174,6 @@ __all__ = [
     "WorkerUp",
     "advice",
     "diagnose",
-    "end_text",
     "error_text",
     "evidence_detail",
     "evidence_text",
@@ -189,7 +188,6 @@ __all__ = [
     "remedy_text",
     "response_text",
     "sentence",
-    "server_end_text",
     "summarize",
     "title",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from oobleck.control.protocol import Raised
+from oobleck.control.protocol import Raised, end_text
 
 from .failures import Failure, Remedy
 from .incidents import Finding, Incident, Measure, Response
@@ -13,7 +13,7 @@ from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, Term
 from .plan_entries import HangExplained, PlanCause, RecoveryStarted
 from .ranks import RankDown, RanksHung
 from .run_entries import JobEnded, JournalGap, MasterResumed
-from .sentences import end_text, fork_server_text, hang_text, loss_text, rank_end_text, sentence
+from .sentences import fork_server_text, hang_text, loss_text, rank_end_text, sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 

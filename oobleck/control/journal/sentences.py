@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from oobleck.control.protocol import Exited, Killed, NotStarted, Raised, ServerEnd, Unseen, WorkerEnd
+from oobleck.control.protocol import WorkerEnd, end_text, server_end_text
 from oobleck.job import DEFAULT_KIND
 
 from .entries import JournalEntry
@@ -62,7 +62,6 @@ from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 
 __all__ = [
-    "end_text",
     "error_text",
     "fork_server_text",
     "given_up_text",
@@ -70,7 +69,6 @@ __all__ = [
     "loss_text",
     "rank_end_text",
     "sentence",
-    "server_end_text",
 ]
 
 
@@ -105,34 +103,6 @@ def sentence(entry: JournalEntry) -> str:
 
 
 # --- how processes end, and nodes are lost -----------------------------------------------------------------------
-
-
-def end_text(end: WorkerEnd) -> str:
-    """How a worker ended: `killed by signal 9`."""
-    match end:
-        case Killed(signal=signal):
-            return f"killed by signal {signal}"
-        case Exited(exit_code=code):
-            return f"exit code {code}"
-        case Raised(message=message):
-            return message
-        case Unseen():
-            return "nobody saw how: its fork server had ended before it"
-        case _:
-            assert_never(end)
-
-
-def server_end_text(end: ServerEnd) -> str:
-    """How a fork server ended: `exit code 1`."""
-    match end:
-        case Killed() | Exited():
-            return end_text(end)
-        case Unseen():
-            return "its connection was lost"
-        case NotStarted(problem=problem):
-            return f"it cannot be started: {problem}"
-        case _:
-            assert_never(end)
 
 
 def fork_server_text(entry: ForkServerDown) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .orders import WrongBase, orders_of, update_of
-from .plan_delta import apply_change, change_between, difference, numbers_in, rebuild, runs_of
+from .plan_delta import apply_change, change_between, difference, rebuild
 from .sections import (
     PARTIAL_COMMIT_COPIES,
     apportion,
@@ -22,10 +22,8 @@ __all__ = [
     "committed_after",
     "difference",
     "num_sections_of",
-    "numbers_in",
     "orders_of",
     "rebuild",
-    "runs_of",
     "sections_wanted",
     "shares_of",
     "update_of",

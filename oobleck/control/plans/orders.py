@@ -21,10 +21,12 @@ from oobleck.control.protocol import (
     PlanUpdate,
     Segment,
     WorkerAddress,
+    numbers_in,
+    runs_of,
 )
 from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 
-from .plan_delta import WrongBase, difference, numbers_in, rebuild, runs_of
+from .plan_delta import WrongBase, difference, rebuild
 
 __all__ = ["WrongBase", "orders_of", "update_of"]
 

@@ -12,14 +12,23 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from oobleck.control.protocol import NewPipeline, OrderedPlan, PartialStep, PlanChange, PlanDelta, Runs
+from oobleck.control.protocol import (
+    NewPipeline,
+    OrderedPlan,
+    PartialStep,
+    PlanChange,
+    PlanDelta,
+    Runs,
+    numbers_in,
+    runs_of,
+)
 from oobleck.errors import ConfigError
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.schedule import ScheduleKind
 
 from .sections import committed_after, num_sections_of
 
-__all__ = ["WrongBase", "apply_change", "change_between", "difference", "numbers_in", "rebuild", "runs_of"]
+__all__ = ["WrongBase", "apply_change", "change_between", "difference", "rebuild"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -190,22 +199,6 @@ def _follows(base: OrderedPlan, section: tuple[int, int], boundary: int) -> tupl
 
 
 # --- sequences -------------------------------------------------------------------------------------------------------
-
-
-def runs_of(numbers: Iterable[int]) -> Runs:
-    """Put numbers that follow each other together."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return tuple(runs)
-
-
-def numbers_in(runs: Runs) -> list[int]:
-    """Undo `runs_of`."""
-    return [number for first, count in runs for number in range(first, first + count)]
 
 
 def _edits(before: Sequence[H], after: Sequence[H]) -> tuple[tuple[H, ...], Runs]:

@@ -34,7 +34,19 @@ from .checkpoint_messages import (
 )
 from .commit_messages import CommitMessage, PartUp, Subject, Tally, Topic, TotalDown, Totals
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
-from .ends import ErrorKind, Exited, Killed, NotStarted, ProcessEnd, Raised, ServerEnd, Unseen, WorkerEnd
+from .ends import (
+    ErrorKind,
+    Exited,
+    Killed,
+    NotStarted,
+    ProcessEnd,
+    Raised,
+    ServerEnd,
+    Unseen,
+    WorkerEnd,
+    end_text,
+    server_end_text,
+)
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
 from .master_messages import (
     PROTOCOL_VERSION,
@@ -64,7 +76,6 @@ from .plan_orders import (
     PlanId,
     PlanNeeded,
     PlanOrder,
-    Runs,
 )
 from .rank_messages import (
     TRACE_SIGNAL,
@@ -104,6 +115,7 @@ from .relay_messages import (
     UseRelay,
     news_in,
 )
+from .runs import Runs, numbers_in, runs_of
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -278,9 +290,13 @@ __all__ = [
     "WorkerStarted",
     "checkpoint_name",
     "digest_of_shards",
+    "end_text",
     "news_in",
+    "numbers_in",
     "run_digest",
     "run_of",
+    "runs_of",
+    "server_end_text",
     "visit_at",
     "what_is_wrong",
 ]

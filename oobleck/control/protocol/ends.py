@@ -1,11 +1,27 @@
-"""How processes end, as values: what a signal, an exit code or an exception says, and nothing that must be read."""
+"""How processes end, as values: what a signal, an exit code or an exception says, and nothing that must be read.
+
+The words for people are here too, since both the agent that sees an end and the master that hears of it say them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import assert_never
 
-__all__ = ["ErrorKind", "Exited", "Killed", "NotStarted", "ProcessEnd", "Raised", "ServerEnd", "Unseen", "WorkerEnd"]
+__all__ = [
+    "ErrorKind",
+    "Exited",
+    "Killed",
+    "NotStarted",
+    "ProcessEnd",
+    "Raised",
+    "ServerEnd",
+    "Unseen",
+    "WorkerEnd",
+    "end_text",
+    "server_end_text",
+]
 
 
 class ErrorKind(StrEnum):
@@ -74,3 +90,31 @@ WorkerEnd = Killed | Exited | Unseen | Raised
 
 ServerEnd = Killed | Exited | Unseen | NotStarted
 """How the process that forks workers ended."""
+
+
+def end_text(end: WorkerEnd) -> str:
+    """How a worker ended: `killed by signal 9`."""
+    match end:
+        case Killed(signal=signal):
+            return f"killed by signal {signal}"
+        case Exited(exit_code=code):
+            return f"exit code {code}"
+        case Raised(message=message):
+            return message
+        case Unseen():
+            return "nobody saw how: its fork server had ended before it"
+        case _:
+            assert_never(end)
+
+
+def server_end_text(end: ServerEnd) -> str:
+    """How a fork server ended: `exit code 1`."""
+    match end:
+        case Killed() | Exited():
+            return end_text(end)
+        case Unseen():
+            return "its connection was lost"
+        case NotStarted(problem=problem):
+            return f"it cannot be started: {problem}"
+        case _:
+            assert_never(end)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
-from oobleck.schedule import ScheduleKind
+from oobleck.plan import ExecutionPlan, LayerTransfer, ScheduleKind, WorkerId
 
 from .agent_messages import Heartbeat
 from .bases import ForWorker

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.planner import WorkerId
+from oobleck.plan import WorkerId
 
 from .commit_messages import CommitMessage
 

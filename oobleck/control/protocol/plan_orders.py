@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from oobleck.planner import ExecutionPlan, PipelineTemplate, WorkerId
-from oobleck.schedule import ScheduleKind
+from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind, WorkerId
 
 from .bases import ForWorker, FromWorker
 from .checkpoint_messages import Restore
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
+from .runs import Runs
 
 __all__ = [
     "CommonOrder",
@@ -31,11 +31,7 @@ __all__ = [
     "PlanId",
     "PlanNeeded",
     "PlanOrder",
-    "Runs",
 ]
-
-Runs = tuple[tuple[int, int], ...]
-"""Numbers that follow each other, as (first, how many)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

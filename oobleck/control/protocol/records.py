@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oobleck.planner import WorkerId
+from oobleck.plan import WorkerId
 
 __all__ = [
     "NOTHING",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan_orders import Runs
+from .runs import Runs
 from .worker_messages import StepCommitted
 
 __all__ = [

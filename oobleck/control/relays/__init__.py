@@ -1,11 +1,9 @@
-"""The tree of agents: who speaks to the master through whom, what is said through it, and what relays merge."""
+"""The tree of agents, for the master: who speaks to it through whom, and what is said through it."""
 
 from __future__ import annotations
 
 from .desk import RelayDesk
-from .gathering import Gathering
 from .mail import RelayMail
-from .positions import child_towards, children_of, parent_of
-from .tree import PATIENCE, RelayTree
+from .tree import RelayTree
 
-__all__ = ["PATIENCE", "Gathering", "RelayDesk", "RelayMail", "RelayTree", "child_towards", "children_of", "parent_of"]
+__all__ = ["RelayDesk", "RelayMail", "RelayTree"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from oobleck.control.events import BatchReceived, Event, MessageReceived, NodesHeard, Send, SendAll, SendOrders
-from oobleck.control.plans import numbers_in
 from oobleck.control.protocol import (
     AgentMessage,
     FromWorker,
@@ -26,6 +25,7 @@ from oobleck.control.protocol import (
     RelaySaid,
     Resumed,
     Status,
+    numbers_in,
 )
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId

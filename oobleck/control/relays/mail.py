@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from oobleck.control.events import Send, SendAll, SendOrders
-from oobleck.control.plans import runs_of
-from oobleck.control.protocol import ForWorker, MasterMessage, PlanOrder, Relayed, StopAgent
+from oobleck.control.protocol import ForWorker, MasterMessage, PlanOrder, Relayed, StopAgent, runs_of
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 

@@ -20,14 +20,11 @@ from dataclasses import dataclass, field
 
 from oobleck.control.events import Send
 from oobleck.control.protocol import BecomeRelay, JoinRelay, LeaveRelay, RelayLeft, RelayOpen, UseRelay
+from oobleck.control.relaying import PATIENCE, children_of, parent_of
 from oobleck.job import ControlSpec
 
-from .positions import children_of, parent_of
+__all__ = ["RelayTree"]
 
-__all__ = ["PATIENCE", "RelayTree"]
-
-PATIENCE = 0.4
-"""A relay that is silent for this share of a lease is left: its children are heard directly before a lease lapses."""
 _LOOKS = 8
 """So many times in a lease, relays are looked at."""
 _RESTS = 10

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.costs import Timing
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.inventory import Holding, needed_holdings
 from oobleck.planner.node_kind import NodeKind
-from oobleck.planner.plan import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.settings import PlannerSettings
 
 from .choice import Choice, Chooser, Counts

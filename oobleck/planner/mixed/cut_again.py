@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from oobleck.planner.plan import ExecutionPlan, Pipeline
+from oobleck.plan import ExecutionPlan, Pipeline
 from oobleck.planner.reconfiguration import LivingNodes
 from oobleck.planner.templates import cut_for_speeds
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
+from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.node_kind import NodeKind, shared_network, with_shared_links
-from oobleck.planner.plan import PipelineTemplate
 from oobleck.planner.settings import PlannerSettings
 
 __all__ = ["KindCosts", "MixedTemplate"]

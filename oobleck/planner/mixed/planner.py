@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from oobleck.planner.catalog import rest_of_step_s
 from oobleck.planner.decision import Decision
 from oobleck.planner.formatting import listed
 from oobleck.planner.node_kind import NodeKind
-from oobleck.planner.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from oobleck.planner.profiles import Profile
 from oobleck.planner.reconfiguration import Changes
 from oobleck.planner.settings import PlannerSettings

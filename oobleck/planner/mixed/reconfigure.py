@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
+from oobleck.plan import ExecutionPlan
 from oobleck.planner.decision import Decision
 from oobleck.planner.formatting import counted, listed
-from oobleck.planner.plan import ExecutionPlan
 from oobleck.planner.reconfiguration import (
     UNCHANGED,
     Changes,

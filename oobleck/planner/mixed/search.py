@@ -19,8 +19,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, Timing
-from oobleck.planner.plan import PipelineTemplate, StageTemplate
 
 from .indexing import at
 from .kinds import KindCosts, MixedTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from oobleck.planner.plan import WorkerId
+from oobleck.plan import WorkerId
 
 __all__ = ["Changes"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import Catalog
-from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
 from .living_nodes import LivingNodes
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from oobleck.plan import ExecutionPlan, WorkerId
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
-from oobleck.planner.plan import ExecutionPlan, WorkerId
 from oobleck.planner.profiles import NetworkProfile
 
 from .changes import Changes

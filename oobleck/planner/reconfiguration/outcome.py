@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oobleck.plan import ExecutionPlan
 from oobleck.planner.decision import Decision
 from oobleck.planner.inventory import Holding
-from oobleck.planner.plan import ExecutionPlan
 from oobleck.planner.settings import PlannerSettings
 from oobleck.planner.transfers import plan_transfers
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog
 from oobleck.planner.decision import Decision
 from oobleck.planner.instantiation import sizing_of
-from oobleck.planner.plan import ExecutionPlan, PipelineTemplate
 
 from .changes import Changes
 from .cut_again import cut_again

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oobleck.plan import ExecutionPlan, LayerTransfer
 from oobleck.planner.formatting import counted, listed, named
-from oobleck.planner.plan import ExecutionPlan
-from oobleck.planner.transfers import LayerTransfer
 
 from .changes import Changes
 from .living_nodes import LivingNodes

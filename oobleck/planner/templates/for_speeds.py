@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.inventory import Holding
-from oobleck.planner.plan import PipelineTemplate
 
 from .recut import with_stops
 

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, StageCosts
-from oobleck.planner.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.profiles import Profile
 
 __all__ = ["find_paper_templates", "paper_step_s"]

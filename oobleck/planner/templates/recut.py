@@ -11,9 +11,9 @@ from itertools import combinations, product
 
 import numpy as np
 
+from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
-from oobleck.planner.plan import PipelineTemplate, StageTemplate
 
 __all__ = ["MOST_STAGES", "Recut", "with_stops"]
 

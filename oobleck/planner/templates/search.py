@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import Floats, StageCosts, Timing
-from oobleck.planner.plan import PipelineTemplate
 
 __all__ = ["Cut", "StageSearch"]
 

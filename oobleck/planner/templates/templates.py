@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts, Timing
-from oobleck.planner.plan import PipelineTemplate
 
 from .search import Cut, StageSearch
 

@@ -1,11 +1,10 @@
-"""Processes: the agent's and the master's own, workers, scripts and profilers."""
+"""Processes beside the master: scripts, profilers, readers of models; and how to start a master that was killed."""
 
 from __future__ import annotations
 
 from .conversion import convert, find_tokenizer, write_tokenizer
 from .master_process import restart_master
 from .model_outline import LayerOutline, ModelOutline, outline_of
-from .patient_clock import PatientClock
 from .profile_process import run_profiler
 from .script_process import CallbackProcess, DescribedScript, describe_script, read_script
 from .trainer_process import TrainerProcess
@@ -15,7 +14,6 @@ __all__ = [
     "DescribedScript",
     "LayerOutline",
     "ModelOutline",
-    "PatientClock",
     "TrainerProcess",
     "convert",
     "describe_script",

@@ -18,8 +18,9 @@ from oobleck.control.protocol import PROTOCOL_VERSION, FromAgent, Hello, MasterM
 from oobleck.errors import AgentGone, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.agent import Agent
+from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import LinkLost, MasterConnection
+from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
 from .links import VirtualLink
@@ -210,7 +211,7 @@ class _Machine:
 
 
 class VirtualCluster:
-    """Implements `roles.ports.Cluster`; the methods below `clean` are the faults."""
+    """Implements `roles.master_ports.Cluster`; the methods below `clean` are the faults."""
 
     def __init__(self, tag: str, names: Iterable[str], world: World, nursery: trio.Nursery) -> None:
         """`names` are all nodes that will ever be there; `join` brings them up."""

@@ -1,4 +1,4 @@
-"""The journal of a virtual run, kept in memory: the twin of `runtime.files.journal_file`."""
+"""The journal of a virtual run, kept in memory: the twin of `runtime.journals.journal_file`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MemoryJournal", "MemoryProfiles", "journal_digest"]
 
 
 class MemoryJournal:
-    """Implements `roles.ports.Journal`."""
+    """Implements `roles.master_ports.Journal`."""
 
     def __init__(self) -> None:
         self.entries: list[JournalEntry] = []
@@ -23,7 +23,7 @@ class MemoryJournal:
 
 
 class MemoryProfiles:
-    """Implements `roles.ports.ProfileCache`."""
+    """Implements `roles.master_ports.ProfileCache`."""
 
     def __init__(self, profile_json: str | None) -> None:
         """`profile_json` is there for every key of a profile; None for none but those that are stored."""

@@ -75,7 +75,7 @@ class VirtualRelays:
 
 
 class _Listener:
-    """Implements `roles.ports.RelayListener`."""
+    """Implements `roles.agent_ports.RelayListener`."""
 
     def __init__(self, node: str, address: str) -> None:
         self.node = node
@@ -99,7 +99,7 @@ class _Listener:
 
 
 class _Network:
-    """Implements `roles.ports.RelayNetwork`."""
+    """Implements `roles.agent_ports.RelayNetwork`."""
 
     def __init__(self, relays: VirtualRelays, node: str) -> None:
         self._relays = relays

@@ -1,4 +1,4 @@
-"""Virtual worker processes, and the host that starts them: the twin of `runtime.processes.workers`."""
+"""Virtual worker processes, and the host that starts them: the twin of `runtime.agent.workers`."""
 
 from __future__ import annotations
 

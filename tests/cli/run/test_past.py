@@ -15,7 +15,7 @@ from oobleck.cli.run.past import advance_image, is_any_alive, keep_image, read_b
 from oobleck.control.journal import Action, JournalEntry, Notice, PlanAdopted
 from oobleck.control.replay import BooksImage
 from oobleck.job import NodeSpec
-from oobleck.runtime.files import JournalWriter, read_image, read_journal, set_aside, write_image
+from oobleck.runtime.journals import JournalWriter, read_image, read_journal, set_aside, write_image
 from tests.control.journals import adopted, books_of, committed, job_started, plan, run_with_a_loss
 from tests.examples import examples
 

@@ -11,8 +11,8 @@ import trio
 
 from oobleck.cli.run.run_dir_watch import watch_run_directory
 from oobleck.errors import UsageError
-from oobleck.runtime.files.journal_file import JournalWriter, read_journal
 from oobleck.runtime.files.run_dir import RunDirectory
+from oobleck.runtime.journals.journal_file import JournalWriter, read_journal
 from oobleck.runtime.metrics_output import MetricsOutput
 from tests.control.journals import run_with_a_loss
 

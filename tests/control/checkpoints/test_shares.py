@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.checkpoints.shares import saving_shares
+from oobleck.plan import StageTemplate
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
-from oobleck.planner.plan import StageTemplate
 from oobleck.planner.tensor_parallel import expand_plan
 
 

@@ -47,7 +47,6 @@ from oobleck.control.journal import (
     Unreachable,
     WorkerDown,
     WorkerUp,
-    end_text,
     sentence,
 )
 from oobleck.control.plans import update_of
@@ -75,6 +74,7 @@ from oobleck.control.protocol import (
     WorkerAddress,
     WorkerExited,
     WorkerStarted,
+    end_text,
 )
 from oobleck.exit_codes import ExitCode
 from oobleck.job import ControlSpec, NodeSpec

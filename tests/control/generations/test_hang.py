@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.generations import NodeSigns, hung_rank
+from oobleck.control.generations import hung_rank
 from oobleck.control.generations.hang import HangWatch
 from oobleck.control.protocol import RanksQuiet, RankStacks
 
@@ -33,20 +33,7 @@ def watch(**said: RanksQuiet) -> HangWatch:
     return watching
 
 
-def test_a_node_says_once_that_its_ranks_are_quiet_and_once_that_they_are_not() -> None:
-    signs = NodeSigns(timeout_s=10, generation=1)
-    assert signs.look(0, count=5, used_s={0: 1.0, 1: 1.0}) == quiet(is_quiet=False)
-    assert signs.look(9, count=5, used_s={0: 1.1, 1: 9.0}) is None
-    assert signs.look(10, count=5, used_s={0: 1.1, 1: 10.0}) == quiet(0), "rank 1 computes"
-    assert signs.look(11, count=5, used_s={0: 1.1, 1: 11.0}) is None
-    assert signs.look(12, count=6, used_s={0: 1.1, 1: 12.0}) == quiet(is_quiet=False)
-    assert signs.look(21.9, count=6, used_s={0: 1.1, 1: 12.0}) is None, "time counts from the last sign"
-
-
 def test_ranks_that_have_never_shown_a_sign_have_none_to_miss() -> None:
-    signs = NodeSigns(timeout_s=10, generation=1)
-    signs.look(0, count=0, used_s={0: 1.0})
-    assert signs.look(10, count=0, used_s={0: 1.0}) == quiet(0, has_shown=False)
     assert not watch(a=quiet(0, has_shown=False)).suspects(["a"])
 
 

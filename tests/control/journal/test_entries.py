@@ -14,12 +14,11 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
     WorkerUp,
-    end_text,
     sentence,
 )
 from oobleck.control.journal.snapshot import NodeState
 from oobleck.control.journal.view import RunView
-from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised
+from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, end_text
 from oobleck.job import NodeSpec
 from tests.control.journals import job_started, recovered
 

@@ -20,7 +20,6 @@ from oobleck.control.journal import (
     Remedy,
     ReplicasDiffer,
     Response,
-    end_text,
     failure_of_loss,
     failure_text,
     loss_text,
@@ -28,9 +27,19 @@ from oobleck.control.journal import (
     remedy_text,
     response_text,
     sentence,
+)
+from oobleck.control.protocol import (
+    ErrorKind,
+    Exited,
+    Killed,
+    NotStarted,
+    Raised,
+    ServerEnd,
+    Unseen,
+    WorkerEnd,
+    end_text,
     server_end_text,
 )
-from oobleck.control.protocol import ErrorKind, Exited, Killed, NotStarted, Raised, ServerEnd, Unseen, WorkerEnd
 from oobleck.planner import WorkerId
 from tests.control.journals import recovered
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.plans import WrongBase, difference, orders_of, rebuild, shares_of, update_of
-from oobleck.control.plans.plan_delta import numbers_in, runs_of
 from oobleck.control.protocol import (
     NOTHING,
     OrderedPlan,
@@ -98,11 +97,6 @@ def test_another_base_than_the_one_that_was_changed_is_found_out(
             rebuild(other, delta, ordered.generation)
     with pytest.raises(WrongBase, match="digest"):
         rebuild(base, replace(delta, digest="0" * 16), ordered.generation)
-
-
-@given(st.lists(st.integers(0, 30)))
-def test_runs_stand_for_their_numbers(numbers: list[int]) -> None:
-    assert numbers_in(runs_of(numbers)) == numbers
 
 
 def test_unequal_plans_have_unequal_names() -> None:

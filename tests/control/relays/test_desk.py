@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.events import BatchReceived, MessageReceived, NodesHeard, Send, SendAll
-from oobleck.control.plans import numbers_in, runs_of
 from oobleck.control.protocol import (
     BecomeRelay,
     Fence,
@@ -30,8 +29,11 @@ from oobleck.control.protocol import (
     RelaySaid,
     Resumed,
     UseRelay,
+    numbers_in,
+    runs_of,
 )
-from oobleck.control.relays import RelayDesk, child_towards
+from oobleck.control.relaying import child_towards
+from oobleck.control.relays import RelayDesk
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId

@@ -14,6 +14,7 @@ from oobleck.cli.inputs import parse_hostfile, read_source
 from oobleck.errors import ConfigError, UsageError
 from oobleck.runtime.launchers import DialedInNodes, RayActors, listen, ray_nodes, settle_keys
 from oobleck.runtime.ssh import open_ssh_loop
+from tests.processes import words_of
 from tests.runtime.ssh_servers import until
 
 STAND_IN = """
@@ -128,7 +129,7 @@ async def test_every_node_of_the_cluster_dials_in_and_ends_with_the_run(ray: Non
             "worker-22222222": 2,
         }
         assert nodes["head"].origin == "Ray node 000000000000"
-        started = [each for each in psutil.Process().children(recursive=True) if "node" in each.cmdline()]
+        started = [each for each in psutil.Process().children(recursive=True) if "node" in words_of(each)]
         assert len(started) == 3
         await callers.release(nodes["head"])
         await until(lambda: len(callers.nodes) == 2)

@@ -25,7 +25,7 @@ from oobleck.control.journal import (
     WorkerDown,
 )
 from oobleck.control.protocol import Heartbeat, Status, StepCommitted
-from oobleck.control.relays import children_of
+from oobleck.control.relaying import children_of
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,

@@ -15,8 +15,8 @@ import pytest
 from oobleck.control.journal import JournalGap, StepDone, sentence
 from oobleck.control.journal.summary import summarize
 from oobleck.errors import ConfigError
-from oobleck.runtime.files.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
-from oobleck.runtime.files.journal_reading import follow_journal
+from oobleck.runtime.journals.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
+from oobleck.runtime.journals.journal_reading import follow_journal
 from tests.control.journals import committed, run_with_a_loss
 from tests.disks import fill, small_disk
 
@@ -25,7 +25,7 @@ ENTRIES = tuple(run_with_a_loss())
 WRITE_UNTIL_KILLED = """
 import sys
 from pathlib import Path
-from oobleck.runtime.files.journal_file import JournalWriter
+from oobleck.runtime.journals.journal_file import JournalWriter
 from tests.control.journals import committed
 journal = JournalWriter(Path(sys.argv[1]))
 for step in range(1, 10**9):

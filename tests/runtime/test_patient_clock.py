@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from oobleck.runtime.processes.patient_clock import PatientClock
+from oobleck.runtime.patient_clock import PatientClock
 
 
 class Watch:
@@ -64,7 +64,7 @@ def test_a_sleep_that_has_no_end_may_take_any_time(watch: Watch, clock: PatientC
 
 PROGRAM = """
 import time, trio
-from oobleck.runtime.processes.patient_clock import PatientClock
+from oobleck.runtime.patient_clock import PatientClock
 
 async def main():
     print("runs", flush=True)

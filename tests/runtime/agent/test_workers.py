@@ -17,8 +17,8 @@ from oobleck.control.protocol import Exited, ForkServerEnded, Killed, SetUpWorke
 from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
+from oobleck.runtime.agent.workers import ForkingWorkerHost, Worker
 from oobleck.runtime.files.agent_dir import AgentDir
-from oobleck.runtime.processes.workers import ForkingWorkerHost, Worker
 
 SERVER = (sys.executable, str(Path(__file__).parents[1] / "forking.py"))
 

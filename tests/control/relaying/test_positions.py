@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.relays import child_towards, children_of, parent_of
+from oobleck.control.relaying import child_towards, children_of, parent_of
 from tests.examples import examples
 
 positions, fanouts = st.integers(0, 50_000), st.integers(2, 64)

@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from oobleck.checkpoint.scripts import START_VARIABLE
-from oobleck.control.generations import RankSetup, rank_environment
+from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec

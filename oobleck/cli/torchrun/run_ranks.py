@@ -17,6 +17,15 @@ import trio
 from rich.console import Console
 
 from oobleck.cli.inputs import NodeSource, VirtualOnes
+from oobleck.cli.run import (
+    ENDS_WELL,
+    Session,
+    background_logging,
+    check_first,
+    give_memory_back,
+    open_nodes,
+    remote_paths,
+)
 from oobleck.control.events import End, NodeLeftOut, Remark
 from oobleck.control.generations import RanksCoordinator
 from oobleck.control.journal import JournalGap, sentence
@@ -31,16 +40,13 @@ from oobleck.runtime.cluster import SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
-from oobleck.runtime.files import JournalWriter, ProfileFiles, RunDirectory, set_aside
-from oobleck.runtime.processes import PatientClock
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter, set_aside
+from oobleck.runtime.patient_clock import PatientClock
+from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
-
-from .log_output import background_logging
-from .node_memory import ENDS_WELL, give_memory_back
-from .places import check_first, open_nodes, remote_paths
-from .session import Session
 
 __all__ = ["RanksRun", "run_ranks"]
 

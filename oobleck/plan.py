@@ -1,19 +1,30 @@
 """The vocabulary of plans: templates (node-independent) and what they become on named nodes.
 
-Values only; how they are chosen is the business of the other modules of this package.
+Values only, which the wire carries as well. How plans are chosen is the planner's business, and what the stages of a
+pipeline then do is the schedule's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from oobleck.errors import ConfigError
 
-__all__ = ["ExecutionPlan", "Pipeline", "PipelineTemplate", "Stage", "StageTemplate", "WorkerId"]
+__all__ = [
+    "ExecutionPlan",
+    "LayerTransfer",
+    "Pipeline",
+    "PipelineTemplate",
+    "ScheduleKind",
+    "Stage",
+    "StageTemplate",
+    "WorkerId",
+]
 
 
 class WorkerId(NamedTuple):
@@ -245,3 +256,27 @@ class ExecutionPlan:
     def locate(self, worker_id: WorkerId) -> tuple[int, int] | None:
         """(pipeline index, stage index) of a worker, or None for a spare."""
         return self._located.get(worker_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTransfer:
+    """Part `part` of `num_parts` of a layer's flat state goes from `source` to `target`."""
+
+    layer: int
+    source: WorkerId
+    target: WorkerId
+    part: int = 0
+    num_parts: int = 1
+
+
+class ScheduleKind(StrEnum):
+    """In which order the stages work."""
+
+    GPIPE = "gpipe"
+    """All forward passes, then all backward passes (Huang et al., 2019)."""
+    ONE_F_ONE_B = "1f1b"
+    """As few activations as possible: one backward pass for each forward pass (PipeDream-Flush, 2020)."""
+    INTERLEAVED = "interleaved"
+    """1F1B over several chunks a stage: a smaller bubble for more messages (Megatron-LM, 2021)."""
+    ZERO_BUBBLE = "zero-bubble"
+    """The backward pass in two parts, the second of which fills bubbles (ZB-H1, Qi et al., 2023)."""

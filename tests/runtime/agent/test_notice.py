@@ -12,7 +12,7 @@ import trio
 
 from oobleck.errors import ConfigError
 from oobleck.job import ControlSpec
-from oobleck.runtime.processes.notice import await_notice
+from oobleck.runtime.agent.notice import await_notice
 from tests.serving import serving
 
 

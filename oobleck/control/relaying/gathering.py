@@ -14,8 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from oobleck.control.plans import numbers_in, runs_of
-from oobleck.control.protocol import AgentMessage, FromWorker, Heartbeat, RelayHeard, RelaySaid, news_in
+from oobleck.control.protocol import (
+    AgentMessage,
+    FromWorker,
+    Heartbeat,
+    RelayHeard,
+    RelaySaid,
+    news_in,
+    numbers_in,
+    runs_of,
+)
 
 __all__ = ["Gathering"]
 

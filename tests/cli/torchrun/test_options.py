@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.torchrun_options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
+from oobleck.cli.torchrun.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
 from oobleck.errors import UsageError
 from oobleck.ranks import RankStreams, Redirection
 

@@ -18,8 +18,16 @@ from contextlib import ExitStack, suppress
 
 import trio
 
-from oobleck.control.journal import server_end_text
-from oobleck.control.protocol import Exited, ForkServerEnded, Killed, NotStarted, ProcessEnd, ServerEnd, Unseen
+from oobleck.control.protocol import (
+    Exited,
+    ForkServerEnded,
+    Killed,
+    NotStarted,
+    ProcessEnd,
+    ServerEnd,
+    Unseen,
+    server_end_text,
+)
 from oobleck.errors import WorkersUnavailable
 from oobleck.runtime.files import AgentDir, ProcessId
 

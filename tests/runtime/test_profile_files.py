@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from oobleck.planner.profiles import LINKS, LinkSpeed, link_to_json
-from oobleck.runtime.files import ProfileFiles
+from oobleck.runtime.profile_files import ProfileFiles
 from tests.planner.drawing import uniform_profile
 
 OLD, NEW = LinkSpeed(bytes_per_s=1e9, latency_s=1e-4), LinkSpeed(bytes_per_s=3e9, latency_s=2e-5)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from oobleck.control.journal import JobEnded, JournalEntry, PlanUnpacker
 from oobleck.errors import ConfigError, UsageError
+from oobleck.runtime.files import RunDirectory
 from oobleck.user_path import expand_user
 
 from .journal_file import decode_line
-from .run_dir import RunDirectory
 
 __all__ = ["find_journal", "follow_journal"]
 

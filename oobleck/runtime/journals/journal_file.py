@@ -31,10 +31,10 @@ from oobleck.control.journal import (
     sentence,
 )
 from oobleck.errors import ConfigError, PeerError
+from oobleck.runtime.files import LineFile
 from oobleck.wire import decode_json, encode_json
 
 from .journal_image import remove_image
-from .line_file import LineFile
 
 __all__ = [
     "JournalWriter",

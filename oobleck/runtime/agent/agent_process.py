@@ -1,4 +1,4 @@
-"""The agent's process: `python -m oobleck.runtime.processes.agent_process`, started over SSH.
+"""The agent's process: `python -m oobleck.runtime.agent.agent_process`, started over SSH.
 
 It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
 JSON. It leaves the same line in its directory, where a master that comes back finds it (`answer_command`). Where an
@@ -25,17 +25,17 @@ from oobleck import __version__
 from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
 from oobleck.roles.agent import Agent
+from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.ports import MasterConnection
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import MAX_SOCKET_PATH_BYTES, AgentDir, private_directory
 from oobleck.runtime.listening import accept as accept_client
+from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.wire import FrameDecoder
 
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
-from .patient_clock import PatientClock
 from .rank_states import RankStates
 from .ranks import RankProcesses
 from .workers import ForkingWorkerHost

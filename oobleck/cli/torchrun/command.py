@@ -10,14 +10,15 @@ from typing import Annotated
 
 import typer
 
+from oobleck.cli.common_options import base_dir_of
+from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
 from oobleck.errors import UsageError
 from oobleck.job import ControlSpec
 from oobleck.ranks import DEFAULT_RESTARTS, RanksSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE
 from oobleck.user_path import expand_user
 
-from .inputs import DialIn, NodeSource, VirtualOnes, base_dir_of, read_source
-from .torchrun_options import CommandLine, HelpAsked, options_text, parse_command_line
+from .options import CommandLine, HelpAsked, options_text, parse_command_line
 
 __all__ = ["run"]
 
@@ -49,7 +50,7 @@ def run(
     source = _read_source(line)
     spec = _spec_of(line, source)
 
-    from .run import RanksRun, run_ranks
+    from .run_ranks import RanksRun, run_ranks
 
     if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
         raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")

@@ -7,7 +7,6 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.plans import numbers_in
 from oobleck.control.protocol import (
     AgentMessage,
     Heartbeat,
@@ -16,8 +15,9 @@ from oobleck.control.protocol import (
     StepCommitted,
     WorkerStarted,
     news_in,
+    numbers_in,
 )
-from oobleck.control.relays import Gathering
+from oobleck.control.relaying import Gathering
 from oobleck.wire import FrameDecoder, encode_frame
 from tests.control.commit.test_judgement import record
 from tests.examples import examples

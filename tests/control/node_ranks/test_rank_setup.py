@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.generations import RankSetup, is_shown, rank_environment, shown_text
+from oobleck.control.node_ranks import RankSetup, is_shown, rank_environment, shown_text
 from oobleck.control.protocol import StartRanks
 from oobleck.ranks import RanksSpec, RankStreams, Redirection
 

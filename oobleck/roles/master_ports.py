@@ -1,0 +1,149 @@
+"""The master's ports: all that it may ask of the world, and what decides for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import trio
+
+from oobleck.control.events import Command, Event
+from oobleck.control.journal import JournalEntry
+from oobleck.control.protocol import FromAgent, MasterMessage
+from oobleck.job import NodeSpec
+
+__all__ = [
+    "AgentConnection",
+    "Cluster",
+    "Decisions",
+    "Journal",
+    "LinkLost",
+    "LiveCluster",
+    "ProfileCache",
+]
+
+
+class LinkLost(trio.BrokenResourceError):
+    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives is not known.
+
+    An agent that ends, or is killed, is distinguished from this: then the other side closes the connection.
+    """
+
+
+class AgentConnection(Protocol):
+    """The master's end of the tunnel to an agent."""
+
+    @property
+    def address(self) -> str:
+        """Where the node's peers reach it."""
+        ...
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the node was connected to at its address, so that other agents can be expected to do the same.
+
+        One that dials in, or is behind a jump host or a proxy command, may take no calls.
+        """
+        ...
+
+    async def send(self, messages: Sequence[MasterMessage]) -> None:
+        """Send messages as one write. Raises trio.BrokenResourceError when the connection is lost."""
+        ...
+
+    async def receive(self) -> FromAgent:
+        """Wait for the next message.
+
+        Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
+        the agent is, PeerError for nonsense.
+        """
+        ...
+
+    def rest(self, is_resting: bool) -> None:
+        """Say whether the connection is idle for now, since the agent is heard through another one."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """The nodes: how the master reaches them, and what it may do there."""
+
+    async def reach(self, node: NodeSpec, *, attach: bool) -> AgentConnection:
+        """Start the node's agent and connect to it. Raises NodeUnreachable.
+
+        An agent that an earlier master left is ended before. With `attach`, it is taken up with, and AgentGone is
+        raised where none lives.
+        """
+        ...
+
+    async def kill(self, node: NodeSpec) -> bool:
+        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
+
+        Returns False where nothing was there to be killed, or is still there.
+        """
+        ...
+
+    async def clean(self, node: NodeSpec) -> None:
+        """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        ...
+
+
+class LiveCluster(Cluster, Protocol):
+    """All that a run on real nodes asks of them. `Cluster` is the part that the master uses."""
+
+    async def is_alive(self, node: NodeSpec) -> bool:
+        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
+        ...
+
+    async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
+        """Send a signal to processes of the node; False where there are none. Raises NodeUnreachable."""
+        ...
+
+    async def slow(self, node: NodeSpec, factor: float) -> bool:
+        """Have the node's workers take `factor` times as long; False where there are none. Raises NodeUnreachable."""
+        ...
+
+    def release(self, node: NodeSpec) -> None:
+        """Give the node back to the launcher that gave it, once it is cleaned."""
+        ...
+
+    async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
+        """Give back the memory in which the node keeps states; best effort, raises nothing.
+
+        With `keeps_only_copy`, memory that its agent has left because it could not be written stays.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
+
+
+class Decisions(Protocol):
+    """All decisions of a run, as a pure machine: the coordinator of a training job, or of a script's ranks."""
+
+    def start(self, now_s: float) -> list[Command]:
+        """Begin."""
+        ...
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        """Take in an event. Raises nothing."""
+        ...
+
+    def next_deadline(self) -> float:
+        """The latest time at which `handle_deadline` must be called; infinity for never."""
+        ...
+
+    def handle_deadline(self, now_s: float) -> list[Command]:
+        """Act on what has not happened in time. Early calls do nothing."""
+        ...
+
+
+class Journal(Protocol):
+    def append(self, entry: JournalEntry) -> None: ...
+
+
+class ProfileCache(Protocol):
+    def load(self, key: str) -> str | None: ...
+
+    def store(self, key: str, profile_json: str) -> None: ...

@@ -1,0 +1,22 @@
+"""Journals on disk: written, read whole or from an image of what is before, found, and followed while they grow."""
+
+from __future__ import annotations
+
+from .journal_file import JournalWriter, aside_of, put_back, read_entries, read_journal, read_losses, set_aside
+from .journal_image import read_image, remove_image, write_image
+from .journal_reading import find_journal, follow_journal
+
+__all__ = [
+    "JournalWriter",
+    "aside_of",
+    "find_journal",
+    "follow_journal",
+    "put_back",
+    "read_entries",
+    "read_image",
+    "read_journal",
+    "read_losses",
+    "remove_image",
+    "set_aside",
+    "write_image",
+]
