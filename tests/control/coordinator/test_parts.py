@@ -114,6 +114,17 @@ def targets(node: ast.AST) -> list[ast.expr]:
             return []
 
 
+def kept_as(function: Function) -> set[str]:
+    """The names under which a function has what its object keeps: `heard_s` after `heard_s = self._heard_s`."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            named = zip(targets(node), values, strict=False)
+            found |= {name.id for name, value in named if isinstance(name, ast.Name) and path_of(value)[:1] == ["self"]}
+    return found
+
+
 def calls(function: Function) -> Iterator[list[str]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
@@ -140,8 +151,10 @@ def changing() -> dict[str, frozenset[str]]:
 
 
 def changes(function: Function, name: str, parts: dict[str, str], known: dict[str, frozenset[str]]) -> bool:
-    if any(path_of(target)[:1] == ["self"] for node in ast.walk(function) for target in targets(node)):
-        return True
+    own = {"self", *kept_as(function)}
+    for target in (target for node in ast.walk(function) for target in targets(node)):
+        if not isinstance(target, ast.Name) and own.intersection(path_of(target)[:1]):
+            return True
     for path in calls(function):
         match path:
             case ["self", method] if method in known[name]:
@@ -251,7 +264,7 @@ def test_what_changes_a_part_is_found():
     assert not {"is_enabled", "lacking"} & found["Saving"]
     assert {"note_pace", "rescale"} <= found["Replanning"], "what belongs to it is changed"
     assert not {"choose", "replan", "wants_more"} & found["Replanning"]
-    assert {"meet", "note_ready", "lose", "hear", "forgive"} <= found["Membership"]
+    assert {"meet", "note_ready", "lose", "hear", "hear_nodes", "forgive"} <= found["Membership"]
     assert not {"living", "took_part", "first_ready_worker", "sharing_host"} & found["Membership"]
 
 
