@@ -198,9 +198,11 @@ class Membership:
     def _put(self, member: Member) -> None:
         """Replace what is known of a node. What is remembered of all is not true any more."""
         name = member.spec.name
+        states = {each.state for each in (self._members.get(name), member) if each is not None}
         self._members[name] = member
         self._counting[name] = _counting(member)
-        self._in_state.clear()
+        for asked in [asked for asked in self._in_state if not states.isdisjoint(asked)]:
+            del self._in_state[asked]
         self._without_part.clear()
         self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
 

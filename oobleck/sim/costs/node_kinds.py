@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -47,8 +47,10 @@ class NodeKinds:
     def devices_of(self, node: str) -> range:
         return range(self[node].devices_per_node)
 
-    def num_workers(self, nodes: Iterable[str]) -> int:
+    def num_workers(self, nodes: Collection[str]) -> int:
         """Return how many workers nodes have in all."""
+        if not self._device_of:
+            return len(nodes) * self._first.devices_per_node
         return sum(self[node].devices_per_node for node in nodes)
 
     def spec(self, node: str) -> NodeSpec:
