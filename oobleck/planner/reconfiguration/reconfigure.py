@@ -31,6 +31,11 @@ __all__ = ["reconfigure"]
 
 _MOST_COMPANY = 2
 """Slow nodes' own pipelines are tried with up to this many other nodes."""
+_WORTH = 0.01
+"""Where nodes are lost, a move takes the place of a gentler one if it makes steps shorter by more than this share.
+
+It may move layers in all pipelines, for which all wait, and predictions are hardly better than that.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +66,26 @@ def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:
     ]
     continued = _continued(catalog, living)
     intact = _intact(catalog, living, continued)
+
+    def carried_out(proposal: _Proposal) -> Outcome:
+        templates = _templates(catalog, continued, proposal.move, living.num_nodes)
+        return _carry_out(catalog, living, intact, proposal, templates)
+
     best: Outcome | None = None
     # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
     for proposal in sorted(proposals, key=lambda proposal: proposal.least):
         if best is None or beats(proposal.least, best.score):
-            outcome = _carry_out(
-                catalog, living, intact, proposal, _templates(catalog, continued, proposal.move, living.num_nodes)
-            )
+            outcome = carried_out(proposal)
             if best is None or beats(outcome.score, best.score):
-                best = outcome
+                best, chosen = outcome, proposal
     assert best is not None, "a rebuild with all nodes is possible"
+    if living.is_whole:
+        return best
+    astray, weighed_s = best.score
+    enough = astray, weighed_s * (1 + _WORTH)
+    for gentler in proposals[: proposals.index(chosen)]:
+        if gentler.least <= enough and (outcome := carried_out(gentler)).score <= enough:
+            return outcome
     return best
 
 

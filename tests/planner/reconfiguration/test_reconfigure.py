@@ -9,7 +9,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, Planner, PlannerSettings, Profile, WorkerId
+from oobleck.planner import (
+    Decision,
+    ExecutionPlan,
+    Planner,
+    PlannerSettings,
+    Profile,
+    WorkerId,
+    device_sheet,
+    estimate_profile,
+    model_shape,
+)
 from oobleck.planner.costs import Timing
 from oobleck.planner.instantiation.sizes import SizeOption, sizing_of
 from tests.examples import examples
@@ -163,7 +173,7 @@ def paper_moves(before: list[int], lost: list[int], smallest: int) -> list[list[
     per_node=st.integers(1, 6),
     fault_threshold=st.integers(0, 1),
 )
-def test_a_decision_is_never_worse_than_the_best_of_the_papers_moves(
+def test_a_decision_is_hardly_worse_than_the_best_of_the_papers_moves(
     data: st.DataObject, num_layers: int, num_nodes: int, per_node: int, fault_threshold: int
 ) -> None:
     planner = two_node_planner(
@@ -195,7 +205,27 @@ def test_a_decision_is_never_worse_than_the_best_of_the_papers_moves(
         theirs = sizing_of(options, sizes, planner.settings.num_microbatches, planner.profile.network)
         too_few = min(fault_threshold + 1, (num_nodes - len(lost)) // min(templates))
         if len(sizes) >= min(too_few, len(decision.plan.pipelines)):
-            assert decision.predicted_step_s <= theirs.step_s * (1 + 1e-6)
+            assert decision.predicted_step_s <= theirs.step_s * 1.01 * (1 + 1e-6), "a gentler one may be as good"
+
+
+@pytest.mark.parametrize("num_pipelines", [8, 64])
+def test_a_lost_node_of_many_leaves_all_other_pipelines_as_they_are(num_pipelines: int) -> None:
+    """Though steps would be 0.2 % shorter if all had as many nodes as the one that lost one."""
+    model, device = model_shape("gpt2-medium"), device_sheet("A40")
+    profile = estimate_profile(model, device, microbatch_size=2, sequence_length=1024)
+    planner = Planner(profile, PlannerSettings(num_microbatches=8 * num_pipelines, num_pipelines=num_pipelines))
+    plan = planner.initial_plan(nodes(8 * num_pipelines)).plan
+    best_s = planner.initial_plan(nodes(8 * num_pipelines - 1)).predicted_step_s
+    lost = plan.pipelines[3].nodes[2]
+    decision = planner.reconfigure(plan, lost=[lost])
+    assert 1.001 * best_s < decision.predicted_step_s < 1.01 * best_s
+    after = decision.plan.pipelines
+    assert [each.nodes for each in after[:3] + after[4:]] == [
+        each.nodes for each in plan.pipelines if lost not in each.nodes
+    ]
+    assert set(after[3].nodes) == set(plan.pipelines[3].nodes) - {lost}
+    assert decision.plan.spares == ()
+    assert {transfer.target.node for transfer in decision.transfers} <= set(after[3].nodes)
 
 
 def test_a_pipeline_that_lost_a_node_takes_the_smaller_template() -> None:
