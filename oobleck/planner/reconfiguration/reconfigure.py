@@ -32,9 +32,9 @@ __all__ = ["reconfigure"]
 _MOST_COMPANY = 2
 """Slow nodes' own pipelines are tried with up to this many other nodes."""
 _WORTH = 0.01
-"""Where nodes are lost, a move takes the place of a gentler one if it makes steps shorter by more than this share.
+"""Where nodes are lost, pipelines that lost none are changed if that makes steps shorter by more than this share.
 
-It may move layers in all pipelines, for which all wait, and predictions are hardly better than that.
+All wait for it, and predictions are hardly better than that.
 """
 
 
@@ -84,9 +84,20 @@ def _decide(catalog: Catalog, living: LivingNodes) -> Outcome:
     astray, weighed_s = best.score
     enough = astray, weighed_s * (1 + _WORTH)
     for gentler in proposals[: proposals.index(chosen)]:
-        if gentler.least <= enough and (outcome := carried_out(gentler)).score <= enough:
-            return outcome
+        if gentler.least <= enough and len(gentler.move.pipelines) == len(chosen.move.pipelines):
+            outcome = carried_out(gentler)
+            if outcome.score <= enough and _num_kept(living, outcome) > _num_kept(living, best):
+                return outcome
     return best
+
+
+def _num_kept(living: LivingNodes, outcome: Outcome) -> int:
+    """Return how many of the old pipelines are as they were."""
+    before, after = (
+        {(pipeline.nodes, pipeline.template.stages) for pipeline in plan.pipelines}
+        for plan in (living.plan, outcome.plan)
+    )
+    return len(before & after)
 
 
 def _proposals(
