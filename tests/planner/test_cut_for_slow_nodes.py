@@ -259,7 +259,8 @@ def test_a_slow_node_that_leaves_is_replaced_and_the_stages_are_cut_for_the_spar
     assert lengths(after.plan) == lengths(plan)
     alone = planner.reconfigure(slowed.plan, lost=["node1"])
     assert is_sound(alone, slowed.plan, planner, gone=["node1"])
-    assert alone.predicted_step_s == pytest.approx(planner.reconfigure(plan, lost=["node1"]).predicted_step_s)
+    usual = planner.reconfigure(plan, lost=["node1"])  # which leaves whole pipelines alone for up to 1 %
+    assert alone.predicted_step_s == pytest.approx(usual.predicted_step_s, rel=0.01)
 
 
 def test_a_loss_elsewhere_leaves_the_stages_of_a_slow_node_as_they_are() -> None:
