@@ -199,13 +199,15 @@ def test_a_decision_is_hardly_worse_than_the_best_of_the_papers_moves(
     }
     counts = [sum(node in lost for node in pipeline.nodes) for pipeline in plan.pipelines]
     before = [len(pipeline.nodes) for pipeline in plan.pipelines]
+    kept = {(each.nodes, each.template) for each in plan.pipelines}
+    is_gentle = any((each.nodes, each.template) in kept for each in decision.plan.pipelines)
     for sizes in paper_moves(before, counts, min(templates)):
         if len(sizes) > planner.settings.num_microbatches or not set(sizes) <= set(templates):
             continue
         theirs = sizing_of(options, sizes, planner.settings.num_microbatches, planner.profile.network)
         too_few = min(fault_threshold + 1, (num_nodes - len(lost)) // min(templates))
         if len(sizes) >= min(too_few, len(decision.plan.pipelines)):
-            assert decision.predicted_step_s <= theirs.step_s * 1.01 * (1 + 1e-6), "a gentler one may be as good"
+            assert decision.predicted_step_s <= theirs.step_s * (1.01 if is_gentle else 1.0) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("num_pipelines", [8, 64])
