@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ __all__ = ["Network", "open_device"]
 
 _GRACE_S = 1.0
 _POLL_S = 0.02
+_MOST_TRIES = 16
 _MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 """Variables that decide for all devices what is decided here for each."""
 _SO_ATTACH_FILTER = 26  # socket(7); Python does not name it
@@ -55,10 +56,7 @@ class Network:
     def __init__(self, address: str, *, is_lazy: bool = False) -> None:
         """Listen at an address. Raises ConfigError for a useless one."""
         with _opening:
-            # By their sockets' inodes: what else is closed meanwhile may leave a descriptor's number to this device.
-            before = {inode for epoll in _epolls() for _, inode in _registered_sockets(epoll)}
-            self._device: object = open_device(address, is_lazy=is_lazy)
-            found = next((epoll for epoll in _epolls() if _has_listener(epoll, unless=before)), None)
+            self._device, found = _open_and_find(address, is_lazy=is_lazy)
             # Our own descriptor of it: a device may close its own early, and the number would become another's.
             self._epoll = None if found is None else os.dup(found)
         self._lock = threading.Lock()
@@ -147,25 +145,29 @@ def open_device(address: str, *, is_lazy: bool = False) -> object:
         raise no_place_to_listen(address) from error
 
 
-def _epolls() -> list[int]:
-    """The descriptors of this process that are epoll instances."""
-    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _target(fd) == "anon_inode:[eventpoll]"]
+def _open_and_find(address: str, *, is_lazy: bool) -> tuple[object, int | None]:
+    """Open a device; return it and its epoll instance, None where that cannot be found.
+
+    It has a descriptor that was not there before, unless another thread has closed one meanwhile, whose number the
+    device has got: then it is opened anew. To look at all descriptors each time costs more than all else that forms
+    a group.
+    """
+    for _ in range(_MOST_TRIES):
+        before = _descriptors()
+        device = open_device(address, is_lazy=is_lazy)
+        for fd in _descriptors() - before:
+            if any(_is_listening(*watched) for watched in _registered_sockets(fd)):
+                return device, fd
+    return device, None
 
 
-def _target(fd: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:
-        return ""
-
-
-def _has_listener(epoll: int, unless: Container[int]) -> bool:
-    """Whether it watches a socket that listens, and has none of these inodes."""
-    return any(inode not in unless and _is_listening(fd, inode) for fd, inode in _registered_sockets(epoll))
+def _descriptors() -> set[int]:
+    """The open descriptors of this process."""
+    return set(map(int, os.listdir("/proc/self/fd")))
 
 
 def _registered_sockets(epoll: int) -> list[tuple[int, int]]:
-    """The sockets that an epoll instance watches, as descriptors and inodes."""
+    """The sockets that an epoll instance watches, as descriptors and inodes; none for any other descriptor."""
     try:
         with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as lines:
             watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
