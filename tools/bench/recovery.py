@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.runtime.files import AgentDir, RunDirectory
 from tools.smoke import parse_arguments
 
-__all__ = ["TAG", "Run", "end_runs_when_terminated", "kill_node"]
+__all__ = ["TAG", "Run", "end_runs_when_terminated", "kill_node", "pids_of"]
 
 TAG = "bench-recovery"
 _FAULT_STEP = 20
@@ -186,7 +186,8 @@ def _step(entry: dict[str, object]) -> int:
     return int(record["step"])
 
 
-def _pids(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
+def pids_of(run: Run, node: str, pattern: str = "*.pid") -> list[int]:
+    """The processes of a node."""
     run_id = RunDirectory(base_dir=run.base_dir, tag=TAG).run_id
     return [int(path.read_text().split()[0]) for path in AgentDir(run_id, node).path.glob(pattern)]
 
@@ -199,21 +200,21 @@ def _signal(pids: list[int], number: int) -> None:
 
 def kill_node(run: Run) -> float:
     """Kill all that is of a node, at once; returns when that was."""
-    pids = _pids(run, run.victim)
+    pids = pids_of(run, run.victim)
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s
 
 
 def _freeze_node(run: Run) -> float:
-    pids = _pids(run, run.victim)
+    pids = pids_of(run, run.victim)
     at_s = time.monotonic()
     _signal(pids, signal.SIGSTOP)
     return at_s
 
 
 def _kill_worker(run: Run) -> float:
-    pids = _pids(run, run.victim, "worker*.pid")
+    pids = pids_of(run, run.victim, "worker*.pid")
     at_s = time.monotonic()
     _signal(pids, signal.SIGKILL)
     return at_s

@@ -54,6 +54,7 @@ Columns = Mapping[str, Callable[[Row], float | None]]
 """The columns of a table after that of N."""
 
 _WORKERS: Columns = {
+    "spares": lambda row: row["spares"],
     "step, s": lambda row: row["step_s"],
     "decided, s": lambda row: row["decide_s"],
     "stall, s": lambda row: row["stall_s"],
@@ -61,6 +62,7 @@ _WORKERS: Columns = {
     "master, cpu s": lambda row: row["master_s"],
     "master sent, KB": lambda row: None if row["sent_bytes"] is None else row["sent_bytes"] / _KILO,
     "a worker, cpu s": lambda row: row["worker_s"],
+    "cores, busy": lambda row: row["busy"],
     "its sockets before": lambda row: row["sockets_before"],
     "after": lambda row: row["sockets_after"],
 }
