@@ -181,6 +181,7 @@ class Master:
         return self._coordinator.handle_deadline(self.now_s)
 
     def _feed(self, event: Event | _Reported) -> list[Command]:
+        now_s = self.now_s
         match event:
             case _Reported(node=node, report=report):
                 return self._take_report(node, report)
@@ -188,14 +189,14 @@ class Master:
                 if isinstance(message, RankOutput):
                     for screen in self._screens:
                         screen(message)
-                self._relays.hear(node, self.now_s)
-                self._note_heard(node, self.now_s)
+                self._relays.hear(node, now_s)
+                self._note_heard(node, now_s)
             case NodesHeard(heard=heard):
                 for node, heard_s in heard:
                     self._note_heard(node, heard_s)
             case NodeUp(node=node):
                 self._meet(node)
-        return self._coordinator.handle(self.now_s, event)
+        return self._coordinator.handle(now_s, event)
 
     def _meet(self, node: str) -> None:
         """An agent has said hello; it has no relay yet, whatever it had before."""

@@ -165,6 +165,7 @@ class Coordinator:
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
+        self._parts.silence.recount()
         late_s = now_s - self.next_deadline()
         if late_s < 0 or self.phase is Phase.ENDED:
             return []

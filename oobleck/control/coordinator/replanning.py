@@ -157,7 +157,7 @@ class Replanning:
         """Take in how fast workers compute; plan again where slow nodes make that pay."""
         if not self.has_time(now_s):
             return ()
-        profile_of, before = self.planner.profile_of, self.slow
+        profile_of, before = self.planner.profile_of, self._paces.slow
         for worker_id in worker_ids:
             self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
         if not self._paces.take_change(plan):

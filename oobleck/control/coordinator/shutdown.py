@@ -108,9 +108,10 @@ class Shutdown:
         """
         if self._progress.last_step < self._over_step:  # its state was lost before it was saved
             self._over, self._over_step, self.due_s = None, 0, math.inf
-        is_settled = self._is_settled and (is_training or self._saving.lacking is None)
-        if self._over is not None and (is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
-            return (self._settled(self._over),)
+        if self._over is not None:  # else there is nothing to look at, and this is called for each heartbeat
+            is_settled = self._is_settled and (is_training or self._saving.lacking is None)
+            if (is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
+                return (self._settled(self._over),)
         if self._stop is None or self._asked_to_finish == generations.newest:
             return ()
         self._asked_to_finish = generations.newest

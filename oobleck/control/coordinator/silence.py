@@ -25,8 +25,12 @@ class Silence:
 
     @property
     def due_s(self) -> float:
-        """When to judge a silence next."""
+        """When to judge a silence next, at the latest."""
         return self._leases.due_s
+
+    def recount(self) -> None:
+        """Have `due_s` count those who have spoken since the last time; O(nodes)."""
+        self._leases.recount()
 
     @property
     def is_suspicious(self) -> bool:

@@ -197,6 +197,7 @@ class RanksCoordinator:
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
+        self._silence.recount()
         late_s = now_s - self.next_deadline()
         if late_s < 0 or isinstance(self._state, Over):
             return []

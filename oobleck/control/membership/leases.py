@@ -56,6 +56,9 @@ class Leases:
         self._spared_until_s = 0.0
         """After a silence of most, no node is lost before this."""
         self._silent_since_s = math.inf
+        self._living: tuple[str, ...] | None = None
+        self._first_heard_s = math.inf
+        """When the first of `_living` was heard of, or an earlier time."""
         self._waited_for_s = math.inf
         """While it suspects itself: when the first of the silent nodes has been silent for too long."""
 
@@ -66,12 +69,23 @@ class Leases:
 
     @property
     def due_s(self) -> float:
-        """When somebody's silence is to be judged next."""
+        """When somebody's silence is to be judged next, at the latest.
+
+        Those who have spoken since `recount` do not make it later: it is asked for with every message, and may not cost
+        O(nodes) each time.
+        """
         if self.is_suspicious:
             return self._waited_for_s
         if self._looks:
             return min(map(self._judged_s, self._members.living_names), default=math.inf)
-        return max(self._first_heard_s(self._members.living_names) + self._control.lease_s, self._spared_until_s)
+        if self._living is not self._members.living_names:  # it is another tuple after any change of a member
+            self.recount()
+        return max(self._first_heard_s + self._control.lease_s, self._spared_until_s)
+
+    def recount(self) -> None:
+        """Have `due_s` say exactly when somebody's silence is to be judged."""
+        self._living = self._members.living_names
+        self._first_heard_s = self._first_of(self._living)
 
     def heard(self, now_s: float) -> float | None:
         """Somebody was heard of. Returns how long most were silent, where they are not any more."""
@@ -87,6 +101,7 @@ class Leases:
         if self._looks:
             heard = {node: heard_s[node] for node in living}
             self._looks = {node: look for node, look in self._looks.items() if heard.get(node) == look[0]}
+        self.recount()
         if not self.is_suspicious and now_s < self.due_s:
             return {}  # by far the most calls: thousands of nodes are not judged one by one
         lapsed = [node for node in living if now_s >= self._judged_s(node)]
@@ -108,7 +123,7 @@ class Leases:
             orphan_timeout_s=self._control.orphan_timeout_s,
             has_others=len(silent) < len(living),
         )
-        self._waited_for_s = self._first_heard_s(silent) + limit_s
+        self._waited_for_s = self._first_of(silent) + limit_s
         if now_s < self._waited_for_s:
             return {}
         self._trust_again(now_s, 0.0)
@@ -118,7 +133,7 @@ class Leases:
         """We ourselves were held up: no lease has lapsed."""
         self._looks.clear()
 
-    def _first_heard_s(self, nodes: Iterable[str]) -> float:
+    def _first_of(self, nodes: Iterable[str]) -> float:
         """When the one of them that has been silent longest was heard of; infinity for none."""
         return min(map(self._members.heard_s.__getitem__, nodes), default=math.inf)
 

@@ -17,15 +17,23 @@ from __future__ import annotations
 import logging
 import operator
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import asyncssh
 import trio
 import trio_asyncio
 
-__all__ = ["SSHCommandStream", "SSHStream", "await_asyncio", "awaitable_by_asyncio", "open_ssh_loop", "run_on"]
+__all__ = [
+    "SSHCommandStream",
+    "SSHStream",
+    "await_asyncio",
+    "awaitable_by_asyncio",
+    "call_later",
+    "open_ssh_loop",
+    "run_on",
+]
 
 T = TypeVar("T")
 
@@ -57,16 +65,39 @@ async def run_on(
         raise
 
 
+def call_later(delay_s: float, function: Callable[[], None]) -> None:
+    """Have a function called later, unless the loop is closed by then."""
+    trio_asyncio.current_loop.get().call_later(delay_s, function)
+
+
 def awaitable_by_asyncio(function: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     """Make a trio coroutine function into one that asyncio code may await."""
     wrapped: Callable[..., Awaitable[None]] = trio_asyncio.trio_as_aio(function)
     return wrapped
 
 
+class _Turn:
+    """Taken by one task at a time, with every message: a generator as context manager would cost more."""
+
+    def __init__(self, complaint: str) -> None:
+        self._complaint = complaint
+        self._is_taken = False
+
+    def __enter__(self) -> None:
+        if self._is_taken:
+            raise trio.BusyResourceError(self._complaint)
+        self._is_taken = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_taken = False
+
+
 class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
     """A forwarded UNIX socket as a trio stream, with back-pressure both ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, hear: Callable[[], None] = lambda: None) -> None:
+        """`hear` is called whenever bytes come."""
+        self._hear = hear
         self._channel: asyncssh.SSHUNIXChannel[bytes] | None = None
         self._unread = bytearray()
         self._readable = trio.Event()
@@ -77,8 +108,8 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
         self._has_sent_eof = False
         self._is_lost = False
         self._is_closed = False
-        self._is_sending = False
-        self._is_receiving = False
+        self._sending = _Turn("another task is sending")
+        self._receiving = _Turn("another task is receiving")
 
     # --- called by asyncssh ----------------------------------------------------------------------------------
 
@@ -86,6 +117,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
         self._channel = chan
 
     def data_received(self, data: bytes, datatype: object = None) -> None:
+        self._hear()
         self._unread += data
         self._readable.set()
         if len(self._unread) > _RECEIVE_HIGH_BYTES and not self._is_reading_paused:
@@ -114,8 +146,9 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
         """Wait for bytes; b"" at the end. Raises BrokenResourceError when the connection is lost before it."""
         if max_bytes is not None and operator.index(max_bytes) < 1:  # a TypeError for what is no whole number
             raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
-        with self._alone("_is_receiving", "another task is receiving"):
-            await trio.lowlevel.checkpoint()
+        with self._receiving:
+            if self._unread or self._has_peer_ended:  # else waiting is the checkpoint: two would wake the task twice
+                await trio.lowlevel.checkpoint()
             while not self._unread:
                 if self._is_closed:
                     raise trio.ClosedResourceError
@@ -131,10 +164,9 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, waiting while the peer takes nothing."""
-        with self._alone("_is_sending", "another task is sending"):
+        with self._sending:
             self._check_writable()
-            await trio.lowlevel.checkpoint()
-            self._check_writable()
+            await trio.lowlevel.checkpoint_if_cancelled()  # waiting at the end lets others run
             if data:
                 try:
                     self._open_channel.write(bytes(data))
@@ -144,7 +176,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
             self._check_writable()
 
     async def wait_send_all_might_not_block(self) -> None:
-        with self._alone("_is_sending", "another task is sending"):
+        with self._sending:
             self._check_writable()
             await trio.lowlevel.checkpoint()
             await self._writable.wait()
@@ -152,7 +184,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 raise trio.ClosedResourceError
 
     async def send_eof(self) -> None:
-        with self._alone("_is_sending", "another task is sending"):
+        with self._sending:
             if self._is_closed:
                 raise trio.ClosedResourceError
             await trio.lowlevel.checkpoint()
@@ -188,16 +220,6 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
             raise trio.ClosedResourceError
         if self._is_lost:
             raise trio.BrokenResourceError("the SSH connection is lost")
-
-    @contextmanager
-    def _alone(self, flag: str, complaint: str) -> Iterator[None]:
-        if getattr(self, flag):
-            raise trio.BusyResourceError(complaint)
-        setattr(self, flag, True)
-        try:
-            yield
-        finally:
-            setattr(self, flag, False)
 
 
 class SSHCommandStream(SSHStream):

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -20,6 +21,7 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
+from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
 from .logins import Logins
 from .proxy import ProxyCommand
@@ -28,7 +30,6 @@ __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_s
 
 T = TypeVar("T")
 
-_RESTING_S = 60.0
 _CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
 
@@ -93,7 +94,7 @@ class SSHConnection:
         host: str,
         connection: asyncssh.SSHClientConnection,
         *,
-        keepalive_interval_s: float,
+        options: SSHOptions,
         takes_calls: bool,
         proxy: ProxyCommand | None = None,
     ) -> None:
@@ -104,7 +105,9 @@ class SSHConnection:
         self._node = node
         self._host = host
         self._connection = connection
-        self._keepalive_interval_s = keepalive_interval_s
+        self._keepalive = Keepalive(
+            connection, interval_s=options.keepalive_interval_s, count_max=options.keepalive_count_max
+        )
         self._proxy = proxy
         self._is_ended_here = False
         self.takes_calls = takes_calls
@@ -126,8 +129,7 @@ class SSHConnection:
 
     def rest(self, is_resting: bool) -> None:
         """Ask seldom whether the other side is there, while it is heard by another way: often enough for a firewall."""
-        interval_s = _RESTING_S if is_resting else self._keepalive_interval_s
-        self._connection.set_keepalive(interval=interval_s)
+        self._keepalive.rest(is_resting)
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
         """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost.
@@ -153,7 +155,8 @@ class SSHConnection:
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:
         """Connect to a UNIX socket on the node. Raises trio.BrokenResourceError."""
         try:
-            _, stream = await self._open(self._connection.create_unix_connection, SSHStream, path)
+            session = partial(SSHStream, self._keepalive.hear)
+            _, stream = await self._open(self._connection.create_unix_connection, session, path)
         except asyncssh.ChannelOpenError as error:
             raise trio.BrokenResourceError(
                 f"{self._node}: its SSH server does not forward to {path} ({error}); the socket must exist there, and "
@@ -259,7 +262,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         node.name,
         host,
         connection,
-        keepalive_interval_s=options.keepalive_interval_s,
+        options=options,
         takes_calls=proxy is None and not hops,
         proxy=proxy,
     )

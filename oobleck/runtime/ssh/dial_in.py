@@ -102,8 +102,7 @@ async def call_back(caller: socket.socket, keys: DialInKeys) -> SSHConnection:
         raise RefusedCaller(f"a node at {host} has dialled in with another key than this run's") from error
     except asyncssh.PermissionDenied as error:
         raise RefusedCaller(f"a node at {host} has dialled in that expects another run's master") from error
-    interval_s = options.keepalive_interval_s
-    return SSHConnection(host, host, connection, keepalive_interval_s=interval_s, takes_calls=False)
+    return SSHConnection(host, host, connection, options=options, takes_calls=False)
 
 
 async def dial_in(
