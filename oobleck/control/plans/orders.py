@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from oobleck.control.protocol import (
     CommonOrder,
@@ -21,12 +22,15 @@ from oobleck.control.protocol import (
     PlanUpdate,
     Segment,
     WorkerAddress,
+    WorkerNames,
+    named,
+    names_in,
     numbers_in,
     runs_of,
 )
 from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 
-from .plan_delta import WrongBase, difference, rebuild
+from .plan_delta import WrongBase, difference, nodes_of, places_of, rebuild
 
 __all__ = ["WrongBase", "orders_of", "update_of"]
 
@@ -50,6 +54,7 @@ def orders_of(
     ordered = update.ordered
     commons: dict[PlanId | None, CommonOrder] = {}
     transfers, segments = _by_worker(update.transfers), _by_pipeline(update.segments)
+    places = places_of(ordered)
     for worker_id in worker_ids:
         named = bases.get(worker_id)
         base = None if named is None else known.get(named.generation)
@@ -57,7 +62,7 @@ def orders_of(
             base = None
         key = None if base is None else base.id
         if key not in commons:
-            commons[key] = _common(update, ordered, base, addresses)
+            commons[key] = _common(update, ordered, base, addresses, places)
         located = None if in_force is None else in_force.locate(worker_id)
         yield (
             worker_id,
@@ -66,7 +71,7 @@ def orders_of(
                 generation=update.generation,
                 common=commons[key],
                 segments=() if located is None else tuple(segments.get(located[0], ())),
-                transfers=_own(transfers.get(worker_id, ()), worker_id),
+                transfers=_own(transfers.get(worker_id, ()), worker_id, places),
             ),
         )
 
@@ -75,13 +80,20 @@ def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -
     """Return what an order says to a worker that has the plan `base`; O(nodes). Raises WrongBase."""
     common = order.common
     ordered = rebuild(base, common.delta, order.generation)
+    nodes = nodes_of(ordered)
+    try:
+        lost = names_in(common.lost, nodes_of(None if common.delta.base is None else base))
+        others_regrouped = _workers(common.others_regrouped, nodes)
+        transfers = tuple(_transfers(order.transfers, worker_id, nodes))
+    except ValueError as error:
+        raise WrongBase(f"the order of generation {order.generation} names nodes that no plan has: {error}") from error
     return PlanUpdate(
         generation=order.generation,
         catch_up=common.catch_up,
         catch_up_section=common.catch_up_section,
         finish=common.finish,
         segments=order.segments,
-        lost=common.lost,
+        lost=lost,
         plan=ordered.plan,
         pipeline_generations=ordered.pipeline_generations,
         schedules=ordered.schedules,
@@ -91,11 +103,11 @@ def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -
         initial=common.initial,
         saves=common.saves,
         restore=common.restore,
-        transfers=tuple(_transfers(order.transfers, worker_id)),
+        transfers=transfers,
         moving=tuple(numbers_in(common.moving)),
         regrouped=(
             *(ordered.plan.worker_ids[place] for place in numbers_in(common.regrouped)),
-            *common.others_regrouped,
+            *others_regrouped,
         ),
         assignment_version=common.assignment_version,
     )
@@ -106,20 +118,26 @@ def _common(
     ordered: OrderedPlan,
     base: OrderedPlan | None,
     addresses: Iterable[tuple[int, WorkerAddress]],
+    places: Mapping[str, int],
 ) -> CommonOrder:
-    places = {worker_id: place for place, worker_id in enumerate(update.plan.worker_ids)}
+    worker_places = {worker_id: place for place, worker_id in enumerate(update.plan.worker_ids)}
+    others = (worker_id for worker_id in update.regrouped if worker_id not in worker_places)
     return CommonOrder(
         catch_up=update.catch_up,
         catch_up_section=update.catch_up_section,
         finish=update.finish,
-        lost=update.lost,
+        lost=named(update.lost, places_of(base)),
         delta=difference(base, ordered),
         initial=update.initial,
         saves=update.saves,
         restore=update.restore,
         moving=runs_of(update.moving),
-        regrouped=runs_of(sorted(places[worker_id] for worker_id in update.regrouped if worker_id in places)),
-        others_regrouped=tuple(worker_id for worker_id in update.regrouped if worker_id not in places),
+        regrouped=runs_of(
+            sorted(worker_places[worker_id] for worker_id in update.regrouped if worker_id in worker_places)
+        ),
+        others_regrouped=_named(
+            sorted(others, key=lambda each: (each.device, places.get(each.node, len(places)), each.node)), places
+        ),
         assignment_version=update.assignment_version,
         addresses=tuple(address for since, address in addresses if base is None or since >= base.generation),
     )
@@ -133,20 +151,32 @@ def _by_worker(transfers: Iterable[LayerTransfer]) -> Mapping[WorkerId, list[Lay
     return found
 
 
-def _own(transfers: Sequence[LayerTransfer], worker_id: WorkerId) -> OwnTransfers:
+def _own(transfers: Sequence[LayerTransfer], worker_id: WorkerId, places: Mapping[str, int]) -> OwnTransfers:
     peers: dict[WorkerId, int] = {}
     items: list[tuple[int, int, int, int]] = []
     for item in transfers:
         is_sent = item.source == worker_id
         index = peers.setdefault(item.target if is_sent else item.source, len(peers))
         items.append((item.layer, -1 - index if is_sent else index, item.part, item.num_parts))
-    return OwnTransfers(peers=tuple(peers), items=tuple(items))
+    return OwnTransfers(peers=_named(peers, places), items=tuple(items))
 
 
-def _transfers(own: OwnTransfers, worker_id: WorkerId) -> Iterator[LayerTransfer]:
+def _transfers(own: OwnTransfers, worker_id: WorkerId, nodes: Sequence[str]) -> Iterator[LayerTransfer]:
+    peers = _workers(own.peers, nodes)
     for layer, index, part, num_parts in own.items:
-        source, target = (worker_id, own.peers[-1 - index]) if index < 0 else (own.peers[index], worker_id)
+        source, target = (worker_id, peers[-1 - index]) if index < 0 else (peers[index], worker_id)
         yield LayerTransfer(layer=layer, source=source, target=target, part=part, num_parts=num_parts)
+
+
+def _named(worker_ids: Iterable[WorkerId], places: Mapping[str, int]) -> WorkerNames:
+    return tuple(
+        (device, named((worker_id.node for worker_id in alike), places))
+        for device, alike in groupby(worker_ids, key=lambda worker_id: worker_id.device)
+    )
+
+
+def _workers(said: WorkerNames, nodes: Sequence[str]) -> tuple[WorkerId, ...]:
+    return tuple(WorkerId(node=node, device=device) for device, names in said for node in names_in(names, nodes))
 
 
 def _by_pipeline(segments: Iterable[Segment]) -> Mapping[int, list[Segment]]:

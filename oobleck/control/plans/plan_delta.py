@@ -1,13 +1,14 @@
 """A plan as the change of another one, and back: `rebuild(base, difference(base, plan)) == plan`, for any two plans.
 
-What stays is named by where it is in the base, in runs; so a loss costs as many bytes as it changes pipelines, and a
-plan without a base names each template once. The journal writes plans like this too. In an order, a digest of the plan
-that has to come out goes along: a worker that has another base, or has rebuilt it wrongly, finds out before it acts.
+What stays is named by where it is in the base, in runs, and so is each node that the base has; so a loss costs as many
+bytes as it changes pipelines, and a plan without a base names each template once. The journal writes plans like this
+too. In an order, a digest of the plan that has to come out goes along: a worker that has another base, or has rebuilt
+it wrongly, finds out before it acts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
@@ -19,6 +20,8 @@ from oobleck.control.protocol import (
     PlanChange,
     PlanDelta,
     Runs,
+    named,
+    names_in,
     numbers_in,
     runs_of,
 )
@@ -28,7 +31,7 @@ from oobleck.schedule import ScheduleKind
 
 from .sections import committed_after, num_sections_of
 
-__all__ = ["WrongBase", "apply_change", "change_between", "difference", "rebuild"]
+__all__ = ["WrongBase", "apply_change", "change_between", "difference", "nodes_of", "places_of", "rebuild"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -56,6 +59,21 @@ class Planned(Protocol):
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
+def nodes_of(planned: Planned | None) -> tuple[str, ...]:
+    """Return all nodes of a plan, pipeline after pipeline, spares last: they are named by their places among these.
+
+    Not in the order of their names, in which those of a pipeline do not follow each other.
+    """
+    if planned is None:
+        return ()
+    return (*(node for pipeline in planned.plan.pipelines for node in pipeline.nodes), *planned.plan.spares)
+
+
+def places_of(planned: Planned | None) -> Mapping[str, int]:
+    """Return where each node is among them; O(nodes)."""
+    return {node: place for place, node in enumerate(nodes_of(planned))}
+
+
 def change_between(base: Planned | None, now: Planned) -> PlanChange:
     """Say what changes from `base` to `now`; all of it where there is no base. O(nodes)."""
     pipelines, before = now.plan.pipelines, _pipelines_of(base)
@@ -69,14 +87,15 @@ def change_between(base: Planned | None, now: Planned) -> PlanChange:
         [(place_of[id(each.template)], each.nodes) for each in pipelines],
     )
     origins = numbers_in(order)
+    places = places_of(base)
     spares, spare_order = _edits(() if base is None else base.plan.spares, now.plan.spares)
     shares_before = [before[origin].num_microbatches if origin < len(before) else 0 for origin in origins]
     return PlanChange(
         templates=templates[len(known) :],
-        pipelines=tuple(NewPipeline(template=template, nodes=nodes) for template, nodes in added),
+        pipelines=tuple(NewPipeline(template=template, nodes=named(nodes, places)) for template, nodes in added),
         order=order,
         shares=_counted(each.num_microbatches - then for each, then in zip(pipelines, shares_before, strict=True)),
-        spares=spares,
+        spares=named(spares, places),
         spare_order=spare_order,
         pipeline_generations=_counted(
             _changed(now.pipeline_generations, () if base is None else base.pipeline_generations, origins, same=0)
@@ -90,7 +109,8 @@ def apply_change(base: Planned | None, change: PlanChange) -> Parts:
     before = _pipelines_of(base)
     try:
         templates = (*_templates_of(before), *change.templates)
-        new = [(templates[each.template], each.nodes) for each in change.pipelines]
+        nodes = nodes_of(base)
+        new = [(templates[each.template], names_in(each.nodes, nodes)) for each in change.pipelines]
         origins = numbers_in(change.order)
         pipelines = tuple(
             _pipeline(before[origin], more)
@@ -100,7 +120,7 @@ def apply_change(base: Planned | None, change: PlanChange) -> Parts:
             )
             for origin, more in zip(origins, _each(change.shares), strict=True)
         )
-        spares = (*(() if base is None else base.plan.spares), *change.spares)
+        spares = (*(() if base is None else base.plan.spares), *names_in(change.spares, nodes))
         plan = ExecutionPlan(
             pipelines=pipelines, spares=tuple(spares[index] for index in numbers_in(change.spare_order))
         )

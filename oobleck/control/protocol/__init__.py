@@ -76,6 +76,7 @@ from .plan_orders import (
     PlanId,
     PlanNeeded,
     PlanOrder,
+    WorkerNames,
 )
 from .rank_messages import (
     TRACE_SIGNAL,
@@ -115,7 +116,7 @@ from .relay_messages import (
     UseRelay,
     news_in,
 )
-from .runs import Runs, numbers_in, runs_of
+from .runs import Names, Runs, named, names_in, numbers_in, runs_of
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -198,6 +199,7 @@ __all__ = [
     "LinkTimed",
     "Manifest",
     "MasterMessage",
+    "Names",
     "NewPipeline",
     "NotStarted",
     "OpenShard",
@@ -285,12 +287,15 @@ __all__ = [
     "WorkerExited",
     "WorkerFailed",
     "WorkerMessage",
+    "WorkerNames",
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
     "checkpoint_name",
     "digest_of_shards",
     "end_text",
+    "named",
+    "names_in",
     "news_in",
     "numbers_in",
     "run_digest",

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind, WorkerId
+from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind
 
 from .bases import ForWorker, FromWorker
 from .checkpoint_messages import Restore
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
-from .runs import Runs
+from .runs import Names, Runs
 
 __all__ = [
     "CommonOrder",
@@ -31,7 +31,11 @@ __all__ = [
     "PlanId",
     "PlanNeeded",
     "PlanOrder",
+    "WorkerNames",
 ]
+
+WorkerNames = tuple[tuple[int, Names], ...]
+"""Workers in their order, as (device, nodes): nodes by their places among the new plan's, as in `NewPipeline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,8 @@ class NewPipeline:
 
     template: int
     """Counts the templates of the base, in the order in which its pipelines name them, then those of the delta."""
-    nodes: tuple[str, ...]
+    nodes: Names
+    """By their places among the base's nodes: those of its pipelines one after the other, then its spares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +105,10 @@ class PlanChange:
     """The plan's pipelines, by their indices among those of the base and then these."""
     shares: tuple[tuple[int, int], ...]
     """(how many pipelines, microbatches that each of them takes more than in the base); new ones had none."""
-    spares: tuple[str, ...]
+    spares: Names
+    """That were none in the base, by their places among its nodes."""
     spare_order: Runs
-    """The plan's spares, likewise."""
+    """The plan's spares, by their indices among those of the base and then these."""
     pipeline_generations: tuple[tuple[int, int], ...]
     """(how many pipelines, generation); 0 for that of the base."""
     schedules: tuple[tuple[int, ScheduleKind | None], ...]
@@ -138,7 +144,8 @@ class CommonOrder:
     catch_up: CommitRecord | None
     catch_up_section: SectionRecord | None
     finish: int | None
-    lost: tuple[str, ...]
+    lost: Names
+    """By their places among the base's nodes."""
     delta: PlanDelta
     initial: bool
     saves: bool
@@ -147,7 +154,7 @@ class CommonOrder:
     """The layers that change hands."""
     regrouped: Runs
     """By their places among the plan's workers."""
-    others_regrouped: tuple[WorkerId, ...]
+    others_regrouped: WorkerNames
     """That are not in the plan."""
     assignment_version: int
     addresses: tuple[WorkerAddress, ...]
@@ -158,7 +165,7 @@ class CommonOrder:
 class OwnTransfers:
     """The layers that one worker sends or receives. It may be all layers, of several peers each."""
 
-    peers: tuple[WorkerId, ...]
+    peers: WorkerNames
     items: tuple[tuple[int, int, int, int], ...]
     """(layer, peer, part, number of parts), in the order of all workers' transfers: it receives from the peer of an
     index, and sends to that of -1 - index."""

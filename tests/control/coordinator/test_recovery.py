@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, deadline, step
+from oobleck.control.coordinator.recovery.gathered import Gathered
 from oobleck.control.coordinator.recovery.states import (
     Accusing,
     Adopting,
@@ -115,7 +116,9 @@ def states() -> Iterator[State]:
     trained: tuple[Training | Adopting, ...] = (
         Training(generation=GENERATION),
         *(
-            Adopting(recovery=PLAIN, ordered=ORDERED, ordered_s=FENCED_S, resumed=dict.fromkeys(resumed, RESUMED))
+            Adopting(
+                recovery=PLAIN, ordered=ORDERED, ordered_s=FENCED_S, resumed=Gathered(dict.fromkeys(resumed, RESUMED))
+            )
             for resumed in ((), (B, C))
         ),
     )
@@ -128,8 +131,8 @@ def states() -> Iterator[State]:
             for awaited in {recovery.asked, (A,)}:
                 waits = {worker_id: status for worker_id, status in statuses.items() if worker_id not in awaited}
                 for kind in (Fencing, Overdue):
-                    yield kind(recovery=recovery, statuses=waits, until_s=FENCED_S + 30)
-            complete = {**statuses, A: STATUS}
+                    yield kind(recovery=recovery, statuses=Gathered(waits), until_s=FENCED_S + 30)
+            complete = Gathered({**statuses, A: STATUS})
             yield Settling(recovery=recovery, statuses=complete, until_s=FENCED_S + 0.01)
         statuses = dict.fromkeys(recovery.asked, STATUS)
         yield Accusing(recovery=recovery, statuses=statuses, stuck=(A,), until_s=FENCED_S + 30)
@@ -227,7 +230,7 @@ def test_time_before_the_deadline_changes_nothing():
 
 def test_answers_are_judged_in_the_order_in_which_the_workers_were_asked():
     """So that the same answers lead to the same decision, in whatever order they arrive."""
-    state: State = Fencing(recovery=PLAIN, statuses={}, until_s=200.0)
+    state: State = Fencing(recovery=PLAIN, statuses=Gathered(), until_s=200.0)
     effects: tuple[RecoveryEffect, ...] = ()
     for worker_id in (C, A, B):
         state, effects = step(state, Answered(worker_ids=(worker_id,), status=STATUS), SETTLED_S)
@@ -251,7 +254,7 @@ def test_a_loss_during_a_recovery_belongs_to_it():
 
 def test_losses_while_all_are_asked_ask_nobody_again() -> None:
     """What the others have said stays; those who are lost are not waited for, and their answers not used."""
-    state: State = Fencing(recovery=PLAIN, statuses={A: STATUS, B: STATUS}, until_s=200.0)
+    state: State = Fencing(recovery=PLAIN, statuses=Gathered({A: STATUS, B: STATUS}), until_s=200.0)
     state, effects = step(state, MoreLost(nodes=("b",), fence=replace(FENCE, lost=("b", "d"))), SETTLED_S)
     assert isinstance(state, Fencing)
     assert (state.awaited, effects) == ((C,), ())
@@ -269,14 +272,14 @@ def test_losses_while_all_are_asked_ask_nobody_again() -> None:
 
 
 def test_each_loss_of_a_rack_has_the_next_one_waited_for() -> None:
-    state: State = Settling(recovery=PLAIN, statuses=dict.fromkeys(ALL, STATUS), until_s=SETTLED_S)
+    state: State = Settling(recovery=PLAIN, statuses=Gathered(dict.fromkeys(ALL, STATUS)), until_s=SETTLED_S)
     first_s = deadline(state)
     state, _ = step(state, MoreLost(nodes=("a",), fence=FENCE), first_s)
     assert deadline(state) > first_s
 
 
 def test_a_hang_is_explained_by_a_node_that_is_lost_meanwhile() -> None:
-    state: State = Fencing(recovery=HANG, statuses={A: WAITS, B: WAITS}, until_s=200.0)
+    state: State = Fencing(recovery=HANG, statuses=Gathered({A: WAITS, B: WAITS}), until_s=200.0)
     state, _ = step(state, MoreLost(nodes=("c",), fence=FENCE), SETTLED_S)
     _, effects = step(state, TimePassed(is_suspicious=False), deadline(state))
     assert [type(effect) for effect in effects] == [Decide]
@@ -291,7 +294,7 @@ def test_a_cut_network_is_what_a_hang_came_from():
 
 def test_a_node_that_its_peers_do_not_reach_is_given_up():
     said = replace(STATUS, unreachable=(A,))
-    state = Settling(recovery=HANG, statuses={A: STATUS, B: said, C: said}, until_s=SETTLED_S)
+    state = Settling(recovery=HANG, statuses=Gathered({A: STATUS, B: said, C: said}), until_s=SETTLED_S)
     after, effects = step(state, TimePassed(is_suspicious=False), SETTLED_S)
     assert isinstance(after, Accusing)
     assert effects[-1] == GiveUp(nodes=("a",), loss=CutOff())
@@ -338,19 +341,19 @@ def test_checkpoints_are_looked_for_once():
 
 
 def test_silent_nodes_are_given_up_unless_most_are_silent():
-    late = Overdue(recovery=PLAIN, statuses={B: STATUS, C: STATUS}, until_s=130.0)
+    late = Overdue(recovery=PLAIN, statuses=Gathered({B: STATUS, C: STATUS}), until_s=130.0)
     after, effects = step(late, TimePassed(is_suspicious=False), 130.0)
     assert (after, effects) == (late, (GiveUp(nodes=("a",), loss=Silent(silent_s=30.0, is_worker=True)),))
     after, effects = step(late, TimePassed(is_suspicious=True), 130.0)
     assert (deadline(after), effects) == (130.0 + CONTROL.lease_s, ())
-    most = Overdue(recovery=PLAIN, statuses={C: STATUS}, until_s=FENCED_S + 0.1)
+    most = Overdue(recovery=PLAIN, statuses=Gathered({C: STATUS}), until_s=FENCED_S + 0.1)
     after, effects = step(most, TimePassed(is_suspicious=False), FENCED_S + 0.1)
     assert (deadline(after), effects) == (FENCED_S + 0.1 + CONTROL.lease_s, ())
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_completes_nothing():
     stranger = WorkerId(node="e", device=0)
-    state: State = Fencing(recovery=PLAIN, statuses={A: STATUS, B: STATUS}, until_s=200.0)
+    state: State = Fencing(recovery=PLAIN, statuses=Gathered({A: STATUS, B: STATUS}), until_s=200.0)
     state, effects = step(state, Answered(worker_ids=(stranger,), status=STATUS), SETTLED_S)
     assert isinstance(state, Fencing)
     assert (state.awaited, effects) == ((C,), ())

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.plans import WrongBase, difference, orders_of, rebuild, shares_of, update_of
+from oobleck.control.plans import (
+    WrongBase,
+    apply_change,
+    change_between,
+    difference,
+    orders_of,
+    rebuild,
+    shares_of,
+    update_of,
+)
 from oobleck.control.protocol import (
     NOTHING,
     OrderedPlan,
     PartialStep,
+    PlanChange,
     PlanOrder,
     PlanUpdate,
     Segment,
@@ -22,6 +32,7 @@ from oobleck.control.protocol import (
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import (
     ExecutionPlan,
+    LayerTransfer,
     Pipeline,
     Planner,
     PlannerSettings,
@@ -31,7 +42,7 @@ from oobleck.planner import (
     model_shape,
 )
 from oobleck.schedule import ScheduleKind
-from oobleck.wire import FrameDecoder, encode_frame
+from oobleck.wire import FrameDecoder, encode_frame, from_builtins, to_builtins
 from tests.control.journals import plan, template
 from tests.examples import examples
 
@@ -196,6 +207,80 @@ def test_over_any_losses_and_joins_plans_are_rebuilt_from_what_changes(data: st.
             run.change(generation, lost=lost, joined=joined, missed=missed)
         except (PlanningError, Unrecoverable):
             return
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_the_base_has_are_not_named_again() -> None:
+    """In an order and in the journal: a rack of thousands of nodes would else be kilobytes of names in each."""
+    old, new = plan(("a", "b"), ("c", "d"), ("e", "f")), plan(("a", "b", "d"), spares=("f", "new"))
+    base = ordered_as(old)
+    b, f = WorkerId("b", 0), WorkerId("f", 1)
+    transfers = (
+        LayerTransfer(layer=1, source=f, target=b),
+        LayerTransfer(layer=2, source=WorkerId("left", 0), target=b),
+    )
+    update = update_to(
+        new, generation=2, finish=1, lost=("c", "e", "gone"), regrouped=(b, WorkerId("left", 1), f), transfers=transfers
+    )
+    known = {1: base}
+    ((_, order),) = orders_of(update, [b], bases={b: base.id}, known=known, in_force=old)
+    common, change = order.common, order.common.delta.change
+    assert common.lost == (2, 4, "gone")
+    assert [each.nodes for each in change.pipelines] == [((0, 2), 3)]
+    assert change.spares == (5, "new")
+    assert common.others_regrouped == ((1, (3, "left")),)
+    assert order.transfers.peers == ((1, (3,)), (0, ("left",)))
+    assert replace(update_of(base, order, b), regrouped=()) == replace(update, regrouped=())
+    assert set(update_of(base, order, b).regrouped) == set(update.regrouped)
+
+
+def test_a_change_that_names_known_nodes_as_they_are_is_read() -> None:
+    """As in the journals of earlier versions."""
+    base = ordered_as(plan(("a", "b"), ("c", "d"), spares=("e",)))
+    now = ordered_as(plan(("a", "b"), ("c", "e"), spares=("d",)))
+    change = change_between(base, now)
+    (changed,) = change.pipelines
+    earlier = replace(change, pipelines=(replace(changed, nodes=("c", "e")),), spares=("d",))
+    assert earlier != change
+    line = to_builtins(earlier)
+    assert apply_change(base, from_builtins(PlanChange, line)) == apply_change(base, change)
+
+
+def test_an_order_that_names_a_node_by_a_place_that_no_plan_has_is_not_followed() -> None:
+    layout = plan(("a", "b"), ("c", "d"), spares=("e",))
+    base, worker_id = ordered_as(layout), WorkerId("a", 0)
+    update = update_to(plan(("a", "b"), ("c", "e")), generation=2, lost=("d",))
+    ((_, order),) = orders_of(update, [worker_id], bases={worker_id: base.id}, known={1: base}, in_force=None)
+    common = order.common
+    change = common.delta.change
+    (changed,) = change.pipelines
+    for wrong in (-1, 5, (3, 3), (0, 0)):
+        for broken in (
+            replace(common, lost=(wrong,)),
+            replace(common, others_regrouped=((0, (wrong,)),)),
+            replace(common, delta=replace(common.delta, change=replace(change, spares=(wrong,)))),
+            replace(
+                common,
+                delta=replace(common.delta, change=replace(change, pipelines=(replace(changed, nodes=("c", wrong)),))),
+            ),
+        ):
+            with pytest.raises(WrongBase, match="that are known"):
+                update_of(base, replace(order, common=broken), worker_id)
+        peers = replace(order.transfers, peers=((0, (wrong,)),))
+        with pytest.raises(WrongBase, match="that are known"):
+            update_of(base, replace(order, transfers=peers), worker_id)
+
+
+def test_an_order_of_a_whole_plan_names_nothing_by_a_base_that_the_worker_has() -> None:
+    """The master does not know that plan."""
+    base, worker_id = ordered_as(plan(("x", "y"), ("c", "d"))), WorkerId("c", 0)
+    update = update_to(plan(("c", "d")), generation=2, lost=("x", "y"))
+    ((_, order),) = orders_of(update, [worker_id], bases={}, known={1: base}, in_force=None)
+    assert update_of(base, order, worker_id).lost == ("x", "y")
+    with pytest.raises(WrongBase):
+        update_of(base, replace(order, common=replace(order.common, lost=(0,))), worker_id)
 
 
 # --- what is each worker's own ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker, Status
 from oobleck.planner import WorkerId
 
+from .gathered import Gathered
 from .states import (
     Accusing,
     Adopting,
@@ -75,7 +76,7 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     )
     fencing = Fencing(
         recovery=recovery,
-        statuses={},
+        statuses=Gathered(),
         until_s=max(now_s, begun.heard_s) + begun.control.lease_s,
     )
     if begun.num_regroups > _MAX_REGROUPS:
@@ -136,7 +137,7 @@ def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
 def answered(state: State, answer: Answered, now_s: float) -> Step:
     if not isinstance(state, Fencing | Overdue | Settling) or answer.status.generation != state.recovery.generation:
         return state, ()  # for an older fence, or a second time: its first answer is still true
-    statuses = {**state.statuses, **dict.fromkeys(answer.worker_ids, answer.status)}
+    statuses = state.statuses.adding(answer.worker_ids, answer.status)
     match state:
         case Fencing() | Settling():
             asking: Fencing | Overdue | Settling = replace(state, statuses=statuses)

@@ -15,6 +15,8 @@ from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
+from .gathered import Gathered
+
 __all__ = [
     "Accusing",
     "Adopting",
@@ -131,7 +133,7 @@ class Adopting:
     recovery: Recovery
     ordered: PlanOrdered
     ordered_s: float
-    resumed: Mapping[WorkerId, Resumed] = field(default_factory=dict)
+    resumed: Gathered[WorkerId, Resumed] = field(default_factory=Gathered)
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
@@ -157,7 +159,7 @@ class Fencing:
     """All are asked where they stand."""
 
     recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
+    statuses: Gathered[WorkerId, Status]
     until_s: float
 
     @property
@@ -171,7 +173,7 @@ class Overdue:
     """The time for answers is over. Some may not be read yet, or the fence may not have arrived."""
 
     recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
+    statuses: Gathered[WorkerId, Status]
     until_s: float
 
     @property
@@ -185,7 +187,7 @@ class Settling:
     """All have answered. Another loss of the same moment may be on its way."""
 
     recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
+    statuses: Gathered[WorkerId, Status]
     until_s: float
 
 

@@ -1,0 +1,62 @@
+"""What thousands of workers report one after another, in values that cost O(1) each to make from the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Generic, TypeVar
+
+__all__ = ["Gathered"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Gathered(Mapping[K, V], Generic[K, V]):
+    """Reports so far, in the order in which they came. To add some makes another one, and leaves this as it is.
+
+    The two share one dict, to which keys are only appended: each is its first `len(self)` items. A state machine goes
+    from the newest to the next, which so costs O(1) for each report. What is done otherwise costs O(n), once, for a
+    copy: to look at one that has been added to or to add to it, and to replace a value. A trie would make these
+    O(log n), and reading several times dearer; but they are rare.
+    """
+
+    __slots__ = ("_length", "_shared")
+
+    def __init__(self, known: Mapping[K, V] | None = None) -> None:
+        self._shared = dict(known or {})
+        self._length = len(self._shared)
+
+    def adding(self, keys: Iterable[K], value: V) -> Gathered[K, V]:
+        """Return this with the same value for each of these keys; O(keys), unless others hold this, too: see above."""
+        more = dict.fromkeys(keys, value)
+        known = self._own()
+        next_one = Gathered[K, V]()
+        if known.keys().isdisjoint(more):
+            known.update(more)
+            next_one._shared = known
+        else:
+            next_one._shared = known | more
+        next_one._length = len(next_one._shared)
+        return next_one
+
+    def __getitem__(self, key: K) -> V:
+        return self._own()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._own()
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Gathered({self._own()!r})"
+
+    def _own(self) -> dict[K, V]:
+        """These items alone: once another one has been made from this, in a copy."""
+        if len(self._shared) > self._length:
+            self._shared = dict(islice(self._shared.items(), self._length))
+        return self._shared
