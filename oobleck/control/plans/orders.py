@@ -56,9 +56,9 @@ def orders_of(
     transfers, segments = _by_worker(update.transfers), _by_pipeline(update.segments)
     places = places_of(ordered)
     for worker_id in worker_ids:
-        named = bases.get(worker_id)
-        base = None if named is None else known.get(named.generation)
-        if base is not None and base.id != named:
+        said = bases.get(worker_id)
+        base = None if said is None else known.get(said.generation)
+        if base is not None and base.id != said:
             base = None
         key = None if base is None else base.id
         if key not in commons:
