@@ -81,6 +81,15 @@ class Generations:
         return self._ordered[self.newest].plan
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a plan was ordered."""
+        return bool(self._ordered)
+
+    def has_plan(self, generation: int) -> bool:
+        """Whether a plan was ordered in a generation, and survivors may have it."""
+        return generation in self._ordered
+
+    @property
     def plans(self) -> Mapping[int, ExecutionPlan]:
         """All plans that were ordered, by generation."""
         return {generation: ordered.plan for generation, ordered in self._ordered.items()}

@@ -85,20 +85,24 @@ class Reconfiguration:
 
     def training_places(self, node: str | None = None) -> list[WorkerId]:
         """The reachable workers of the newest plan, or those of one node; none before the first plan."""
-        if not self.generations.plans:
+        if not self.generations.is_begun:
             return []
-        worker_ids = self.generations.plan.worker_ids
-        return [each for each in worker_ids if node in (None, each.node) and self._members[each.node].is_ready]
+        plan = self.generations.plan
+        if node is None:
+            return [each for each in plan.worker_ids if self._members[each.node].is_ready]
+        if node not in plan.pipeline_of or not self._members[node].is_ready:
+            return []
+        return sorted(each for each in plan.pipelines[plan.pipeline_of[node]].worker_ids if each.node == node)
 
     def is_in_plan(self, node: str) -> bool:
         """Whether a node has a part in the newest plan."""
-        return self.is_begun and node in self.generations.plan.nodes
+        return self.is_begun and node in self.generations.plan.pipeline_of
 
     def can_spare(self, node: str) -> bool:
         """Whether a node rests and nothing waits for it any more: all others train by the plan that left it out."""
         last = self._progress.last_record
         trains = isinstance(self._state, TRAINED) and last is not None and last.generation == self.generations.current
-        return trains and node not in self.generations.plan.nodes
+        return trains and node not in self.generations.plan.pipeline_of
 
     # --- what happens ----------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Reconfiguration:
     def status(self, worker_ids: Collection[WorkerId], status: Status, now_s: float) -> Effects:
         """Workers answer a fence. Raises PeerError for an answer that cannot be."""
         is_answer = self.is_fencing and status.generation == self.generations.current
-        if is_answer and status.adopted and status.adopted not in self.generations.plans:
+        if is_answer and status.adopted and not self.generations.has_plan(status.adopted):
             raise PeerError(f"trains in generation {status.adopted}, which has no plan")
         return self.give(Answered(worker_ids=tuple(worker_ids), status=status), now_s)
 
@@ -189,7 +193,7 @@ class Reconfiguration:
         schedules = schedules_for(self._job, first, plan, profile_of=planner.profile_of)
         has_room = planner.has_room(plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, plan, choice.decision.predicted_step_s, has_room=has_room)
-        statuses, newest = self._kept_by(), self.generations.newest if self.generations.plans else 0
+        statuses, newest = self._kept_by(), self.generations.newest if self.generations.is_begun else 0
         update = self.generations.plan_update(
             choice.decision,
             choice.verdict,

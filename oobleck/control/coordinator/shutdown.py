@@ -44,8 +44,8 @@ class Shutdown:
         self._stop: StopRequested | None = None
         self._asked_to_finish = 0
         """The generation whose workers were last asked to."""
-        self._finished: set[tuple[int, WorkerId]] = set()
-        """(generation, worker) of those that train no further."""
+        self._finished: tuple[int, set[WorkerId]] = 0, set()
+        """(newest generation, workers of it that train no further)."""
         self._over: EndRun | None = None
         """Training has ended; its last save may still be on the way to the disk."""
         self._over_step = 0
@@ -81,8 +81,11 @@ class Shutdown:
 
     def worker_finished(self, worker_id: WorkerId, generations: Generations, now_s: float) -> tuple[ExpectSteps, ...]:
         """A worker has finished. Workers repeat this after a fence."""
-        self._finished.add((generations.current, worker_id))
-        if not self._finished.issuperset((generations.current, each) for each in generations.plan.worker_ids):
+        if self._finished[0] != generations.current:
+            self._finished = generations.current, set()
+        finished, awaited = self._finished[1], generations.plan.worker_ids
+        finished.add(worker_id)
+        if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have
             return ()
         self._over, self._over_step = self._outcome(), self._progress.last_step
         self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -51,6 +53,7 @@ from oobleck.control.journal import (
 )
 from oobleck.control.plans import update_of
 from oobleck.control.protocol import (
+    AgentMessage,
     AgentStopped,
     ErrorKind,
     Exited,
@@ -250,6 +253,34 @@ def test_the_run_ends_when_all_have_finished():
     assert bench.coordinator.next_deadline() == math.inf
     assert bench.commit("n0", 4) == []
     assert bench.wait(100) == []
+
+
+def test_reading_that_one_of_many_has_finished_looks_at_no_other() -> None:
+    """Else the end of a run of 10,000 nodes is the looks of each at all before it."""
+    bench = training(Shape(num_nodes=24, num_pipelines=24, num_microbatches=24))
+    bench.commit("n0", 1)
+    calls = [_calls_for(bench, f"n{number}", Finished(device=0, applied=1)) for number in range(23)]
+    assert bench.ended is None
+    assert len(set(calls[1:])) == 1, calls
+    bench.say("n23", Finished(device=0, applied=1))
+    assert bench.ended is not None
+
+
+def _calls_for(bench: Bench, node: str, message: AgentMessage) -> int:
+    """How many calls of Python functions a message makes."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        bench.say(node, message)
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 def test_finished_before_a_fence_is_not_finished_after_it():
