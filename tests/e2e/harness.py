@@ -97,6 +97,11 @@ class Up:
                 return line
         raise AssertionError(f"{text!r} was never said:\n{''.join(self.output)}")
 
+    def wait_until_said(self, text: str) -> None:
+        """Like `wait_for`; what was read already counts as well: it may have been said at any time since the start."""
+        if not any(text in line for line in self.output):
+            self.wait_for(text)
+
     def wait_for_step(self, step: int) -> None:
         """Read output up to a line that tells of this step or a later one: lines about steps are thinned."""
         while True:

@@ -24,6 +24,7 @@ STEPS = 24
 def started(runner: Runner, *options: str, output: int, error: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "oobleck", "up", "--local", "2", "--base-dir", str(runner.base_dir)]
     command += ["--job", str(runner.job_file()), *options]
+    _forget_other_runs(runner)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=error, env=runner.environment, start_new_session=True
     ) as process:
@@ -31,6 +32,11 @@ def started(runner: Runner, *options: str, output: int, error: int) -> Iterator[
             yield process
         finally:
             process.kill()
+
+
+def _forget_other_runs(runner: Runner) -> None:
+    """Have the journal tell of the run alone that is started next."""
+    (runner.base_dir / TAG / "journal.jsonl").unlink(missing_ok=True)
 
 
 def notices(runner: Runner) -> list[str]:
@@ -84,7 +90,7 @@ def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> No
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.slow)])
 def test_a_run_goes_on_when_its_terminal_is_gone(runner: Runner, options: tuple[str, ...]) -> None:
-    (runner.base_dir / TAG / "journal.jsonl").unlink(missing_ok=True)  # that of another test's run
+    _forget_other_runs(runner)
     ours, theirs = pty.openpty()
     leader = (
         "import fcntl, os, subprocess, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "

@@ -13,7 +13,7 @@ def test_nodes_that_a_deadline_does_not_need_rest_and_stand_in_for_a_lost_one(
     start: Callable[..., Any], runner: Runner
 ) -> None:
     with start("--scaling", "deadline=20h", "--set", "scaling.hysteresis_s=1") as run:
-        run.up.wait_for("set aside or taken back; ")
+        run.up.wait_until_said("set aside or taken back; ")
         run.up.wait_for_steps(10)
         plans = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
         resting = plans[-1]["plan"]["spares"]
