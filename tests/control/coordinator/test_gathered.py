@@ -27,7 +27,9 @@ def test_each_is_what_a_copied_dict_would_be_whatever_is_made_from_it(
         key = data.draw(st.integers(0, 12))
         assert (key in gathered, gathered.get(key), len(gathered)) == (key in plain, plain.get(key), len(plain))
         assert list(gathered.items()) == list(plain.items())
-        assert gathered == plain
+        assert gathered == plain == gathered.copied()
+        some = sorted({*data.draw(BATCHES)})
+        assert gathered.has_all(some) == (plain.keys() >= {*some})
     for gathered, plain in made:
         assert list(gathered.items()) == list(plain.items()), "though others were looked at since"
 
@@ -37,6 +39,7 @@ def test_it_begins_with_a_copy_of_what_it_is_given() -> None:
     gathered = Gathered(known)
     gathered.adding((2,), "b")
     assert known == {1: "a"}
+    gathered.copied()[4] = "d"
     known[3] = "c"
     assert gathered == {1: "a"}
 

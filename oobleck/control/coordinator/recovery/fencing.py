@@ -42,7 +42,6 @@ from .states import (
     Suspecting,
     TimePassed,
     Training,
-    has_all,
 )
 
 __all__ = ["answered", "begin", "end_again", "left", "lose_more", "overdue", "to_deciding", "use_answers"]
@@ -153,7 +152,7 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     recovery = state.recovery
     if not recovery.asked:
         return to_deciding(state)
-    if not has_all(state.statuses, recovery.asked):
+    if not state.statuses.has_all(recovery.asked):
         return state, ()
     if now_s >= recovery.settles_s:
         return use_answers(state, now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -39,6 +39,14 @@ class Gathered(Mapping[K, V], Generic[K, V]):
             next_one._shared = known | more
         next_one._length = len(next_one._shared)
         return next_one
+
+    def has_all(self, keys: Collection[K]) -> bool:
+        """Whether all of these are among the keys; O(1) as long as too few are."""
+        return len(self) >= len(keys) and all(map(self._own().__contains__, keys))
+
+    def copied(self) -> dict[K, V]:
+        """Return a dict of its own: where all items are looked at, that is quicker than each by itself."""
+        return dict(self._own())
 
     def __getitem__(self, key: K) -> V:
         return self._own()[key]

@@ -53,7 +53,6 @@ from .states import (
     TrainingBegun,
     WorkersResumed,
     WorkersWanted,
-    has_all,
 )
 
 __all__ = ["ASKING", "FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
@@ -325,7 +324,7 @@ def _resumed(state: State, given: WorkersResumed) -> Step:
         case Adopting() if state.generation == given.message.generation:
             resumed = state.resumed.adding(given.worker_ids, given.message)
             adopting = replace(state, resumed=resumed)
-            if not has_all(resumed, state.ordered.worker_ids):
+            if not resumed.has_all(state.ordered.worker_ids):
                 return adopting, ()
             ended = RecoveryEnded(recovery=state.recovery, adopting=adopting)
             return Training(generation=state.generation), (ended, PlanInForce())

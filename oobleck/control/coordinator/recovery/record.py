@@ -19,7 +19,7 @@ def recovery_done(ended: RecoveryEnded, now_s: float, members: Membership) -> Re
     """Return a recovery's record; if another event overtook the recovery, what is known of it."""
     recovery, adopting = ended.recovery, ended.adopting
     ordered = adopting.ordered if adopting is not None else None
-    resumed = adopting.resumed if adopting is not None else {}
+    resumed = adopting.resumed.copied() if adopting is not None else {}
     return RecoveryDone(
         t_s=now_s,
         began_s=recovery.began_s,

@@ -57,7 +57,6 @@ __all__ = [
     "TrainingBegun",
     "WorkersResumed",
     "WorkersWanted",
-    "has_all",
 ]
 
 _SETTLE_S = 0.01
@@ -104,11 +103,6 @@ class Recovery:
     def settles_s(self) -> float:
         """Until then complete answers wait: losses that belong together arrive within moments of each other."""
         return self.lost_s + _SETTLE_S
-
-
-def has_all(reports: Mapping[WorkerId, object], worker_ids: tuple[WorkerId, ...]) -> bool:
-    """Whether all of these workers have reported; O(1) as long as too few have."""
-    return len(reports) >= len(worker_ids) and all(map(reports.__contains__, worker_ids))
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
