@@ -149,7 +149,7 @@ def _open_and_find(address: str, *, is_lazy: bool) -> tuple[object, int | None]:
     """Open a device; return it and its epoll instance, None where that cannot be found.
 
     It has a descriptor that was not there before, unless another thread has closed one meanwhile, whose number the
-    device has got: then it is opened anew. To look at all descriptors each time costs more than all else that forms
+    device has got: then another one is opened. To look at all descriptors each time costs more than all else that forms
     a group.
     """
     for _ in range(_MOST_TRIES):
