@@ -57,6 +57,8 @@ class GroupTable:
         """Form those groups that are not yet. Returns whether some are formed `beside` what follows."""
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
+        if not self._tempo.forms_beside:
+            missing, later = sorted([*missing, *later]), []
         if later:
             if self._forming is not None:
                 raise Violation(f"{self._worker_id} forms groups beside {self._forming.awaited}")

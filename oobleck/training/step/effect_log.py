@@ -138,8 +138,9 @@ def _level_of(effect: WorkerEffect) -> int:
 
 def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
-        case FormGroups(keys=keys):
-            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}"
+        case FormGroups(keys=keys, committee=committee):
+            beside = "" if committee is None else ", and begins to form those in which it sums"
+            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}{beside}"
         case AwaitGroups():
             return "has formed the groups in which it sums"
         case KeepGroups(keys=keys, generation=generation):
