@@ -179,14 +179,19 @@ def test_losing_f_nodes_never_ends_a_run(scenario: Scenario):
 
 
 UNFENCED_SUM = """
-    down n2, down n0, down n3, kill n1, up n1, down n2, down n0, up n0, down n3, up n3, up n2, time, down n2, down n0,
-    down n3, work n3:0, work n3:0, up n3, down n2, up n3, down n2, down n0, up n3, down n0, work n0:0, work n0:0, up n0,
-    down n2, up n0, down n2, up n0, down n3, down n3, work n2:0, work n2:0, up n2, down n3, up n2, down n0, up n2,
-    down n0, down n3, work n3:0, work n3:0, work n0:0, work n0:0, work n0:0, work n0:0, work n0:0, work n0:0, work n0:0,
-    work n2:0, work n2:0, kill n0
+    down n0, work n0:0, work n0:0, work n0:0, work n0:0, work n0:0, up n0, work n0:0, down n3, work n3:0, work n3:0,
+    work n3:0, work n3:0, down n2, work n2:0, cut n1, work n2:0, work n2:0, work n2:0, work n2:0, work n2:0, up n1,
+    down n0, up n0, up n2, work n0:0, down n3, down n2, work n2:0, up n2, time, work n3:0, work n3:0, work n3:0,
+    up n3, down n0, down n2, work n2:0, work n2:0, work n0:0, work n0:0, work n0:0, work n0:0, down n3, work n3:0,
+    work n3:0, work n0:0, work n0:0, work n3:0, work n3:0, work n2:0, work n0:0, work n3:0, work n3:0, work n3:0,
+    work n2:0, work n2:0, work n2:0, work n2:0, carry n2:0>n3:0, work n0:0, work n0:0, carry n0:0>n3:0, work n3:0,
+    work n3:0, work n3:0, carry n3:0>n2:0, work n2:0, work n2:0, work n2:0, work n3:0, work n3:0, work n3:0,
+    work n3:0, work n3:0, work n2:0, work n2:0, work n2:0, work n2:0, work n2:0, work n2:0, work n3:0,
+    carry n3:0>n0:0, work n0:0, work n0:0, work n0:0, work n3:0, work n3:0, work n0:0, work n0:0, work n0:0,
+    work n0:0, work n0:0, work n0:0, drain n3
 """
-"""n1 is killed before training begins; n0 while the sums of a section of step 1 are on their way, which n3 has
-and n2 has not. Had n3 posted the step's sums after the fence, they would have met those of that section."""
+"""n1 is cut off before training begins. n3 is drained in step 2, once n0 has posted the sums of a section and n3 has not:
+had n3 posted the step's sums after the fence, they would have met those of that section."""
 
 
 def test_no_sum_is_posted_after_a_fence_that_left_out_a_section():

@@ -343,7 +343,7 @@ def statuses_of(survivors: Sequence[WorkerId], adopted: PlanUpdate, generation: 
             layers=tuple(sorted(layers_at.get(worker_id, ()))),
             microbatches_done=3,
             broken=False,
-            has_open_sums=True,
+            has_open_groups=True,
         )
 
 

@@ -67,6 +67,7 @@ class CommitState:
         self._microbatches_done = 0
         self._broken = False
         self._open_sums = False
+        self._forming = False
 
     # --- control thread ------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class CommitState:
                 broken=self._broken,
                 partial=self._partial,
                 section_reduced=self._section_reduced,
-                has_open_sums=self._open_sums,
+                has_open_groups=self._open_sums or self._forming,
                 knows=None if self._known is None else self._known.id,
             )
         self._announce()
@@ -167,6 +168,11 @@ class CommitState:
     def is_broken(self) -> bool:
         return self._broken
 
+    @property
+    def is_forming(self) -> bool:
+        """Groups for sums are being formed beside what is computed."""
+        return self._forming
+
     def is_fenced(self) -> bool:
         """Reductions, commits and transfers of an older generation are not waited for."""
         return self._fence > self._generation
@@ -187,7 +193,7 @@ class CommitState:
             update, self._update = self._update, None
             if update is not None:
                 self._generation = update.generation
-                self._open_sums = False  # if there were any, no group that they were in is kept
+                self._open_sums = self._forming = False  # if there were any, no group of theirs is kept
             return update
 
     def begin_step(self) -> None:
@@ -208,6 +214,16 @@ class CommitState:
         with self._lock:
             self._broken = True
 
+    def begin_forming(self) -> None:
+        """Note that groups for sums are being formed beside what follows."""
+        with self._lock:
+            self._forming = True
+
+    def note_formed(self) -> None:
+        """Note that these groups are formed: they can be kept. Where a fence was told otherwise, they are not."""
+        with self._lock:
+            self._forming = False
+
     def begin_sums(self) -> None:
         """Note that the caller posts its part in sums of gradients next: they are open until all are here.
 
@@ -216,6 +232,7 @@ class CommitState:
         """
         with self._lock:
             self._check_fence()
+            assert not self._forming, "sums are posted in groups that are formed"
             self._open_sums = True
 
     def note_reduced(self, step: int) -> None:

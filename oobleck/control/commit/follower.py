@@ -6,6 +6,7 @@
 
     a step:  compute ──> settle sections ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
     a plan:  form groups ──> receive layers ──> CommitState.adopt ──> hold the layers ──> drop old groups
+                └ those for sums: beside all that follows, up to the first sum ──> note_formed
 
 The order of things is written here, once. The driver knows how, never when:
 `training/step/engine.py` carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a
@@ -226,6 +227,7 @@ class Follower:
         step = self._step
         assert step is not None
         yield from self.partial_commit.settle()
+        yield from self.partial_commit.await_groups()
         self._commit_state.begin_sums()  # not once fenced: it may have left out a section, for which others wait
         yield Reduce(step, committee)
         self._commit_state.note_reduced(step)
@@ -298,6 +300,8 @@ class Follower:
         seat, in_force = self._seat, self._committee
         if seat is None or in_force is None:
             return  # a spare, or a newcomer: it takes no part in the old plan
+        committee = self._committee_of(update, in_force.plan, update.lost)
+        yield from self._form((), committee)
         if any(node in update.lost for node in seat.pipeline.nodes):
             yield from self._begin(step)
         else:
@@ -306,8 +310,6 @@ class Follower:
                 if segment.pipeline == seat.index and segment.segment not in self._segments_done:
                     yield from self._execute(Compute(step, segment.microbatches))
                     self._segments_done.add(segment.segment)
-        committee = self._committee_of(update, in_force.plan, update.lost)
-        yield FormGroups((), committee)
         yield from self._end_step(committee)
 
     def _adopt(self, update: PlanUpdate) -> WorkerEffects:
@@ -318,7 +320,7 @@ class Follower:
         if seat is not None and committee is not None:
             keys += (seat.lane_key, seat.stage_key)
         layers = () if seat is None else seat.layers
-        yield FormGroups(keys, committee)
+        yield from self._form(keys, committee)
         if update.restore is not None:
             assert not update.partial.microbatches, "a checkpoint is of a whole step"
             yield ReadCheckpoint(update, layers)
@@ -333,6 +335,11 @@ class Follower:
         self._saves_first = update.saves
         self._resumed = update.generation
         yield KeepGroups(keys, committee, update.generation)
+
+    def _form(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> WorkerEffects:
+        """Form groups; those for sums are formed beside what follows, and awaited before the first sum."""
+        if (yield FormGroups(keys, committee)):
+            self._commit_state.begin_forming()
 
     def _end_transfers(self) -> WorkerEffects:
         keys, self._transferred = self._transferred, None

@@ -145,11 +145,11 @@ def regrouped(
 ) -> tuple[WorkerId, ...]:
     """Return whose groups cannot be kept; `newest` is the newest generation that was ordered, 0 for none.
 
-    Newcomers have none. A worker that has not adopted the newest plan has perhaps formed some of its groups, and one
-    with open sums may have sent a part that the others never asked for.
+    Newcomers have none. A worker that has not adopted the newest plan has perhaps formed some of its groups, and so has
+    one that forms them beside its first step. One with open sums may have sent a part that the others never asked for.
     """
     return tuple(
         worker_id
         for worker_id in worker_ids
-        if (status := statuses.get(worker_id)) is None or status.has_open_sums or status.adopted != newest
+        if (status := statuses.get(worker_id)) is None or status.has_open_groups or status.adopted != newest
     )

@@ -19,6 +19,7 @@ from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdat
 
 from .commit_state import CommitState, Interrupted, PeerLost
 from .worker_effects import (
+    AwaitGroups,
     AwaitSection,
     Fold,
     GiveBack,
@@ -55,6 +56,8 @@ class PartialCommit:
         self._before = NOTHING
         self._number = 0
         self.section: Section | None = None
+        self._unformed: PeerLost | None = None
+        """Why the groups for sums could not be formed."""
         self.loss = 0.0
         """The part of the step's loss that what is committed makes, as in `SectionRecord`."""
         self.num_items = 0
@@ -98,9 +101,9 @@ class PartialCommit:
     # --- a section -----------------------------------------------------------------------------------------
 
     def begin_step_sums(self) -> bool:
-        """Return whether the step's own sums may be posted: nothing is on its way, nor was and failed, and no fence
-        came. They are open from then on."""
-        return self.section is None and self._begin_sums()
+        """Return whether the step's own sums may be posted: their groups are formed, nothing is on its way, nor was and
+        failed, and no fence came. They are open from then on."""
+        return self.section is None and not self._commit_state.is_forming and self._begin_sums()
 
     @property
     def is_busy(self) -> bool:
@@ -110,10 +113,10 @@ class PartialCommit:
     def begin(self, step: int) -> WorkerEffects:
         """Have what is done of a step committed, beside what follows; nothing is, once a section failed or was fenced.
 
-        Waits for the section before. Raises Interrupted where the pipeline is stopped.
+        Waits for the groups of its sums, and for the section before. Raises Interrupted where the pipeline is stopped.
         """
         try:
-            yield from self.settle()
+            yield from self._be_ready()
         except PeerLost:
             return  # it is reported: the pipeline's own work is sound
         except Interrupted:
@@ -151,6 +154,24 @@ class PartialCommit:
                 raise Interrupted
             yield from self.look()
 
+    def await_groups(self) -> WorkerEffects:
+        """Wait until the groups are formed in which sums are posted next. Raises Interrupted or PeerLost.
+
+        What failed or was fenced once fails again, up to the next order: the driver has given these groups up.
+        """
+        if not self._commit_state.is_forming:
+            return
+        if self._unformed is not None:
+            raise self._unformed
+        if self._commit_state.is_fenced():
+            raise Interrupted
+        try:
+            yield AwaitGroups()
+        except PeerLost as error:
+            self._unformed = error
+            raise
+        self._commit_state.note_formed()
+
     def catch_up(self, record: SectionRecord) -> WorkerEffects:
         """Commit what is reduced, as the plan update says, if it is not committed yet."""
         if self._commit_state.catch_up_section(record):
@@ -158,12 +179,24 @@ class PartialCommit:
 
     def give_back(self) -> WorkerEffects:
         """Give up the section on its way: it counts as work that was done of the step, not committed."""
+        self._unformed = None
         section, self.section = self.section, None
         if section is not None:
             self._commit_state.give_back_section()
             yield GiveBack(section.number)
 
     # --- how it moves --------------------------------------------------------------------------------------
+
+    def _be_ready(self) -> WorkerEffects:
+        """Wait until a section can be begun. Raises Interrupted, or PeerLost once that is reported."""
+        is_reported = self._unformed is not None
+        try:
+            yield from self.await_groups()
+        except PeerLost as error:
+            if not is_reported:
+                yield self._report_of(error)
+            raise
+        yield from self.settle()
 
     def _move(self, section: Section) -> WorkerEffects:
         """Take the next moves that can be made. Raises Interrupted or PeerLost."""
@@ -208,9 +241,12 @@ class PartialCommit:
     def _fail(self, section: Section, error: PeerLost) -> WorkerEffects:
         """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
         section.failure = error
+        yield self._report_of(error)
+
+    def _report_of(self, error: PeerLost) -> Say:
         assert self._update is not None
         device = self._commit_state.worker_id.device
-        yield Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
+        return Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
 
     def _begin_sums(self) -> bool:
         try:

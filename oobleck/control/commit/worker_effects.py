@@ -35,6 +35,7 @@ __all__ = [
     "Agree",
     "Agreed",
     "Apply",
+    "AwaitGroups",
     "AwaitPlanUpdate",
     "AwaitRecords",
     "AwaitSection",
@@ -241,13 +242,18 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FormGroups:
-    """Form the groups that are not there yet: these, and those in which a committee sums. Link it for its commits.
+    """Form the groups that are not there yet, and link a committee for its commits. May be interrupted, or fail.
 
-    May be interrupted, or fail.
+    Those in which the committee sums are formed beside what follows. The outcome says whether there are any.
     """
 
     keys: tuple[GroupKey, ...]
     committee: Committee | None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitGroups:
+    """Wait until the groups are formed in which a committee sums. May be interrupted by a fence, or fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +400,7 @@ WorkerEffect = (
     | CompareReplicas
     | Evaluate
     | FormGroups
+    | AwaitGroups
     | KeepGroups
     | EndTransfers
     | ReadCheckpoint

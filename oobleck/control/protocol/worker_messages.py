@@ -130,8 +130,8 @@ class Status(FromWorker):
     """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
     partial: SectionRecord | None = None
     """The newest section of the step in flight that it has committed under the plan that it has adopted."""
-    has_open_sums: bool = False
-    """Its part in sums of gradients is posted, and not all of them are here."""
+    has_open_groups: bool = False
+    """Groups in which it sums gradients are not formed yet, or its part in sums is posted and not all are here."""
     section_reduced: int | None = None
     """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
     knows: PlanId | None = None

@@ -6,7 +6,8 @@ Whose gradients are summed with whose, without parameters, as in `training.step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from oobleck.control.commit import CommitState, Committee, GroupKey
 from oobleck.control.protocol import WorkerAddress
@@ -22,15 +23,28 @@ Bucket = tuple[GroupKey, tuple[int, ...]]
 """A group, and the layers whose gradients it sums."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Forming:
+    """Groups that are being formed."""
+
+    awaited: Mapping[GroupKey, Sequence[WorkerAddress]]
+    """Who has to be there."""
+    until_s: float
+    """When they are formed, if all others came when this worker did."""
+
+
 class GroupTable:
     """The groups of one worker. Its members find each other by the addresses that their plan updates have told."""
 
-    def __init__(self, fabric: Fabric, commit_state: CommitState, *, tempo: Tempo) -> None:
+    def __init__(self, fabric: Fabric, commit_state: CommitState, *, tempo: Tempo, clock: Callable[[], float]) -> None:
         self._worker_id = commit_state.worker_id
         self._fabric = fabric
         self._commit_state = commit_state
         self._tempo = tempo
+        self._clock = clock
         self._formed: set[GroupKey] = set()
+        self._forming: _Forming | None = None
+        """What is formed beside what is computed."""
         self._posted: Counter[GroupKey] = Counter()
         self.address = fabric.address(self._worker_id)
         self._addresses = {self._worker_id: self.address}
@@ -39,27 +53,54 @@ class GroupTable:
         """Take in where peers listen."""
         self._addresses.update((each.worker_id, each) for each in addresses if each.worker_id != self._worker_id)
 
-    def form(self, keys: Sequence[GroupKey]) -> Moves:
-        """Form those groups that are not yet."""
-        missing = sorted({key for key in keys if len(key.members) > 1} - self._formed)
-        if not missing:
-            return
-        if unknown := {member for key in missing for member in key.members} - self._addresses.keys():
+    def form(self, keys: Sequence[GroupKey], *, beside: Sequence[GroupKey]) -> Generator[Wait, None, bool]:
+        """Form those groups that are not yet. Returns whether some are formed `beside` what follows."""
+        missing = self._missing(keys)
+        later = [key for key in self._missing(beside) if key not in missing]
+        if not self._tempo.forms_beside:
+            missing, later = sorted([*missing, *later]), []
+        if later:
+            if self._forming is not None:
+                raise Violation(f"{self._worker_id} forms groups beside {self._forming.awaited}")
+            self._forming = self._begin(later)
+        if missing:
+            yield from self._finish(self._begin(missing))
+        return bool(later)
+
+    def await_formed(self) -> Moves:
+        """Wait for those that are formed beside what is computed."""
+        forming, self._forming = self._forming, None
+        if forming is None:
+            raise Violation(f"{self._worker_id} waits for groups that it does not form")
+        yield from self._finish(forming)
+
+    def abandon_forming(self) -> None:
+        """Give up what is being formed, if anything is."""
+        self._forming = None
+
+    def _missing(self, keys: Sequence[GroupKey]) -> list[GroupKey]:
+        return sorted({key for key in keys if len(key.members) > 1} - self._formed)
+
+    def _begin(self, keys: Sequence[GroupKey]) -> _Forming:
+        if unknown := {member for key in keys for member in key.members} - self._addresses.keys():
             raise Violation(f"{self._worker_id} is to form groups with {unknown}, and was not told where they listen")
-        awaited = {key: [self._addresses[member] for member in key.members] for key in missing}
-        for key in missing:
+        for key in keys:
             self._fabric.meet(key, self.address)
+        until_s = self._clock() + self._tempo.forming_s([len(key.members) for key in keys])
+        return _Forming({key: [self._addresses[member] for member in key.members] for key in keys}, until_s)
+
+    def _finish(self, forming: _Forming) -> Moves:
         yield Wait(
-            f"the groups {', '.join(label(key) for key in missing)}",
-            lambda: all(self._fabric.have_met(key, addresses) for key, addresses in awaited.items()),
+            f"the groups {', '.join(map(label, forming.awaited))}",
+            lambda: all(self._fabric.have_met(key, addresses) for key, addresses in forming.awaited.items()),
             self._commit_state.is_fenced,
-            lambda: any(map(self._fabric.lacks_a_member, missing)),
+            lambda: any(map(self._fabric.lacks_a_member, forming.awaited)),
             touches_network=True,
-            takes_s=self._tempo.forming_s([len(key.members) for key in missing]),
+            takes_s=max(0.0, forming.until_s - self._clock()),
         )
-        for key in missing:
+        for key in forming.awaited:
             self._fabric.note_formed(key)
-        self._formed.update(missing)
+        self._formed.update(forming.awaited)
 
     def keep(self, keys: Collection[GroupKey]) -> None:
         """Leave all groups but these."""

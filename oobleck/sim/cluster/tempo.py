@@ -133,6 +133,11 @@ class Tempo:
         """Seconds in which all workers of a plan agree that a step is committed."""
         return 0.0 if self._costs is None else self._costs.committing_s(len(plan.worker_ids))
 
+    @property
+    def forms_beside(self) -> bool:
+        """Groups that sum are formed beside what is computed; costs are those of NCCL, which forms all at once."""
+        return self._costs is None
+
     def forming_s(self, group_sizes: Collection[int]) -> float:
         """Seconds in which a worker forms groups of so many members, once all are there."""
         return self._form_group_s if self._costs is None else self._costs.forming_s(group_sizes)

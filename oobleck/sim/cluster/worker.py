@@ -16,6 +16,7 @@ from oobleck.control.commit import (
     Agree,
     Agreements,
     Apply,
+    AwaitGroups,
     AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
@@ -108,7 +109,7 @@ class VirtualWorker:
         self._job = job
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo)
+        self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._follower = Follower(
             job,
@@ -269,9 +270,11 @@ class VirtualWorker:
                     self.commit_state.is_fenced,
                 )
             case FormGroups(keys=keys, committee=committee):
-                yield from self._groups.form(self._groups_of(keys, committee))
+                return (yield from self._groups.form(keys, beside=self._sum_groups(committee)))
+            case AwaitGroups():
+                yield from self._groups.await_formed()
             case KeepGroups(keys=keys, committee=committee):
-                self._groups.keep(self._groups_of(keys, committee))
+                self._groups.keep([*keys, *self._sum_groups(committee)])
             case EndTransfers(keys=keys):
                 self._groups.leave(keys)
             case Exchange(update=update):
@@ -286,6 +289,7 @@ class VirtualWorker:
         return None
 
     def _await_update(self) -> Generator[Wait, None, PlanUpdate]:
+        self._groups.abandon_forming()
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
         assert update is not None
@@ -308,8 +312,8 @@ class VirtualWorker:
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _groups_of(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> list[GroupKey]:
-        return [*keys, *([] if committee is None else self._step.groups_of(committee))]
+    def _sum_groups(self, committee: Committee | None) -> list[GroupKey]:
+        return [] if committee is None else self._step.groups_of(committee)
 
     def _adopt(self, effect: Adopt) -> Moves:
         yield from pause("adopting")

@@ -16,6 +16,7 @@ import os
 import resource
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,7 @@ from .network import Network, open_device
 from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import TRAFFIC_TIMEOUT_S, CopyStreams
-from .waiter import Waiter
+from .waiter import Calls, Waiter
 
 __all__ = ["GroupKey", "GroupTable"]
 
@@ -51,6 +52,18 @@ _PURPOSES_OF_A_PIPELINE = ("stage",)
 """Those whose sums a pipeline needs that finishes its microbatches through a fence."""
 _RING_TAG = (1 << 31) - 1
 """Of the messages with which neighbours in a ring connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forming:
+    """Groups that are being formed, under the plan update of a generation."""
+
+    generation: int
+    networks: dict[GroupKey, Network]
+    formed: list[Group]
+    """Those that are formed; the thread that forms them adds them."""
+    calls: Calls[None]
+    """What forms them."""
 
 
 class GroupTable:
@@ -87,6 +100,9 @@ class GroupTable:
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
         self._networks: dict[GroupKey, Network] = {}
+        """Of these groups."""
+        self._forming: _Forming | None = None
+        """What is formed beside what is computed."""
         open_device(address)  # a useless address is found at the start, not in the first plan
 
     @property
@@ -110,44 +126,50 @@ class GroupTable:
         """How much of what members have told is kept, for groups that are not formed yet."""
         return len(self._told)
 
-    def form(self, keys: Iterable[GroupKey], interrupted: Callable[[], bool], *, generation: int) -> None:
+    def form(
+        self,
+        keys: Iterable[GroupKey],
+        interrupted: Callable[[], bool],
+        *,
+        generation: int,
+        beside: Iterable[GroupKey] = (),
+    ) -> bool:
         """Form those of the groups that are not there yet, all at once, under the plan update of a generation.
+
+        Those that are formed `beside` what follows can be used once `await_formed` has returned; returns whether there
+        are any. Where NCCL may carry their sums, there are none: it would open its communicators in the midst of
+        messages between stages.
 
         Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
         Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
         many sockets, for Gloo would end it.
         """
-        missing = sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
-        if not missing:
-            return
-        _require_descriptors(sum(len(self._neighbours(key)) + _NETWORK_DESCRIPTORS for key in missing))
+        missing = self._missing(keys)
+        later = [key for key in self._missing(beside) if key not in missing]
+        if self._opener.is_wanted:
+            missing, later = sorted([*missing, *later]), []
+        connections = sum(len(self._neighbours(key)) + _NETWORK_DESCRIPTORS for key in [*missing, *later])
+        if connections:
+            _require_descriptors(connections)
+        if later:
+            assert self._forming is None, "one plan's groups at a time"
+            self._forming = self._begin(later, generation)
+        if missing:
+            forming = self._begin(missing, generation)
+            self._finish(forming, interrupted)
+        return bool(later)
 
-        formed: list[Group] = []
-        networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in missing}
-        self._networks |= networks
+    def await_formed(self, interrupted: Callable[[], bool]) -> None:
+        """Wait, once, until those groups are formed that are formed beside what is computed. Raises as `form`."""
+        forming, self._forming = self._forming, None
+        assert forming is not None, "nothing is being formed"
+        self._finish(forming, interrupted)
 
-        def form_all() -> None:
-            with ThreadPoolExecutor(min(len(missing), _MAX_PARALLEL)) as pool:
-                formed.extend(pool.map(lambda key: self._form_one(key, networks[key], generation), missing))
-            groups = {group.key: group for group in formed}
-            for wanted in self._opener.wanted(groups):
-                self._open_nccl(groups[wanted.key], wanted, networks[wanted.key], generation)
-
-        try:
-            others = {worker_id for key in missing for worker_id in key.members} - {self._worker_id}
-            self.waiter.call(form_all, interrupted, sorted(others))
-        except (Interrupted, *DEVICE_FAILURES):
-            self._give_up(formed)
-            raise
-        except (RuntimeError, TimeoutError, PeerLost) as error:
-            self._give_up(formed)
-            raise PeerLost(f"forming groups of generation {generation}: {error}") from error
-        for group in formed:
-            self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
-        for network in networks.values():
-            network.close_door()
-        self._groups.update((group.key, group) for group in formed)
-        self._told.forget([group.key.name for group in formed])
+    def abandon_forming(self) -> None:
+        """Give up what is being formed beside what was computed, if anything is."""
+        forming, self._forming = self._forming, None
+        if forming is not None:
+            self._give_up_forming(forming)
 
     def abort_fenced(self, *, is_pipeline_stopped: bool) -> None:
         """End what a fence stops on the GPU: sums over pipelines, and all of a pipeline that has lost a node.
@@ -185,11 +207,54 @@ class GroupTable:
         self._links.trim()
 
     def _give_up(self, groups: Iterable[Group]) -> None:
-        """Close groups, and end the networks that are left without theirs."""
+        """Close groups, and end their networks."""
         for group in groups:
             group.close()
-        for key in sorted(self._networks.keys() - self._groups.keys()):
-            self._networks.pop(key).end()
+            self._networks.pop(group.key).end()
+
+    # --- forming ---------------------------------------------------------------------------------------------
+
+    def _missing(self, keys: Iterable[GroupKey]) -> list[GroupKey]:
+        return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
+
+    def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
+        """Begin to form groups, on threads that may be left behind."""
+        networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
+        formed: list[Group] = []
+
+        def form_all() -> None:
+            with ThreadPoolExecutor(min(len(keys), _MAX_PARALLEL)) as pool:
+                formed.extend(pool.map(lambda key: self._form_one(key, networks[key], generation), keys))
+            groups = {group.key: group for group in formed}
+            for wanted in self._opener.wanted(groups):
+                self._open_nccl(groups[wanted.key], wanted, networks[wanted.key], generation)
+
+        return _Forming(generation, networks, formed, self.waiter.begin([form_all]))
+
+    def _finish(self, forming: _Forming, interrupted: Callable[[], bool]) -> None:
+        """Wait until groups are formed, and have them used. Raises as `form`; then they are given up."""
+        others = {worker_id for key in forming.networks for worker_id in key.members} - {self._worker_id}
+        try:
+            self.waiter.end(forming.calls, interrupted, sorted(others))
+        except (Interrupted, *DEVICE_FAILURES):
+            self._give_up_forming(forming)
+            raise
+        except (RuntimeError, TimeoutError, PeerLost) as error:
+            self._give_up_forming(forming)
+            raise PeerLost(f"forming groups of generation {forming.generation}: {error}") from error
+        for group in forming.formed:
+            self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
+        for network in forming.networks.values():
+            network.close_door()
+        self._groups.update((group.key, group) for group in forming.formed)
+        self._networks |= forming.networks
+        self._told.forget([group.key.name for group in forming.formed])
+
+    def _give_up_forming(self, forming: _Forming) -> None:
+        for group in forming.formed:
+            group.close()
+        for network in forming.networks.values():
+            network.end()
         self._told.wake()
 
     def _neighbours(self, key: GroupKey) -> list[WorkerId]:

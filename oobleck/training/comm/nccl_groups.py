@@ -124,9 +124,14 @@ class NcclOpener:
         self._owns_device = owns_device
         self._log = WorkerLog(__name__, worker_id)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this worker opens communicators at all, as far as it can tell alone."""
+        return self._device.type == "cuda"
+
     def wanted(self, keys: Iterable[GroupKey]) -> list[Communicator]:
         """Return what to open for some groups, in this order."""
-        return communicators_of(keys, self._worker_id, degree=self._degree) if self._device.type == "cuda" else []
+        return communicators_of(keys, self._worker_id, degree=self._degree) if self.is_wanted else []
 
     def join(self, wanted: Communicator, store_for: Callable[[tuple[WorkerId, ...]], Store]) -> NcclGroup | None:
         """Return this worker's end of a communicator, to be connected; None where Gloo carries what it would.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -20,11 +21,27 @@ from oobleck.planner import WorkerId
 
 from .devices import start_thread
 
-__all__ = ["Waiter"]
+__all__ = ["Calls", "Waiter"]
 
 _CPU = torch.device("cpu")
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Calls(Generic[T]):
+    """Calls that were begun at once."""
+
+    number: int
+    outcomes: dict[int, T] = field(default_factory=dict)
+    failures: list[BaseException] = field(default_factory=list)
+    are_over: bool = False
+    """Nobody waits for them any more."""
+
+    @property
+    def are_done(self) -> bool:
+        """All have returned, or one has failed."""
+        return bool(self.failures) or len(self.outcomes) == self.number
 
 
 class Waiter:
@@ -92,27 +109,33 @@ class Waiter:
         Raises Interrupted once `interrupted`; what still runs is left behind then, and after a failure. `waits_for`
         as in `wait`.
         """
-        outcomes: dict[int, T] = {}
-        failures: list[BaseException] = []
-        is_over = False
+        return self.end(self.begin(blocking), interrupted, waits_for)
+
+    def begin(self, blocking: Sequence[Callable[[], T]]) -> Calls[T]:
+        """Call all at once, each on a thread of its own. `end` waits for them, unless they are left behind."""
+        calls: Calls[T] = Calls(len(blocking))
 
         def run(index: int) -> None:
             try:
-                outcomes[index] = blocking[index]()
+                calls.outcomes[index] = blocking[index]()
             except BaseException as error:  # noqa: BLE001  handed to the waiting thread
                 with self._changed:
-                    if not is_over:
-                        failures.append(error)
+                    if not calls.are_over:
+                        calls.failures.append(error)
             self.announce()
 
         for index in range(len(blocking)):
             start_thread(partial(run, index), name="abandonable", device=self.device)
+        return calls
+
+    def end(self, calls: Calls[T], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()) -> list[T]:
+        """Wait for what `begin` has called, and return or raise as `call_all`."""
         try:
-            self.wait(lambda: bool(failures) or len(outcomes) == len(blocking), interrupted, waits_for)
-            if failures:
-                raise failures[0]
-            return [outcomes[index] for index in range(len(blocking))]
+            self.wait(lambda: calls.are_done, interrupted, waits_for)
+            if calls.failures:
+                raise calls.failures[0]
+            return [calls.outcomes[index] for index in range(calls.number)]
         finally:
             with self._changed:  # an error that is kept would keep, by its traceback, what was being waited for
-                is_over = True
-                failures.clear()
+                calls.are_over = True
+                calls.failures.clear()

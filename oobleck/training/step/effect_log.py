@@ -16,6 +16,7 @@ from oobleck.control.commit import (
     Adopt,
     Agree,
     Apply,
+    AwaitGroups,
     AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
@@ -121,6 +122,7 @@ def _level_of(effect: WorkerEffect) -> int:
             | Agree()
             | Apply()
             | CompareReplicas()
+            | AwaitGroups()
             | KeepGroups()
             | EndTransfers()
             | ShareLossScale()
@@ -136,8 +138,11 @@ def _level_of(effect: WorkerEffect) -> int:
 
 def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
-        case FormGroups(keys=keys):
-            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}"
+        case FormGroups(keys=keys, committee=committee):
+            beside = "" if committee is None else ", and begins to form those in which it sums"
+            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}{beside}"
+        case AwaitGroups():
+            return "has formed the groups in which it sums"
         case KeepGroups(keys=keys, generation=generation):
             return f"keeps {len(keys)} groups for generation {generation}"
         case EndTransfers(keys=keys):

@@ -18,6 +18,7 @@ from oobleck.control.commit import (
     Agree,
     Agreed,
     Apply,
+    AwaitGroups,
     AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
@@ -218,18 +219,23 @@ class Engine:
                 return self._evaluate(effect)
             case AwaitPlanUpdate():
                 self._groups.abort_sums()  # what is still open was given up: nobody will wait for it
+                self._groups.abandon_forming()
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
             case FormGroups(keys=keys, committee=committee):
                 if committee is not None:
                     self._agreements.join(committee)
-                self._groups.form(
-                    [*keys, *self._reducers.keys_of(committee)],
+                is_forming = self._groups.form(
+                    keys,
                     self._commit_state.is_fenced,
                     generation=self._commit_state.generation,
+                    beside=self._reducers.keys_of(committee),
                 )
                 self._formed_s = time.monotonic()
+                return is_forming
+            case AwaitGroups():
+                self._groups.await_formed(self._commit_state.is_fenced)
             case KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)
             case EndTransfers(keys=keys):

@@ -150,26 +150,26 @@ def test_gradients_are_reduced_before_the_fence_or_not_at_all(worker: Worker):
 
 
 def test_sums_are_begun_before_the_fence_or_not_at_all(worker: Worker):
-    assert not worker.fence(2).has_open_sums
+    assert not worker.fence(2).has_open_groups
     with pytest.raises(Interrupted):
         worker.commit_state.begin_sums()
-    assert not worker.fence(3).has_open_sums
+    assert not worker.fence(3).has_open_groups
 
 
 def test_sums_are_open_until_all_are_here_or_their_groups_are_replaced(worker: Worker):
     worker.commit_state.begin_sums()
     worker.commit_state.note_reduced(1)
-    assert not worker.fence(2).has_open_sums
+    assert not worker.fence(2).has_open_groups
     worker.adopt(2)
     worker.commit_state.begin_sums()
     worker.commit_state.begin_step()
-    assert worker.fence(3).has_open_sums, "what is forgotten was posted all the same"
+    assert worker.fence(3).has_open_groups, "what is forgotten was posted all the same"
     worker.adopt(3)
-    assert not worker.fence(4).has_open_sums
+    assert not worker.fence(4).has_open_groups
     worker.adopt(4)
     worker.commit_state.begin_sums()
     worker.commit_state.note_section_reduced(1)
-    assert not worker.fence(5).has_open_sums
+    assert not worker.fence(5).has_open_groups
 
 
 def test_catching_up_takes_the_reduced_gradients_of_that_very_step(worker: Worker):

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.follower import Follower
+from oobleck.control.commit.partial_commit import PartialCommit
 from oobleck.control.commit.worker_effects import (
     Adopt,
     Agree,
     Agreed,
     Apply,
+    AwaitGroups,
     AwaitPlanUpdate,
     AwaitRecords,
     AwaitSection,
@@ -78,7 +80,7 @@ A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 MICROBATCHES = 8
 PAIRS = plan(("a", "b"), ("c", "d"))
 ROW = plan(("a", "b", "c", "d"))
-MAY_WAIT = (AwaitRecords, Reduce, Agree, Evaluate, FormGroups, Exchange, ShareLossScale, AwaitSection)
+MAY_WAIT = (AwaitRecords, Reduce, Agree, Evaluate, FormGroups, AwaitGroups, Exchange, ShareLossScale, AwaitSection)
 """What a fence may end."""
 MAY_FAIL = (*MAY_WAIT[1:], Compute, TakeSums, PostTotals, TakeTotals)
 """What may fail with a peer."""
@@ -173,6 +175,10 @@ class Driver:
     """Others have not all taken their sums when a section is first looked after."""
     lost: tuple[str, ...] = ()
     """Nodes of the plan in force, as far as orders have told."""
+    has_groups: bool = False
+    """All groups are there, whatever the plan."""
+    is_forming: bool = False
+    """Groups for sums are being formed."""
     _effects: WorkerEffects | None = None
 
     def __post_init__(self) -> None:
@@ -204,6 +210,7 @@ class Driver:
 
     def _carry_out(self, effect: WorkerEffect) -> EffectOutcome:
         if isinstance(effect, AwaitPlanUpdate):
+            self.is_forming = False
             raise _Rest
         self.log.append(effect)
         self._upset(effect)
@@ -228,7 +235,14 @@ class Driver:
                 own = record(step, committee.generation)
                 counted = Tally.of(self.counted or set(range(MICROBATCHES)).difference(self._partial))
                 return Agreed(own, counted, stop=effect.stop, save=self.save)
+            case FormGroups(committee=committee):
+                self.is_forming = self.is_forming or not (committee is None or self.has_groups)
+                return committee is not None and self.is_forming
+            case AwaitGroups():
+                assert self.is_forming
+                self.is_forming = False
             case Reduce(step=step):
+                assert not self.is_forming
                 self._check_work(effect)
                 self.reduced = step
             case Apply(record=applied):
@@ -267,6 +281,7 @@ class Driver:
     def _move_section(self, effect: WorkerEffect) -> EffectOutcome:
         match effect:
             case PostSection():
+                assert not self.is_forming
                 assert self.section is None
                 assert self.done is not None
                 self.section, self.done, self.has_section_sums = self.done, [], False
@@ -397,6 +412,7 @@ def fenced(driver: Driver, kind: type[WorkerEffect], *, nth: int = 0, lost: tupl
 
 
 STEP = ["ForgetStep", "BeginStep", "Compute", "Reduce", "Agree", "Apply", "ForgetStep", "Say", "PrepareToSave"]
+FIRST_STEP = ["ForgetStep", "BeginStep", "ReportResumed", "Compute", "AwaitGroups", *STEP[3:]]
 ADOPT = ["FormGroups", "Exchange", "ShareLossScale", "Adopt", "KeepGroups"]
 
 
@@ -406,9 +422,8 @@ ADOPT = ["FormGroups", "Exchange", "ShareLossScale", "Adopt", "KeepGroups"]
 def test_a_first_order_is_adopted_and_all_steps_are_run():
     driver = Driver()
     asked = driver.follow(update(1))
-    first = [*STEP[:2], "ReportResumed", *STEP[2:]]
     last = [*STEP[:-1], "Save"]
-    assert names(asked) == ["ForgetStep", *ADOPT, *first, "EndTransfers", *STEP, *last, "ReportFinished"]
+    assert names(asked) == ["ForgetStep", *ADOPT, *FIRST_STEP, "EndTransfers", *STEP, *last, "ReportFinished"]
     assert driver.applied == 3
     said = [effect.message for effect in asked if isinstance(effect, Say)]
     assert said == [StepCommitted(device=0, record=record(step)) for step in (1, 2, 3)]
@@ -461,12 +476,13 @@ def test_a_whole_pipeline_finishes_its_share_and_the_segments_dealt_to_it_once()
         Segment(segment=2, pipeline=1, microbatches=(0,)),
     )
     given = update(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=segments)
-    fenced(driver, FormGroups)
+    fenced(driver, AwaitGroups)
     asked = driver.follow(given)
+    assert names(asked)[:3] == ["FormGroups", "Compute", "AwaitGroups"], "they are formed beside the extra work"
     assert [effect.microbatches for effect in asked if isinstance(effect, Compute)] == [(4, 5, 6, 7)]
     driver.upset = lambda _effect: None
     asked = driver.follow(replace(given, generation=3, pipeline_generations=(3,)))
-    assert names(asked)[:3] == ["FormGroups", "Reduce", "Agree"], "both are done already"
+    assert names(asked)[:4] == ["FormGroups", "AwaitGroups", "Reduce", "Agree"], "both are done already"
     assert driver.applied == 3
 
 
@@ -475,9 +491,50 @@ def test_the_survivors_of_a_broken_pipeline_reduce_with_zeros():
     fenced(driver, Compute, lost=("b",))
     driver.follow(update(1))
     asked = driver.follow(update(2, plan(("c", "d", "a")), finish=1, boundary=1, lost=("b",)))
-    assert names(asked)[:5] == ["ForgetStep", "BeginStep", "FormGroups", "Reduce", "Agree"]
+    assert names(asked)[:6] == ["FormGroups", "ForgetStep", "BeginStep", "AwaitGroups", "Reduce", "Agree"]
     assert "PrepareToSave" not in names(asked)[:12], "the plan that it is for ends with the step"
     assert driver.applied == 3
+
+
+def test_groups_that_are_formed_beside_the_first_step_are_not_kept_before_its_sums_are_posted():
+    driver = Driver()
+    answers = fenced(driver, Compute)
+    driver.follow(update(1))
+    assert answers[0].has_open_groups, "they may not be formed yet"
+    assert not driver.fence(2).reduced
+    fenced(driver, Compute, nth=1)
+    driver.follow(update(3))
+    assert not driver.fence(5).has_open_groups, "the first step has summed in them"
+
+
+def test_groups_that_are_there_are_not_waited_for():
+    driver = Driver(has_groups=True)
+    answers = fenced(driver, Compute)
+    assert "AwaitGroups" not in names(driver.follow(update(1)))
+    assert not answers[0].has_open_groups
+
+
+def test_a_section_waits_for_the_groups_of_its_sums_and_says_so_if_they_cannot_be_formed():
+    driver = with_sections()
+    asked = names(driver.follow(update(1, num_sections=2)))
+    assert asked.index("Compute") < asked.index("AwaitGroups") < asked.index("PostSection")
+    assert asked.count("AwaitGroups") == 1
+    failed = with_sections()
+    failed.upset = failing(AwaitGroups, PeerLost("nobody came"))
+    asked = failed.follow(update(1, num_sections=2))
+    told = Say(PeerFailed(device=0, generation=1, detail="nobody came"))
+    assert asked.count(told) == 2, "once at the section, and once at the end of the step"
+    assert "PostSection" not in names(asked)
+    assert not failed.follower.partial_commit.begin_step_sums(), "no sums are posted in them"
+
+
+def test_sums_are_not_posted_early_in_groups_that_are_still_formed():
+    state = CommitState(A, lambda: None, lock=nullcontext())
+    partial_commit = PartialCommit(state)
+    state.begin_forming()
+    assert not partial_commit.begin_step_sums()
+    state.note_formed()
+    assert partial_commit.begin_step_sums()
 
 
 def test_a_step_that_is_applied_already_is_not_finished_again():
@@ -505,7 +562,8 @@ def test_a_program_that_failed_half_way_is_not_continued():
     assert asked[-1] == Say(PeerFailed(device=0, generation=1, detail="reset"))
     assert driver.fence(2).broken
     asked = driver.follow(update(2, finish=1, boundary=1))
-    assert asked == [Say(PeerFailed(device=0, generation=2, detail="a program of this step failed half-way before"))]
+    failed = PeerFailed(device=0, generation=2, detail="a program of this step failed half-way before")
+    assert (names(asked), asked[-1]) == (["FormGroups", "Say"], Say(failed))
     driver.follow(update(3))
     assert driver.applied == 3
 
@@ -695,7 +753,7 @@ def test_a_section_is_given_back_before_the_step_is_finished():
     driver.upset = lambda _effect: None
     segment = Segment(segment=1, pipeline=0, microbatches=(4, 5, 6, 7))
     asked = driver.follow(update(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=(segment,)))
-    assert names(asked)[:2] == ["GiveBack", "Compute"]
+    assert names(asked)[:3] == ["GiveBack", "FormGroups", "Compute"]
     assert driver.applied == 1
 
 

@@ -49,7 +49,7 @@ def test_whose_groups_cannot_be_kept():
         microbatches_done=0,
         broken=False,
     )
-    statuses = {A: clean, B: replace(clean, has_open_sums=True), C: replace(clean, adopted=2)}
+    statuses = {A: clean, B: replace(clean, has_open_groups=True), C: replace(clean, adopted=2)}
     assert regrouped((A, B, C, D), statuses, 3) == (B, C, D)
 
 

@@ -1077,7 +1077,7 @@ def test_orders_say_whose_groups_cannot_be_kept():
     bench = training()
     assert bench.updates[-1].regrouped == bench.updates[-1].plan.worker_ids, "all are new"
     bench.fail("n2")
-    bench.answer("n0", adopted=1, layers=held(bench, "n0", 1), has_open_sums=True)
+    bench.answer("n0", adopted=1, layers=held(bench, "n0", 1), has_open_groups=True)
     bench.answer("n1", adopted=1, layers=held(bench, "n1", 1))
     bench.wait(0.01)
     update = bench.updates[-1]

@@ -199,6 +199,19 @@ def test_a_worker_that_shares_its_gpu_asks_for_no_nccl(cuda: FakeCuda) -> None:
         table.links.close()
 
 
+def test_on_gpus_no_group_is_formed_beside_what_is_computed(cuda: FakeCuda) -> None:
+    tables = [LinkedTable(worker_id, waiter=Waiter(GPU), owns_device=False) for worker_id in (A, B)]
+    acquaint(tables)
+    key = GroupKey("reduce", 1, (A, B))
+    with ThreadPoolExecutor(2) as pool:
+        formed = list(pool.map(lambda table: table.groups.form([], never, generation=1, beside=[key]), tables))
+    assert formed == [False, False]
+    for table in tables:
+        assert table.groups[key].others
+        table.groups.keep_only([], generation=2)
+        table.links.close()
+
+
 def test_ways_have_few_blocks_of_the_gpu_and_streams_that_no_sum_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:

@@ -265,6 +265,48 @@ def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> No
     assert alone.groups.num_told == 0
 
 
+def test_groups_are_formed_beside_what_their_members_compute_and_are_there_once_that_was_waited_for() -> None:
+    two = members((A, B))
+    beside, needed = GroupKey("reduce", 1, (A, B)), GroupKey("transfer", 1, (A, B))
+
+    def sums(member: LinkedTable) -> float:
+        assert member.groups.form([needed], never, generation=1, beside=[needed, beside])
+        with pytest.raises(KeyError):
+            member.groups[beside]
+        assert not member.groups.form([needed], never, generation=1), "others may be formed meanwhile"
+        member.groups.keep_only([needed, beside], generation=1)
+        member.groups.await_formed(never)
+        assert not member.groups.form([], never, generation=1, beside=[needed, beside]), "all are there"
+        tensor = torch.ones(3)
+        member.groups[beside].all_reduce(tensor).wait(never)
+        return float(tensor.sum())
+
+    assert at_once(*(partial(sums, member) for member in two)) == [6.0, 6.0]
+    for member in two:
+        member.groups.keep_only([], generation=2)
+
+
+def test_what_is_formed_beside_ends_when_it_is_abandoned_or_its_members_do_not_come() -> None:
+    alone, _ = members((A, B))
+    before = settled(holdings, None)
+    key = GroupKey("reduce", 1, (A, B))
+    assert alone.groups.form([], never, generation=1, beside=[key])
+    alone.groups.abandon_forming()
+    assert alone.groups.form([], never, generation=2, beside=[key])
+    with pytest.raises(Interrupted):
+        alone.groups.await_formed(lambda: True)
+    alone.groups.abandon_forming()
+    alone.groups.keep_only([], generation=3)
+    left = before[0] + 2, before[1]  # both ends of the link to the one that never came
+    assert is_within(settled(holdings, left), left)
+    hasty = LinkedTable(A, forming_timeout_s=0.2)
+    acquaint([hasty, *members((B,))])
+    assert hasty.groups.form([], never, generation=1, beside=[key])
+    with pytest.raises(PeerLost, match="forming groups of generation 1"):
+        hasty.groups.await_formed(never)
+    hasty.groups.keep_only([], generation=2)
+
+
 def _form_in_vain(member: LinkedTable, is_over: threading.Event) -> None:
     with pytest.raises(Interrupted):
         member.groups.form([GroupKey("reduce", 1, (A, B))], is_over.is_set, generation=1)
@@ -303,8 +345,10 @@ def give_up_often() -> None:
         timer = threading.Timer(gives_up_s, give_up)
         timer.start()
         with suppress(Interrupted, PeerLost):
-            member.groups.form(keys, is_over.is_set, generation=generation)
+            member.groups.form(keys[:1], is_over.is_set, generation=generation, beside=keys[1:])
+            member.groups.await_formed(is_over.is_set)
         timer.cancel()
+        member.groups.abandon_forming()
         member.groups.keep_only([], generation=generation + 1)
 
     for generation in range(1, NUM_TRIES + 1):
