@@ -190,8 +190,8 @@ UNFENCED_SUM = """
     carry n3:0>n0:0, work n0:0, work n0:0, work n0:0, work n3:0, work n3:0, work n0:0, work n0:0, work n0:0,
     work n0:0, work n0:0, work n0:0, drain n3
 """
-"""n1 is cut off before training begins. n3 is drained in step 2, once n0 has posted the sums of a section and n3 has not:
-had n3 posted the step's sums after the fence, they would have met those of that section."""
+"""n1 is cut off before training begins. n3 is drained in step 2, once n0 has posted the sums of a section and n3 has
+not: had n3 posted the step's sums after the fence, they would have met those of that section."""
 
 
 def test_no_sum_is_posted_after_a_fence_that_left_out_a_section():
