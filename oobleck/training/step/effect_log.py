@@ -98,6 +98,7 @@ def _level_of(effect: WorkerEffect) -> int:
     match effect:
         case (
             FormGroups()
+            | AwaitGroups()
             | ReadCheckpoint()
             | Exchange()
             | Adopt()
@@ -122,7 +123,6 @@ def _level_of(effect: WorkerEffect) -> int:
             | Agree()
             | Apply()
             | CompareReplicas()
-            | AwaitGroups()
             | KeepGroups()
             | EndTransfers()
             | ShareLossScale()
@@ -139,8 +139,9 @@ def _level_of(effect: WorkerEffect) -> int:
 def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
         case FormGroups(keys=keys, committee=committee):
-            beside = "" if committee is None else ", and begins to form those in which it sums"
-            return f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys})) or 'none'}{beside}"
+            now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
+            beside = [] if committee is None else ["begins to form the groups in which it sums"]
+            return " and ".join(now + beside) or "forms no groups"
         case AwaitGroups():
             return "has formed the groups in which it sums"
         case KeepGroups(keys=keys, generation=generation):
