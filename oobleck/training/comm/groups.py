@@ -244,8 +244,6 @@ class GroupTable:
             raise PeerLost(f"forming groups of generation {forming.generation}: {error}") from error
         for group in forming.formed:
             self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
-        for network in forming.networks.values():
-            network.close_door()
         self._groups.update((group.key, group) for group in forming.formed)
         self._networks |= forming.networks
         self._told.forget([group.key.name for group in forming.formed])
@@ -279,6 +277,7 @@ class GroupTable:
             if _is_ring(key):
                 _connect(process_group, [key.members.index(each) for each in self._neighbours(key)])
             process_group.set_timeout(timedelta(seconds=TRAFFIC_TIMEOUT_S))
+            network.close_door()  # here: it may be long until somebody waits for the group
         return group
 
     def _open_nccl(self, group: Group, wanted: Communicator, network: Network, generation: int) -> None:

@@ -432,18 +432,25 @@ def connections_to(ports: set[int]) -> list[int]:
     return [one.fd for one in connections if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports]
 
 
-def test_strangers_cannot_connect_to_groups_that_are_formed() -> None:
-    """Each could hold a descriptor for ever; Gloo ends the process when there is none left."""
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_strangers_cannot_connect_to_groups_that_are_formed(is_beside: bool) -> None:
+    """Each could hold a descriptor for ever; Gloo ends the process when there is none left.
+
+    Nobody may have waited yet for those that are formed beside what is computed.
+    """
     two = members((A, B))
     before = listening_ports()
     keys = [GroupKey("reduce", 1, (A, B)), GroupKey("evaluation", 1, (A, B))]
-    at_once(*(partial(member.groups.form, keys, never, generation=1) for member in two))
+    now, later = ([], keys) if is_beside else (keys, [])
+    at_once(*(partial(member.groups.form, now, never, generation=1, beside=later) for member in two))
+    assert until(lambda: not any(thread.name == "abandonable" for thread in threading.enumerate()))
     ports = listening_ports() - before
     assert len(ports) == 4
     for port in ports:
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", port), timeout=0.2)
     for member in two:
+        member.groups.abandon_forming()
         member.groups.keep_only([], generation=2)
     assert until(lambda: listening_ports() <= before)
 
