@@ -165,6 +165,10 @@ class CommitState:
         return self._kept
 
     @property
+    def microbatches_done(self) -> int:
+        return self._microbatches_done
+
+    @property
     def is_broken(self) -> bool:
         return self._broken
 

@@ -1,7 +1,8 @@
 """Who blocks the others: read from what all survivors wait for, and from whom they can reach.
 
 Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
-each other. Or a worker computes, or sleeps, for ever: all wait for it, and it waits for none.
+each other. Or a worker computes, or sleeps, for ever: all wait for it, and it waits for none. One that is only slow, on
+a machine that is busy or was suspended, comes on within seconds: to end it would help nobody.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
 
 
 def stuck_workers(statuses: Mapping[WorkerId, Status]) -> tuple[WorkerId, ...]:
-    """The workers that others wait for, and that wait for none; O(workers²)."""
+    """The workers that others wait for, and that neither wait for any nor come on; O(workers²)."""
     awaited = {other for status in statuses.values() for other in status.waits_for}
     return tuple(
-        sorted(worker_id for worker_id, status in statuses.items() if worker_id in awaited and not status.waits_for)
+        sorted(
+            worker_id
+            for worker_id, status in statuses.items()
+            if worker_id in awaited and not status.waits_for and not status.has_come_on
+        )
     )

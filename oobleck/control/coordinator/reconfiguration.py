@@ -134,6 +134,7 @@ class Reconfiguration:
             generation=self.generations.current,
             lost=self._lost(),
             probe_addresses=tuple(worker.address for worker in ready if worker.address),
+            patience_s=self._job.control.lease_s / 2 if is_unexplained else 0.0,
         )
         if is_one_more:
             return self.give(MoreLost(nodes=wanted.nodes, fence=fence), now_s)

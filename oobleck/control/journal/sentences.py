@@ -232,7 +232,7 @@ def _of_a_plan(entry: PlanAdopted | HangExplained | RecoveryStarted | LayersArri
         case PlanAdopted():
             return f"generation {entry.generation}: {entry.reason}"
         case HangExplained(cut_off=(), stuck=()):
-            return "nobody can tell which worker holds the others up"
+            return "no worker is stuck, and no network cut"
         case HangExplained(cut_off=()):
             return f"all wait for {', '.join(map(str, entry.stuck))}"
         case HangExplained():

@@ -134,6 +134,8 @@ class Fence(ForWorker):
     """Nodes lost since the newest plan."""
     probe_addresses: tuple[WorkerAddress, ...] = ()
     """When given, it is not known why no step is committed: say what you wait for, and which of these do not answer."""
+    patience_s: float = 0.0
+    """With them, how long a worker that computes may take to come on before it says that it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

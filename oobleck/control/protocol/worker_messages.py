@@ -138,6 +138,8 @@ class Status(FromWorker):
     """The newest plan that it was ordered, whether or not it has adopted it: the next order may be a change of it."""
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
+    has_come_on: bool = False
+    """It was slow, not stuck: since it was asked, it has computed what it was at, or had what it waited for."""
     unreachable: tuple[WorkerId, ...] = ()
     """The workers that cannot be reached."""
     stack: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -21,7 +21,7 @@ from oobleck.planner import WorkerId
 
 from .devices import start_thread
 
-__all__ = ["Calls", "Waiter"]
+__all__ = ["Calls", "Place", "Waiter"]
 
 _CPU = torch.device("cpu")
 
@@ -44,6 +44,17 @@ class Calls(Generic[T]):
         return bool(self.failures) or len(self.outcomes) == self.number
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far the training thread has got, for `Waiter.has_come_on`."""
+
+    waits: bool
+    begun: int
+    """Waits that it has begun."""
+    ready: int
+    """Waits that ended with what they were for."""
+
+
 class Waiter:
     """One condition that everything the training thread can wait for is announced on."""
 
@@ -56,6 +67,16 @@ class Waiter:
         self.waited_s = 0.0
         """How long it has waited so far."""
         self._longest_s = (0.0, 0.0)
+        self._place = Place(waits=False, begun=0, ready=0)
+
+    @property
+    def place(self) -> Place:
+        """How far the training thread has got. Any thread may ask."""
+        return self._place
+
+    def has_come_on(self, since: Place) -> bool:
+        """Whether it has got further: from what it computed to a wait, or from a wait by what that was for."""
+        return self._place.ready > since.ready if since.waits else self._place.begun > since.begun
 
     def take_longest_s(self) -> tuple[float, float]:
         """Return when the longest wait began and ended of those since this was last asked, by the monotonic clock."""
@@ -82,6 +103,7 @@ class Waiter:
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
+        self._place = replace(self._place, waits=True, begun=self._place.begun + 1)
         with self._changed:
             while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
                 pass
@@ -90,7 +112,9 @@ class Waiter:
             self.waited_s += ended_s - began_s
             if ended_s - began_s > self._longest_s[1] - self._longest_s[0]:
                 self._longest_s = (began_s, ended_s)
-            if not ready():
+            is_ready = ready()
+            self._place = replace(self._place, waits=False, ready=self._place.ready + is_ready)
+            if not is_ready:
                 raise Interrupted
 
     def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()) -> T:

@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,8 @@ __all__ = ["run_worker"]
 
 _EXIT_FAILED = 1
 _STACK_LINES = 20
+_LOOK_S = 0.02
+"""How often to see whether the training thread has come on."""
 
 
 def run_worker(sock: socket.socket) -> None:
@@ -275,15 +278,24 @@ class _Worker:
         return status
 
     def _explain(self, fence: Fence) -> None:
-        """Answer a fence that asks why no step is committed; probing takes its time, so on a thread of its own."""
+        """Answer a fence that asks why no step is committed; that takes its time, so on a thread of its own."""
+        asked_s, place = time.monotonic(), self._waiter.place
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
         self._links.renew()  # before the answer: what the next plan is formed over is new at both ends
-        self._log.warning("is stuck; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
+        self._log.warning("is held up; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
+
+        def has_come_on() -> bool:
+            return self._waiter.has_come_on(place) or self._commit_state.microbatches_done != status.microbatches_done
 
         def tell() -> None:
             others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
-            self._link.send(replace(status, waits_for=waits_for, stack=stack, unreachable=probe_all(others)))
+            unreachable = probe_all(others)
+            while not waits_for and not has_come_on() and time.monotonic() < asked_s + fence.patience_s:
+                time.sleep(_LOOK_S)
+            self._log.info("has %scome on since", "" if has_come_on() else "not ")
+            found = replace(status, waits_for=waits_for, has_come_on=has_come_on())
+            self._link.send(replace(found, unreachable=unreachable, stack=stack))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
 

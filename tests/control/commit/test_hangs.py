@@ -14,7 +14,7 @@ def worker_id(index: int) -> WorkerId:
     return WorkerId(node=f"n{index}", device=0)
 
 
-def status(*, waits_for: tuple[int, ...] = (), unreachable: tuple[int, ...] = ()) -> Status:
+def status(*, waits_for: tuple[int, ...] = (), unreachable: tuple[int, ...] = (), has_come_on: bool = False) -> Status:
     return Status(
         device=0,
         generation=2,
@@ -27,6 +27,7 @@ def status(*, waits_for: tuple[int, ...] = (), unreachable: tuple[int, ...] = ()
         broken=False,
         waits_for=tuple(map(worker_id, waits_for)),
         unreachable=tuple(map(worker_id, unreachable)),
+        has_come_on=has_come_on,
     )
 
 
@@ -38,6 +39,11 @@ def test_the_one_that_all_wait_for_is_stuck():
 
 def test_who_computes_and_is_not_waited_for_is_not_stuck():
     assert stuck_workers({worker_id(0): status(), worker_id(1): status()}) == ()
+
+
+def test_the_slow_are_not_stuck():
+    statuses = {worker_id(0): status(waits_for=(1, 2)), worker_id(1): status(), worker_id(2): status(has_come_on=True)}
+    assert stuck_workers(statuses) == (worker_id(1),)
 
 
 def test_nobody_is_stuck_when_all_wait():

@@ -95,7 +95,7 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
         loss=begun.loss,
         nodes=tuple(dict.fromkeys(begun.nodes)),
         control=begun.control,
-        fence=begun.fence if explains else replace(begun.fence, probe_addresses=()),
+        fence=begun.fence if explains else replace(begun.fence, probe_addresses=(), patience_s=0.0),
         fenced_s=now_s,
         lost_s=now_s,
         asked=begun.asked,
