@@ -1021,6 +1021,17 @@ def test_a_worker_that_all_wait_for_is_ended_and_comes_back():
     assert bench.updates[-1].plan.nodes == ("n0", "n2")
 
 
+def test_workers_that_were_slow_alone_are_not_ended():
+    """After a stall of all, each that computes is waited for: to end them all could end the last copy of a layer."""
+    bench = training()
+    hang(bench)
+    told(bench, "n0", waits_for=(WorkerId(node="n1", device=0), WorkerId(node="n2", device=0)))
+    told(bench, "n1", "n2", has_come_on=True)
+    assert not [said for said in bench.messages(bench.commands) if isinstance(said, KillWorker)]
+    assert bench.coordinator.phase is Phase.TRAINING
+    assert {worker_id.node for worker_id in bench.updates[-1].regrouped} == {"n0", "n1", "n2"}
+
+
 def test_a_stuck_worker_that_cannot_be_ended_does_not_stop_the_others_for_ever():
     bench = training()
     hang(bench)
