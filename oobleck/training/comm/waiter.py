@@ -21,7 +21,7 @@ from oobleck.planner import WorkerId
 
 from .devices import start_thread
 
-__all__ = ["Calls", "Place", "Waiter"]
+__all__ = ["Calls", "Mark", "Waiter"]
 
 _CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class Calls(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Mark:
     """How far the training thread has got, for `Waiter.has_come_on`."""
 
     waits: bool
@@ -67,16 +67,16 @@ class Waiter:
         self.waited_s = 0.0
         """How long it has waited so far."""
         self._longest_s = (0.0, 0.0)
-        self._place = Place(waits=False, begun=0, ready=0)
+        self._mark = Mark(waits=False, begun=0, ready=0)
 
     @property
-    def place(self) -> Place:
+    def mark(self) -> Mark:
         """How far the training thread has got. Any thread may ask."""
-        return self._place
+        return self._mark
 
-    def has_come_on(self, since: Place) -> bool:
+    def has_come_on(self, since: Mark) -> bool:
         """Whether it has got further: from what it computed to a wait, or from a wait by what that was for."""
-        return self._place.ready > since.ready if since.waits else self._place.begun > since.begun
+        return self._mark.ready > since.ready if since.waits else self._mark.begun > since.begun
 
     def take_longest_s(self) -> tuple[float, float]:
         """Return when the longest wait began and ended of those since this was last asked, by the monotonic clock."""
@@ -103,7 +103,7 @@ class Waiter:
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
-        self._place = replace(self._place, waits=True, begun=self._place.begun + 1)
+        self._mark = replace(self._mark, waits=True, begun=self._mark.begun + 1)
         with self._changed:
             while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
                 pass
@@ -113,7 +113,7 @@ class Waiter:
             if ended_s - began_s > self._longest_s[1] - self._longest_s[0]:
                 self._longest_s = (began_s, ended_s)
             is_ready = ready()
-            self._place = replace(self._place, waits=False, ready=self._place.ready + is_ready)
+            self._mark = replace(self._mark, waits=False, ready=self._mark.ready + is_ready)
             if not is_ready:
                 raise Interrupted
 

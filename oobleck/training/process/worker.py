@@ -279,14 +279,14 @@ class _Worker:
 
     def _explain(self, fence: Fence) -> None:
         """Answer a fence that asks why no step is committed; that takes its time, so on a thread of its own."""
-        asked_s, place = time.monotonic(), self._waiter.place
+        asked_s, mark = time.monotonic(), self._waiter.mark
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
         self._links.renew()  # before the answer: what the next plan is formed over is new at both ends
         self._log.warning("is held up; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
 
         def has_come_on() -> bool:
-            return self._waiter.has_come_on(place) or self._commit_state.microbatches_done != status.microbatches_done
+            return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != status.microbatches_done
 
         def tell() -> None:
             others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]

@@ -28,7 +28,7 @@ def seen_while_it_waits(waiter: Waiter, look: Callable[[], None], *, ends: bool)
     over = threading.Event()
 
     def watch() -> None:
-        while not waiter.place.waits:
+        while not waiter.mark.waits:
             time.sleep(0.001)
         look()
         over.set()
@@ -43,7 +43,7 @@ def seen_while_it_waits(waiter: Waiter, look: Callable[[], None], *, ends: bool)
 def test_who_computes_comes_on_with_its_next_wait():
     waiter = Waiter()
     waiter.wait(always, never)
-    asked = waiter.place
+    asked = waiter.mark
     assert not waiter.has_come_on(asked), "it computes"
     with pytest.raises(Interrupted):
         waiter.wait(never, always)
@@ -53,7 +53,7 @@ def test_who_computes_comes_on_with_its_next_wait():
 def test_who_waits_comes_on_with_what_it_waits_for():
     waiter = Waiter()
     seen = []
-    seen_while_it_waits(waiter, lambda: seen.append((waiter.place, waiter.has_come_on(waiter.place))), ends=True)
+    seen_while_it_waits(waiter, lambda: seen.append((waiter.mark, waiter.has_come_on(waiter.mark))), ends=True)
     ((asked, at_once),) = seen
     assert not at_once
     assert waiter.has_come_on(asked)
@@ -64,7 +64,7 @@ def test_who_is_interrupted_does_not_come_on():
     waiter = Waiter()
     seen = []
     with pytest.raises(Interrupted):
-        seen_while_it_waits(waiter, lambda: seen.append(waiter.place), ends=False)
+        seen_while_it_waits(waiter, lambda: seen.append(waiter.mark), ends=False)
     with pytest.raises(Interrupted):
         waiter.wait(never, always)
     assert not waiter.has_come_on(seen[0])
