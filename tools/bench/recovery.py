@@ -40,6 +40,8 @@ _AFTER_STEPS = 15
 _WARM_UP_STEPS = 3
 _AWAY_S = 2.0
 _TIMEOUT_S = 120.0
+_LINES_SHOWN = 10
+"""Of what a run said that ended too soon."""
 _JOB = f"""\
 tag: {TAG}
 model: {{type: gpt2, n_embd: 128, n_layer: 4, n_head: 4}}
@@ -73,6 +75,7 @@ class Run:
         self.base_dir = directory / "base"
         self.victim, self.newcomer = f"node{nodes // 2}", f"node{nodes}"
         self._summary = directory / f"summary{number}.json"
+        self._output = directory / f"output{number}.txt"
         job = directory / "job.yaml"
         job.write_text(job_text, encoding="utf-8")
         self._journal = self.base_dir / TAG / "journal.jsonl"
@@ -86,7 +89,8 @@ class Run:
 
     def _start(self, *, resume: str) -> subprocess.Popen[bytes]:
         command = [*self._command, "--resume", resume]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        with self._output.open("ab") as output:
+            return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
     def crash_master(self, *, down_s: float) -> float:
         """Kill the master, and start another one later; returns when that was."""
@@ -127,7 +131,10 @@ class Run:
                 if wanted(entry):
                     return entry
             time.sleep(0.001)
-        raise RuntimeError(f"the run ended, or said nothing of it within {_TIMEOUT_S:g} s; see {self._journal}")
+        exit_code = self._process.poll()
+        how = f"did not come to it within {_TIMEOUT_S:g} s" if exit_code is None else f"ended with code {exit_code}"
+        said = self._output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_SHOWN:]
+        raise RuntimeError("\n".join([f"the run {how}; at last it said:", *said]))
 
     def wait_for_any(self, wanted: Callable[[dict[str, object]], bool]) -> None:
         """Like `wait_for`; what was read already counts as well."""
