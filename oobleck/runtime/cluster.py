@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 import trio
 
 from oobleck import __version__
-from oobleck.control.membership import attaching_s, starting_s
+from oobleck.control.membership import starting_s
 from oobleck.control.node_check import Health
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
@@ -44,6 +44,8 @@ __all__ = ["RemotePaths", "SSHCluster"]
 _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
+_START_SHARE = 0.25
+"""An agent may take this much of the time in which a node is to be ready, where that is longer."""
 _COMMAND_TIMEOUT_S = 10.0
 _AT_ONCE = 32
 """Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
@@ -107,10 +109,11 @@ class SSHCluster:
         run_id: str,
         connections: NodeConnections,
         paths: RemotePaths,
+        start_timeout_s: float = 0.0,
         checks_returning: bool = False,
         runs_ranks: bool = False,
     ) -> None:
-        """`nodes` are those known at the start; others may join them.
+        """`nodes` are those known at the start; others may join them. A node is to be ready in `start_timeout_s`.
 
         With `runs_ranks`, their agents run the ranks of a script in place of workers.
 
@@ -121,6 +124,7 @@ class SSHCluster:
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
         self._connections = connections
         self._paths = paths
+        self._agent_timeout_s = max(_START_TIMEOUT_S, _START_SHARE * start_timeout_s)
         self._checks_returning = checks_returning
         self._runs_ranks = runs_ranks
         self._let_go: set[str] = set()
@@ -136,7 +140,7 @@ class SSHCluster:
         One that a killed master has left is taken up with by `attach`, or AgentGone is raised; else it is ended before,
         for it would continue with the work of the run before.
         """
-        num_nodes = len(self._index)  # all may be reached at once, by this one process
+        limit_s = starting_s(self._agent_timeout_s, len(self._index))  # all may be reached at once, by this one process
         async with self._tending[node.name]:
             connection = await self._connections.to(node)
             try:
@@ -144,11 +148,10 @@ class SSHCluster:
                     command = f"({answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
                 else:
                     async with self._turns:
-                        timeout_s = attaching_s(_COMMAND_TIMEOUT_S, num_nodes)
-                        await connection.run(end_command(self._run_id, node.name), timeout_s=timeout_s)
+                        await connection.run(end_command(self._run_id, node.name), timeout_s=limit_s)
                     await self._check_if_returning(node)
                     command = self._agent_command(node)
-                completed = await connection.run(command, timeout_s=starting_s(_START_TIMEOUT_S, num_nodes))
+                completed = await connection.run(command, timeout_s=limit_s)
                 socket = self._understand(node, completed)
                 stream = await connection.open_unix(socket)
                 return _Tunnel(connection, stream, has_node_ended=partial(self._connections.has_ended, node))

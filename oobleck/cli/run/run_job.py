@@ -220,6 +220,7 @@ async def _run(
             run_id=directory.run_id,
             connections=connections,
             paths=paths,
+            start_timeout_s=run.job.control.start_timeout_s,
             checks_returning=run.check and not launcher.are_virtual,
         )
         past = await _find_past(run, directory, cluster, launcher, past)

@@ -103,6 +103,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
             run_id=directory.run_id,
             connections=connections,
             paths=paths,
+            start_timeout_s=spec.control.start_timeout_s,
             checks_returning=run.check and not launcher.are_virtual,
             runs_ranks=True,
         )
