@@ -94,8 +94,8 @@ def require(condition: bool, field_name: str, value: object, expectation: str) -
 
 
 def check_pattern(field_name: str, pattern: str) -> None:
-    """Raise ConfigError for what is no regular expression."""
+    """Raise ConfigError unless the pattern is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{field_name}: {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"{field_name}: {pattern!r} is not a valid regular expression: {error}") from error

@@ -257,9 +257,9 @@ class ControlSpec:
     rejoin_after_s: float = bounded(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     relay_nodes: int = bounded(64, 0, 1_000_000, note="0: never")
-    """With so many nodes and more, agents speak to the master through others, in a tree; 0: all speak directly."""
+    """From this many nodes on, agents reach the master through a tree of relays; 0 disables it."""
     relay_fanout: int = bounded(32, 2, 1024)
-    """So many agents speak through one, and to the master itself."""
+    """How many agents one relay serves, and how many relays the master."""
     notice_command: str | None = None
     """A shell command that succeeds when the node it runs on is about to be taken away; None: nothing is asked."""
     notice_url: str | None = None

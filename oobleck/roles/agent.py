@@ -72,8 +72,8 @@ _UNREAD_LIMIT = 10_000
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
-_UNTIL_TOLD_S = 0.1
-"""How often an agent looks whether the master has said how often to send a heartbeat."""
+_HEARTBEAT_POLL_S = 0.1
+"""How often to check for the master's heartbeat interval."""
 _FIRST_CONTACT_S = 60.0
 """How long a new agent waits for its master."""
 _ASKS_AFTER = 0.25
@@ -285,7 +285,7 @@ class Agent:
         """Have a heartbeat said, and return when the next one is."""
         now_s = trio.current_time()
         if self._duty is None:
-            return now_s + _UNTIL_TOLD_S
+            return now_s + _HEARTBEAT_POLL_S
         self._resend_queue.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
         return now_s + self._duty.interval_s
 

@@ -179,7 +179,7 @@ def test_a_finished_run_is_said_to_be_and_nothing_is_done() -> None:
     bench = training(None, state(100, run=OLD))
     assert bench.updates == []
     assert bench.ended is not None
-    assert (bench.ended.exit_code, bench.ended.reason[:16]) == (0, "finished before:")
+    assert (bench.ended.exit_code, bench.ended.reason[:17]) == (0, "already finished:")
     assert not [message for message in bench.messages(bench.commands) if isinstance(message, RemoveUnfinished)]
 
 

@@ -3,7 +3,7 @@
     python tools/bench/slow_nodes.py
 
 GPT-3 6.7B on A100s, as estimated; one node is slow. All columns are multiples of the step without it: of the plan as it
-was, with the batch divided again; of the best plan of the other nodes; of the plan that is decided on, by the planner's
+was, with the batch divided again; of the best plan of the other nodes; of the chosen plan, by the planner's
 bound and by the event-exact timeline. `decided` is what it takes to decide, the first time and again.
 """
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         precision="bfloat16",
         activation_checkpointing=True,
     )
-    print("| nodes | pipelines | factor | fewer microbatches | left out | decided on | by the timeline | decided |")
+    print("| nodes | pipelines | factor | fewer microbatches | left out | chosen | by the timeline | decided |")
     print("|---|---|---|---|---|---|---|---|")
     for num_nodes, num_pipelines in CASES:
         for factor in FACTORS if num_nodes <= given.nodes else ():

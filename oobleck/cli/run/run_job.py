@@ -153,7 +153,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 def _tell_of_crash(run: Run, error: BaseException) -> None:
-    """Say what a master leaves behind that a fault of its own ends; what it reports on purpose is said elsewhere."""
+    """Tell the user what survives when the master crashes; errors that it reports on purpose are printed elsewhere."""
     if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in _leaves(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60

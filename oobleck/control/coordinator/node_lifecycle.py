@@ -40,7 +40,7 @@ _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, 
 
 
 class NodeLifecycle:
-    """Decides which nodes take part. `members` has those that are there, its own `node_retry` those to try again."""
+    """Decides which nodes take part. `members` holds present nodes, `node_retry` those to retry."""
 
     def __init__(self, members: Membership, node_retry: NodeRetry, *, most_kinds: int | None) -> None:
         """Nodes may be of `most_kinds`; None where it does not matter of which they are."""

@@ -261,10 +261,10 @@ class Replanning:
     def choose(self, after: Aftermath, generations: Generations) -> tuple[Decision, int | None]:
         """Find a plan for the nodes that stay, and the step in flight if it is finished first.
 
-        It is where that can be, unless a pipeline is broken and all survivors run all of the step again that is not
-        committed, with the same samples, in clearly less time than the whole pipelines take for what is left of it; nor
-        before the evaluation that the new plan is to begin with, nor after a hang that nobody explains, for it would
-        be finished by the groups that hang. Raises PlanningError or Unrecoverable.
+        The step in flight is finished whenever possible, except when (a) all survivors would run the uncommitted part of
+        it again in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an
+        evaluation, or (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or
+        Unrecoverable.
         """
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None

@@ -94,7 +94,7 @@ class StartAgain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersFail:
-    """A node's workers end again and again. What is said of that may end the run."""
+    """A node's workers keep failing. Handling this may end the run."""
 
     node: str
     words: str

@@ -18,10 +18,10 @@ __all__ = ["Resuming", "finished_text"]
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
     """Return what to say when there is nothing left to train."""
     what = f"all data is read, in {step} steps" if has_read_all else f"all {step} steps are committed"
-    more = "more data.epochs go" if has_read_all else "more --steps go"
+    more = "data.epochs" if has_read_all else "--steps"
     return (
-        f"finished before: {what}, and saved as {name}. Nothing was done and nothing removed: {more} on from it, "
-        "another --tag trains another model, --resume never trains from the beginning and keeps it"
+        f"already finished: {what}, and saved as {name}. Raise {more} to continue from it, use another --tag to train "
+        "another model, or --resume never to start over; what is saved stays"
     )
 
 
@@ -84,7 +84,7 @@ class Resuming:
         misfit = self._sharding.misfit(candidate.position)
         if misfit is None:
             return None
-        text = f"the checkpoint of step {candidate.step} cannot be gone on from: {misfit}"
+        text = f"the checkpoint of step {candidate.step} cannot be resumed: {misfit}"
         return EndRun(exit_code=ExitCode.CONFIG, reason=f"{text}; --resume never starts from scratch")
 
     def _warning(self, candidate: Candidate | None, now_s: float) -> tuple[Record, ...]:

@@ -20,7 +20,7 @@ __all__ = ["EndRun", "ExpectSteps", "Repair", "notice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:
-    """There is no way on, or nothing left to do: end the run. What is asked for after it is not done any more."""
+    """End the run, because it is finished or cannot continue. Later effects of the same turn are dropped."""
 
     reason: str
     exit_code: int = ExitCode.FAILED

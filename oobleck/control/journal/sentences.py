@@ -349,7 +349,7 @@ def _of_the_state(
         case RecordsDealt():
             return f"step {entry.records.step} takes {entry.records.num_records} records"
         case ShardQuarantined():
-            return f"{entry.shard} is in quarantine, and the data not complete without it: {entry.problem}"
+            return f"{entry.shard} is quarantined, so the data is incomplete: {entry.problem}"
         case _:
             assert_never(entry)
 

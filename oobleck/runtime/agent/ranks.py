@@ -101,7 +101,7 @@ class Rank:
         self._process.kill()
 
     def _signal_group(self, number: signal.Signals) -> None:
-        """Its process group has its number, as long as anything is left in it."""
+        """Its pid is also its process group's id, which stays reserved while any member lives."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 

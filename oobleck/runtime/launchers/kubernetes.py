@@ -115,7 +115,7 @@ def _pod(thing: object) -> _Pod:
 
 
 def _problems(status: object) -> Iterator[str]:
-    """Why a pod does not run; one that is just being started has none."""
+    """Yield why the pod is not running; nothing while it is still starting."""
     if _text(status, "phase") == "Failed":
         yield _sentence("it has failed", status)
     for condition in _list(status, "conditions"):

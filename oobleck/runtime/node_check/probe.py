@@ -84,7 +84,7 @@ class RemoteProbe:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
 
     async def ask(self, request: ProbeRequest) -> None:
-        """Send a request; a probe that is gone is asked in vain."""
+        """Send a request. Does nothing if the probe has exited."""
         if self._channel is not None and not self.failure:
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self._channel.send([request])

@@ -37,7 +37,7 @@ __all__ = [
 _MESSAGE_PRIORITY = -1
 """Of streams for messages: CUDA's high one."""
 TRAFFIC_TIMEOUT_S = 24 * 3600.0
-"""For so long a message or a sum may be under way: as long as anything."""
+"""Upper bound for any transfer or reduction; deliberately never the first timeout to fire."""
 
 
 class Pending(Protocol):

@@ -1,7 +1,7 @@
 """The part of a model that one worker holds: any ranges of its layers, which may change at any time.
 
-A stage keeps all modules of the model, without memory, and runs the model's own forward code. Modules of
-layers that are elsewhere are stood in for: embeddings by zeros, others by the identity; what came from the
+A stage keeps all modules of the model, without memory, and runs the model's own forward code. Layers held by
+other workers are replaced: embeddings return zeros, all others are the identity; what came from the
 layer before takes the place of the first own block's input. So masks and rotary tables are made on every
 stage, and only hidden states travel. Where these do not depend on the tokens, stages after the first have them made
 once (`traced_forward.py`). Of several chunks, one is in place at a time.

@@ -221,7 +221,7 @@ class SplitProbe:
             raise cannot_split(self._model, "its loss does not depend on its last block")
         for name, gradient in zip(early, others, strict=True):
             if gradient is not None:
-                raise cannot_split(self._model, f"its head reads {name} past the blocks")
+                raise cannot_split(self._model, f"its head uses {name} directly, bypassing the blocks")
 
     def _require_nothing_after_the_blocks(self, output: Any) -> None:
         """Without its head, the model must give out what its last block gave, or a view of all of it."""

@@ -118,7 +118,7 @@ def _again(known: Recovery, begun: Recovery) -> Recovery:
 
 
 def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
-    """Go on without these nodes. A hang that was to be explained is: they have held the others up."""
+    """Continue without these nodes; if a hang was unexplained, they are now its explanation."""
     if not isinstance(state, Fencing | Overdue | Settling):
         return state, ()
     recovery = replace(

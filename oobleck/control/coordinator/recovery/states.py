@@ -437,7 +437,7 @@ class RecoveryEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInForce:
-    """All compute under the newest plan: what only the plan before it needed can go."""
+    """All compute under the newest plan: release whatever only the previous one needed."""
 
 
 RecoveryEffect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
