@@ -261,8 +261,8 @@ class Replanning:
     def choose(self, after: Aftermath, generations: Generations) -> tuple[Decision, int | None]:
         """Find a plan for the nodes that stay, and the step in flight if it is finished first.
 
-        The step in flight is finished whenever possible, except when (a) all survivors would run the uncommitted part of
-        it again in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an
+        The step in flight is finished whenever possible, except when (a) all survivors would run the uncommitted part
+        of it again in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an
         evaluation, or (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or
         Unrecoverable.
         """

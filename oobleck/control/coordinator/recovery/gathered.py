@@ -15,10 +15,10 @@ V = TypeVar("V")
 class Gathered(Mapping[K, V], Generic[K, V]):
     """Reports so far, in the order in which they came. To add some makes another one, and leaves this as it is.
 
-    The two share one dict, to which keys are only appended: each is its first `len(self)` items. Appending to the newest
-    version is O(1); with a copy for each report, a fence of 10,000 workers would copy for a second. Reading or extending
-    an older version, and replacing a value, copies once, O(n). A trie would make these O(log n) and reading several
-    times slower, and they are rare.
+    The two share one dict, to which keys are only appended: each is its first `len(self)` items. Appending to the
+    newest version is O(1); with a copy for each report, a fence of 10,000 workers would copy for a second. Reading or
+    extending an older version, and replacing a value, copies once, O(n). A trie would make these O(log n) and reading
+    several times slower, and they are rare.
     """
 
     __slots__ = ("_length", "_shared")
