@@ -158,7 +158,7 @@ class Saving:
         return self._remove(name for name in unfinished if name not in self._saves)
 
     def order_made(self, update: PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
-        """Note an order. A worker that missed a commit or the previous order did not save: that save never completes."""
+        """Note an order. A worker that missed a commit or an order did not save, so that save never completes."""
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
         if self._saves_first:
