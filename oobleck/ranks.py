@@ -6,6 +6,7 @@ generation begins on the nodes that are there then.
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,6 +53,8 @@ class RanksSpec:
     command: tuple[str, ...]
     directory: str
     """Where ranks begin, on every node: that of the command line, so that relative names mean the same."""
+    is_tag_given: bool = True
+    """Whether the user has named the run; else a run of other arguments does not continue from its states."""
     ranks_per_node: str = "slots"
     """A number, or what to count on each node: `slots` (of its line in the hostfile), `gpu`, `cpu`, or `auto` (GPUs, or
     CPUs where there are none)."""
@@ -108,6 +111,13 @@ class RanksSpec:
             str(self.node_unit),
             f"a number of which a multiple is within --nnodes {limits}",
         )
+
+    @property
+    def script(self) -> str:
+        """The command without its arguments, as one of this directory: that of another one is another script."""
+        if self.entry == "script":
+            return os.path.normpath(os.path.join(self.directory, self.command[0]))
+        return f"{os.path.normpath(self.directory)}: {self.kinds}"
 
     @property
     def kinds(self) -> str:

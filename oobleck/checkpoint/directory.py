@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -127,9 +128,12 @@ class CheckpointDirectory:
         for name in names:
             if not name.startswith(_PREFIX) or "/" in name:
                 continue  # not one of ours
-            with suppress(FileNotFoundError):
+            try:
                 (self.path / name).rename(self.path / f"{_REMOVED_PREFIX}{name}")
                 fsync_directory(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # the latter: one of this name is being removed
+                    raise
         for nameless in self.path.glob(f"{_REMOVED_PREFIX}*"):  # others', too: they may have been killed over it
             shutil.rmtree(nameless, ignore_errors=True)
 

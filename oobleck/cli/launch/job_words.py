@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError, UsageError, shown
-from oobleck.runtime.files import private_directory
+from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
 from oobleck.script import Job
 from oobleck.user_path import expand_user
 
@@ -69,7 +69,7 @@ def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
 
 
 def _written(text: str, name: str, base_dir: Path) -> Path:
-    directory = base_dir.resolve() / ".launched" / hashlib.sha256(text.encode()).hexdigest()[:12]
+    directory = base_dir.resolve() / LAUNCHED_DIRECTORY / hashlib.sha256(text.encode()).hexdigest()[:12]
     try:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_directory(directory.parent)

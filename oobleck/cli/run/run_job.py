@@ -84,6 +84,8 @@ class Run:
     """Where metrics are served; None for nowhere."""
     trainer: TrainerProcess | None = None
     """The script that waits in its `train()`."""
+    owner: str = ""
+    """The path of the script or job file, if it is a user's."""
 
 
 def run_job(run: Run) -> int:
@@ -105,6 +107,8 @@ def _run_job(run: Run) -> int:
     if run.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {num_nodes} nodes, logs in {directory.path}")
     with directory.lock():
+        if run.owner:
+            directory.note_owner(run.owner)
         books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")

@@ -4,6 +4,7 @@ journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
 host                 the machine of the first master
+owner                the script or job file of the first run of this tag
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
@@ -27,18 +28,41 @@ from oobleck.user_path import expand_user
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
 
-__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir"]
+__all__ = [
+    "BASE_DIR_VARIABLE",
+    "LAUNCHED_DIRECTORY",
+    "MAX_SOCKET_PATH_BYTES",
+    "RunDirectory",
+    "default_base_dir",
+    "default_tag",
+]
 
 BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
 
+LAUNCHED_DIRECTORY = ".launched"
+"""In the directory of all runs: jobs that `oobleck.launch` has written."""
 MAX_SOCKET_PATH_BYTES = 100
 """Below the limit of every system we run on: 108 with its closing zero on Linux, 104 on macOS."""
+_TAG_CHARS = 40
+_DIGEST_CHARS = 8
 
 
 def default_base_dir() -> Path:
     """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
     configured = os.environ.get(BASE_DIR_VARIABLE)
     return expand_user(configured or "~/.oobleck")
+
+
+def default_tag(base_dir: Path, tag: str, owner: str) -> str:
+    """Return the tag of a run that the user has not named: `tag`, or one of its own where that is of another owner.
+
+    `owner` is the path of what the run is of. The same one always gets the same tag, and with it its states.
+    """
+    digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
+    apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
+    if RunDirectory(base_dir=base_dir, tag=apart).path.is_dir():
+        return apart
+    return tag if RunDirectory(base_dir=base_dir, tag=tag).owner in (None, owner) else apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +133,19 @@ class RunDirectory:
     def master(self) -> ProcessId | None:
         """The process that holds the run's lock, or was the last to hold it; None when none ever did."""
         return ProcessId.read(self.path / "lock")
+
+    @property
+    def owner(self) -> str | None:
+        """The path of what the first run of this tag was of; None where nothing says so."""
+        try:
+            return (self.path / "owner").read_text(encoding="utf-8", errors="surrogateescape").rstrip("\n") or None
+        except OSError:
+            return None
+
+    def note_owner(self, owner: str) -> None:
+        """Note what the run is of, unless the tag has an owner already. The directory must exist."""
+        with suppress(OSError), (self.path / "owner").open("x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(f"{owner}\n")
 
     def create(self) -> None:
         """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from oobleck.checkpoint.scripts import (
     Source,
     TreeNode,
     choose,
-    find_parts,
     overlap,
     resharded,
     sources,
@@ -44,6 +42,7 @@ class Loaded:
 
     state: object
     note: PartNote
+    num_savers: int
     place: Literal["memory", "disk"]
 
 
@@ -57,16 +56,19 @@ class _Holdings:
 class Loader:
     """Loads once, on all ranks together."""
 
-    def __init__(self, peers: Peers, memory: Path | None, directory: Path) -> None:
+    def __init__(self, peers: Peers, parts: Sequence[Part]) -> None:
+        """`parts` are those that this rank can read."""
         self._peers = peers
-        self._parts = list(find_parts(memory, directory))
+        self._parts = list(parts)
 
     def load(self) -> Loaded | None:
         """Return the newest whole state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
         while (chosen := self._choose()) is not None:
             exchange = _Exchange(self._peers, chosen, self._parts)
             if self._peers.all_agree(exchange.has_read()):
-                loaded = Loaded(state=exchange.state(), note=chosen.note, place=chosen.place)
+                loaded = Loaded(
+                    state=exchange.state(), note=chosen.note, num_savers=len(chosen.notes), place=chosen.place
+                )
                 self._peers.close()  # from here on, others may save over what has been read
                 return loaded
             self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
