@@ -6,7 +6,6 @@ generation begins on the nodes that are there then.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -111,13 +110,6 @@ class RanksSpec:
             str(self.node_unit),
             f"a number of which a multiple is within --nnodes {limits}",
         )
-
-    @property
-    def script(self) -> str:
-        """The command without its arguments, as one of this directory: that of another one is another script."""
-        if self.entry == "script":
-            return os.path.normpath(os.path.join(self.directory, self.command[0]))
-        return f"{os.path.normpath(self.directory)}: {self.kinds}"
 
     @property
     def kinds(self) -> str:

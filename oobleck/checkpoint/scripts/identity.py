@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,4 +76,7 @@ class ScriptIdentity:
 def identity_of(run: RanksSpec) -> ScriptIdentity:
     """Return whose states a run saves, with a digest of its arguments in their place."""
     digest = hashlib.sha256(json.dumps(run.command[1:]).encode()).hexdigest()[:16]
-    return ScriptIdentity(script=run.script, arguments=digest, default_tag="" if run.is_tag_given else run.tag)
+    script = os.path.normpath(os.path.join(run.directory, run.command[0]))
+    if run.entry != "script":
+        script = f"{os.path.normpath(run.directory)}: {run.kinds}"
+    return ScriptIdentity(script=script, arguments=digest, default_tag="" if run.is_tag_given else run.tag)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from oobleck.checkpoint.scripts import identity_of
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
 from oobleck.errors import UsageError
@@ -51,7 +52,7 @@ def run(
     source = _read_source(line)
     base_dir = base_dir_of(_base_dir(given.get("--base-dir")))
     spec = _spec_of(line, source)
-    if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, spec.script)) != spec.tag:
+    if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
         spec = replace(spec, tag=tag)
 

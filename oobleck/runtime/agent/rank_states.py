@@ -94,7 +94,7 @@ class RankStates:
 
     def num_saved(self) -> int:
         """Return a number that grows with each save that is seen."""
-        return sum(slot.sequence for slot, _ in self._slots()) if self._is_open.is_set() else 0
+        return sum(note.number for _, note in self._slots()) if self._is_open.is_set() else 0
 
     async def keep(self, *, is_planned: bool) -> None:
         """Have all that is in memory written, behind what follows; ranks are gone.

@@ -64,7 +64,7 @@ def test_a_module_of_another_directory_is_another_script() -> None:
 
 def test_other_arguments_continue_only_where_the_user_names_the_run() -> None:
     other = replace(RUN, command=("train.py", "--lr", "2"))
-    with pytest.raises(UsageError, match="with other arguments .* --tag train continues"):
+    with pytest.raises(UsageError, match=r"with other arguments .* --tag train continues"):
         check(other, saved(RUN))
     check(replace(other, is_tag_given=True), saved(RUN))
     with pytest.raises(UsageError, match="with other arguments"):

@@ -136,6 +136,31 @@ def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:
     assert f"the states in {tmp_path} were saved by /a/train.py, and this is /b/train.py; name another --tag" in said
 
 
+GROWING = """\
+import os, torch, oobleck.checkpoint
+memory = os.environ["OOBLECK_CHECKPOINT_MEMORY"]
+state = oobleck.checkpoint.load()
+step = 0 if state is None else state["step"]
+assert state is None or state["losses"].tolist() == [float(each) for each in range(step)], state
+most = 0
+for step in range(step + 1, step + 21):
+    losses = torch.arange(step, dtype=torch.float32)
+    oobleck.checkpoint.save(step, {"step": step, "losses": losses}, disk_every=1000)
+    most = max(most, len(os.listdir(memory)))
+print(step, most, len(os.listdir(memory)))
+os._exit(0)
+"""
+
+
+def test_memory_is_bounded_where_every_save_has_another_shape(tmp_path: Path) -> None:
+    """And the newest state is still found."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(memory)}
+    assert run(GROWING, 1, **where) == ["20 2 2\n"]
+    assert run(GROWING, 1, **where) == ["40 2 2\n"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 3, 1)])
 def test_shards_are_laid_out_again_on_another_number_of_ranks(tmp_path: Path, sizes: Sequence[int]) -> None:
