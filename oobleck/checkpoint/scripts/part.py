@@ -38,6 +38,7 @@ __all__ = [
     "PartNote",
     "find_parts",
     "is_taken",
+    "make_room_for_taken",
     "memory_stem",
     "note_of",
     "note_taken",
@@ -266,12 +267,23 @@ def _taken_path(memory: Path) -> Path:
     return memory.with_name(f"{memory.name}.taken")
 
 
+def make_room_for_taken(memory: FlashMemory) -> None:
+    """Have the memory that `note_taken` needs: where there is none left later, a rank would wait for ever.
+
+    Raises OSError.
+    """
+    _write_taken(memory.path, 0)
+
+
 def note_taken(slot: Slot) -> None:
     """Say that a slot may be written over: what was in it is on its way to the disk."""
-    path = _taken_path(slot.memory.path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _write_taken(slot.memory.path, slot.sequence)
+
+
+def _write_taken(memory: Path, sequence: int) -> None:
+    descriptor = os.open(_taken_path(memory), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(descriptor, _TAKEN.pack(slot.sequence), 0)
+        os.pwrite(descriptor, _TAKEN.pack(sequence), 0)
     finally:
         os.close(descriptor)
 

@@ -13,6 +13,7 @@ from oobleck.errors import ConfigError, UsageError, shown
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
 from oobleck.script import Job
 from oobleck.user_path import expand_user
+from oobleck.writing import write_whole
 
 from .script_text import script_text
 
@@ -74,7 +75,7 @@ def _written(text: str, name: str, base_dir: Path) -> Path:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_directory(directory.parent)
         private_directory(directory)
-        (directory / name).write_text(text, encoding="utf-8")
+        write_whole(directory / name, text)
     except OSError as error:
         raise ConfigError(f"base directory {base_dir}: {error.strerror}") from error
     return directory / name

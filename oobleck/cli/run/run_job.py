@@ -46,6 +46,7 @@ from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
+from oobleck.writing import write_in_place
 
 from .log_output import background_logging
 from .node_memory import ENDS_WELL, give_memory_back
@@ -196,7 +197,7 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
         stdout.write(f"{summary.to_json()}\n")
     try:
         if run.summary is not None:
-            run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
+            write_in_place(run.summary, summary.to_json() + "\n")
     except OSError as error:
         print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
         return False

@@ -15,11 +15,12 @@ import trio
 
 from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
 from oobleck.control.protocol import StoragePaths
-from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
 from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
+from oobleck.writing import write_whole
 
 __all__ = ["NodeCheckpoints", "remove_stale_memory"]
 
@@ -48,7 +49,10 @@ class NodeCheckpoints:
         self._checkpoints = CheckpointDirectory(path)
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)
-        (self._memory / _OWNER).write_text(f"{ProcessId.of(os.getpid())}\n", encoding="ascii")
+        try:
+            write_whole(self._memory / _OWNER, f"{ProcessId.of(os.getpid())}\n")
+        except OSError as error:
+            raise ConfigError(f"shared memory: {self._memory / _OWNER}: {error.strerror}") from error
         remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.user_path import expand_user
+from oobleck.writing import write_whole
 
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
@@ -143,9 +144,9 @@ class RunDirectory:
             return None
 
     def note_owner(self, owner: str) -> None:
-        """Note what the run is of, unless the tag has an owner already. The directory must exist."""
-        with suppress(OSError), (self.path / "owner").open("x", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(f"{owner}\n")
+        """Note what the run is of, unless the tag has an owner already. The lock must be held. Raises OSError."""
+        if self.owner is None:
+            write_whole(self.path / "owner", f"{owner}\n")
 
     def create(self) -> None:
         """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
@@ -161,8 +162,9 @@ class RunDirectory:
             raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
         private_directory(self.path)
         private_directory(self.profile)
-        with suppress(OSError), (self.path / "host").open("x", encoding="utf-8") as file:
-            file.write(f"{socket.gethostname()}\n")
+        if not (self.path / "host").exists():
+            with suppress(OSError):  # without it, no master on another machine can take over
+                write_whole(self.path / "host", f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
             self._link_socket()
         private_directory(self.control_socket.parent)
@@ -186,14 +188,14 @@ class RunDirectory:
             pass
         chosen = temporary_directory()
         with suppress(OSError, UnicodeEncodeError):
-            note.write_text(str(chosen), encoding="utf-8")
+            write_whole(note, str(chosen))
         return chosen
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run's lock; the system releases it when the process dies. The directory must exist.
 
-        Raises UsageError if another process holds it.
+        Raises UsageError if another process holds it, ConfigError where it cannot be written.
         """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -205,11 +207,17 @@ class RunDirectory:
                     f"a run with tag {self.tag} is active (process {holder[0] if holder else 'unknown'}); stop it with "
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+            self._note_holder(descriptor)
             yield
         finally:
             os.close(descriptor)
+
+    def _note_holder(self, lock: int) -> None:
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
 
 
 def _short_directory() -> Path:

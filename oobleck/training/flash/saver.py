@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
-from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, note_of, remove_old, write_part
+from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, make_room_for_taken, note_of, remove_old, write_part
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import encode_json
@@ -58,6 +58,7 @@ class MemorySaver:
             path = next_memory_file(self._directory, self._stem)
             try:
                 self._memory = FlashMemory.create(path, layout)
+                make_room_for_taken(self._memory)
             except OSError as error:
                 raise OSError(error.errno, no_room(self._directory, layout, error)) from error
         return self._memory

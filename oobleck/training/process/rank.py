@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
@@ -159,8 +160,8 @@ def _leave_error(error: BaseException) -> None:
     callstack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(message, file)
+    with suppress(OSError), open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(message, file)  # without it, the agent reads the end of what the rank has written
 
 
 def _leave(status: int) -> NoReturn:
