@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
+from oobleck.streams import shield_scripts
 from oobleck.wire import FrameDecoder
 
 from .import_log import ImportLog
@@ -99,6 +100,7 @@ def _redirect(stdout: str, stderr: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8")  # type: ignore[union-attr]  # typeshed: a TextIO
     sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typeshed: a TextIO
+    shield_scripts()
 
 
 def _be_fresh() -> None:
