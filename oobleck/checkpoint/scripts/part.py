@@ -10,10 +10,11 @@ Parts of the same step and start belong together (`starts`).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,17 @@ class PartNote:
     arguments: str = ""
     """As in `ScriptIdentity`; empty where nothing is known of them."""
 
+    def __post_init__(self) -> None:
+        is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
+        if not is_named or self.step < 0 or not 0 <= self.rank < self.world_size or self.number < 1:
+            raise CorruptCheckpoint(
+                f"{self.name!r} for step {self.step} of start {self.start!r}, save {self.number} of rank {self.rank} "
+                f"of {self.world_size}"
+            )
+        for each in self.shardings:
+            if math.prod(each.mesh) != self.world_size:
+                raise CorruptCheckpoint(f"a mesh of {each.mesh} on {self.world_size} ranks")
+
     @property
     def age(self) -> StateAge:
         return age_of(self.start, self.step)
@@ -146,18 +158,31 @@ def note_of(slot: Slot) -> PartNote | None:
         return None
 
 
-def find_parts(memory: Path | None, directory: Path) -> Iterator[Part]:
-    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at."""
+def find_parts(
+    memory: Path | None, directory: Path, *, tell: Callable[[str], None] = lambda problem: None
+) -> Iterator[Part]:
+    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at.
+
+    `tell` is told of notes that cannot be read, with their files.
+    """
     for slot in _slots(memory) if memory is not None else ():
         if (note := note_of(slot)) is not None:
             yield Part(note, "memory", slot.digest, slot)
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
-            with suppress(OSError, PeerError):
+            try:
                 said = decode_json(_PartFile, path.read_bytes())
                 file = path.with_suffix(".safetensors")
-                if file.stat().st_size == said.size_bytes:
-                    yield Part(said.note, "disk", said.sha256, file)
+                size_bytes = file.stat().st_size
+            except FileNotFoundError:
+                continue  # it is being removed
+            except (OSError, PeerError) as error:
+                tell(f"{path}: not the note of a part: {error}")
+                continue
+            if size_bytes == said.size_bytes:
+                yield Part(said.note, "disk", said.sha256, file)
+            else:
+                tell(f"{file}: {size_bytes} bytes, and its note says {said.size_bytes}")
 
 
 def _slots(memory: Path) -> Iterator[Slot]:

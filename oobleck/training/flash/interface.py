@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -70,9 +70,9 @@ class _Process:
             arguments=self.identity.arguments,
         )
 
-    def parts(self) -> list[Part]:
-        """All that can be read here. Raises UsageError where it is another script's."""
-        found = list(find_parts(self.memory, self.directory))
+    def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[Part]:
+        """All that can be read here; `tell` is told of what cannot. Raises UsageError where it is another script's."""
+        found = list(find_parts(self.memory, self.directory, tell=tell))
         for part in found:
             self.identity.check_script(part.note, str(self.directory))
         return found
@@ -120,10 +120,13 @@ def load() -> object | None:
         raise UsageError(
             "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
         )
-    parts = this.parts()
+    problems: list[str] = []
+    parts = this.parts(tell=problems.append)
     peers = Peers(rank, world_size)
     this.settle_start(peers, parts)
-    loaded = Loader(peers, parts).load()
+    loaded = Loader(peers, parts, problems).load()
+    for problem in problems:
+        sys.stderr.write(f"oobleck: not used: {problem}\n")
     if loaded is None:
         return None
     note = loaded.note

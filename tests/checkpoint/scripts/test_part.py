@@ -29,7 +29,7 @@ def note(step: int, *, start: str = "a", rank: int = 0) -> PartNote:
         step=step,
         start=start,
         rank=rank,
-        world_size=1,
+        world_size=2,
         number=1,
         saved_at="",
         is_planned=True,

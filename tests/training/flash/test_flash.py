@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -129,6 +130,18 @@ def test_a_rank_that_runs_ahead_leaves_a_state_that_all_can_load(tmp_path: Path)
     assert second in (["1\n"] * 2, ["2\n"] * 2)
 
 
+def test_a_damaged_note_is_named_and_never_a_beginning_from_nothing(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
+    run(ONE, 1, **where)
+    newest = max(tmp_path.rglob("*.json"))
+    newest.write_text(newest.read_text().replace('"world_size":1', '"world_size":0'))
+    assert run(ONE, 1, **where)[0].startswith("(2, "), "the one before is whole"
+    for note in tmp_path.rglob("*.json"):
+        note.write_text("{")
+    (said,) = run(ONE, 1, fails=True, **where)
+    assert re.search(r"no saved state can be read: /.*/rank-00000\.json: not the note of a part: a line that", said)
+
+
 def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:
     where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
     run(ONE, 1, **where, OOBLECK_CHECKPOINT_SCRIPT="/a/train.py")
@@ -137,8 +150,8 @@ def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:
 
 
 GROWING = """\
-import os, torch, oobleck.checkpoint
-memory = os.environ["OOBLECK_CHECKPOINT_MEMORY"]
+import glob, os, torch, oobleck.checkpoint
+files = os.environ["OOBLECK_CHECKPOINT_MEMORY"] + "/*[0-9]"
 state = oobleck.checkpoint.load()
 step = 0 if state is None else state["step"]
 assert state is None or state["losses"].tolist() == [float(each) for each in range(step)], state
@@ -146,8 +159,8 @@ most = 0
 for step in range(step + 1, step + 21):
     losses = torch.arange(step, dtype=torch.float32)
     oobleck.checkpoint.save(step, {"step": step, "losses": losses}, disk_every=1000)
-    most = max(most, len(os.listdir(memory)))
-print(step, most, len(os.listdir(memory)))
+    most = max(most, len(glob.glob(files)))
+print(step, most, len(glob.glob(files)))
 os._exit(0)
 """
 
@@ -184,6 +197,7 @@ class Odd:
     [
         ({"model": {"a": [Odd()]}}, r"model\.a\.0 is a .*\.Odd, which cannot be stored"),
         ({"w": torch.zeros(2, dtype=torch.complex64)}, r"w is of torch\.complex64, which cannot be stored"),
+        ({"w": torch.zeros(2, device="meta")}, "w is on the meta device, so it has no values"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "w is a Tensor that is not dense and plain"),
     ],
 )
