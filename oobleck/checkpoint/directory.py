@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, ages, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
 from oobleck.wire import from_builtins, to_builtins
@@ -156,7 +156,9 @@ class CheckpointDirectory:
     def find(self) -> tuple[FoundManifest, ...]:
         """All checkpoints, the newest first; reads manifests only."""
         found = [self._found(name) for name in self.names()]
-        return tuple(sorted(found, key=_age, reverse=True))
+        age = ages(each.manifest for each in found if each.manifest is not None)
+        whole = sorted((each for each in found if each.name in age), key=lambda each: age[each.name], reverse=True)
+        return (*whole, *(each for each in reversed(found) if each.name not in age))
 
     def _found(self, name: str) -> FoundManifest:
         try:
@@ -234,13 +236,6 @@ def _part_of(layout: Layout) -> int | None:
 def layer_file_name(layer: int, part: int | None = None) -> str:
     """The name of a layer's file, or of that of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"
-
-
-def _age(found: FoundManifest) -> tuple[str, int, str]:
-    """Sorts checkpoints by when they were saved; those without a manifest come first."""
-    if found.manifest is None:
-        return "", 0, found.name
-    return found.manifest.saved_at, found.manifest.step, found.name
 
 
 def _sha256(path: Path) -> str:
