@@ -139,7 +139,8 @@ def _run_job(run: Run) -> int:
     if end.exit_code != ExitCode.DONE:
         told = Console(stderr=True)
         told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+        is_saved = summary.saved_step == summary.last_step
+        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled and not is_saved:
             told.print(
                 f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
                 "next run of this tag",
