@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.job import JobSpec
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
 from oobleck.user_path import expand_user
@@ -236,6 +236,8 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
+    if job.tensor_parallel > 1:
+        _check_shares(job)
     if trainer is not None and local is None and job.checkpoint.directory is None:
         typer.echo(
             "oobleck: the script needs the trained weights on this machine, and nodes save to their own "
@@ -263,6 +265,19 @@ def up(
         owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _check_shares(job: JobSpec) -> None:
+    """Raise ConfigError for a model that devices cannot share, as far as this machine can read it; nodes ask too."""
+    from oobleck.runtime.processes import outline_of
+
+    try:
+        outline_of(job)
+    except ConfigError as error:
+        if str(error).startswith("tensor_parallel"):
+            raise
+    except ResourceLost:
+        pass  # without torch, or a model that only nodes have
 
 
 def _owner(job_file: Path | None, script: Path | None, base_dir: Path) -> str:
