@@ -52,6 +52,8 @@ class RanksSpec:
     command: tuple[str, ...]
     directory: str
     """Where ranks begin, on every node: that of the command line, so that relative names mean the same."""
+    is_tag_given: bool = True
+    """Whether the user has named the run; else a run of other arguments does not continue from its states."""
     ranks_per_node: str = "slots"
     """A number, or what to count on each node: `slots` (of its line in the hostfile), `gpu`, `cpu`, or `auto` (GPUs, or
     CPUs where there are none)."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, UsageError
+from .errors import ConfigError, UsageError, shown
 from .handover import TrainReached, receiving
 from .job import ScriptSpec
 
@@ -87,6 +87,7 @@ class Job:
         streaming: bool = False,
         **settings: Any,
     ) -> None:
+        _check_kinds(model=model, loss=loss, data=data, eval_data=eval_data, optimizer=optimizer, lr_lambda=lr_lambda)
         parts = {"model": model, "loss": loss, "data": data, "eval_data": eval_data, "optimizer": optimizer}
         self.made: Mapping[str, Callable[..., Any]] = {
             name: value for name, value in {**parts, "lr_lambda": lr_lambda}.items() if callable(value)
@@ -106,6 +107,25 @@ class Job:
     def provides(self) -> tuple[str, ...]:
         """What is to be asked of the script wherever it runs."""
         return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
+
+
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "model": ((str, Mapping), "settings, or a function that returns it"),
+    "loss": ((), "a function"),
+    "data": ((Mapping,), "settings, or a function that returns it"),
+    "eval_data": ((), "a function that returns it"),
+    "optimizer": ((Mapping,), "settings, or a function that makes it"),
+    "lr_lambda": ((), "a function"),
+}
+"""What each argument of a `Job` may be besides a function, and all of that in words."""
+
+
+def _check_kinds(**given: object) -> None:
+    """Raise ConfigError for an argument that is neither settings nor a function."""
+    for name, value in given.items():
+        kinds, expected = _KINDS[name]
+        if value is not None and not callable(value) and not isinstance(value, kinds):
+            raise ConfigError(f"Job({name}=…): it must be {expected}, not {shown(value)}")
 
 
 def has_job(script: ScriptSpec) -> bool:

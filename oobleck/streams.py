@@ -73,11 +73,15 @@ class Output(io.TextIOBase):
 
 
 class ScriptOutput(Output):
-    """An output of somebody else's code, which may ask for bytes; those still meet errors."""
+    """An output of somebody else's code, which may ask for bytes, or set the stream up; bytes still meet errors."""
 
     @property
     def buffer(self) -> BinaryIO:
         return self._stream.buffer
+
+    def __getattr__(self, name: str) -> object:
+        """What files have and text streams in general do not: `reconfigure`, `name`, `line_buffering`."""
+        return getattr(self._stream, name)
 
 
 def shield_scripts() -> None:

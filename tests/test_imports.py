@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "script": {"errors", "handover", "job"},
     "streams": set(),
     "user_path": {"errors"},
+    "writing": set(),
     "planner": _VALUES,
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
@@ -38,12 +39,12 @@ MAY_IMPORT = {
     "checkpoint": _PURE | {"wire"},
     "roles": _PURE | {"wire"},
     "training": _VALUES
-    | {"handover", "script", "streams", "user_path", "planner", "schedule", "control", "wire", "checkpoint"},
-    "runtime": _WORLD | {"checkpoint", "user_path"},
+    | {"handover", "script", "streams", "user_path", "writing", "planner", "schedule", "control", "wire", "checkpoint"},
+    "runtime": _WORLD | {"checkpoint", "user_path", "writing"},
     "transformers": _PURE | {"handover", "script", "training"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
-    "cli": _WORLD | {"script", "streams", "user_path", "checkpoint", "runtime", "sim", "ui"},
+    "cli": _WORLD | {"script", "streams", "user_path", "writing", "checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
     "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }

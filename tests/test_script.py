@@ -39,6 +39,21 @@ def job():
     assert job.settings == {"learning_rate": 0.1, "data": {"sequence_length": 8}, "model": {"type": "script"}}
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": [1, 2]}, r"Job\(data=…\): it must be settings, or a function that returns it, not \[1, 2\]"),
+        ({"data": [1, 2], "sequence_length": 8}, r"Job\(data=…\)"),
+        ({"eval_data": {}}, r"Job\(eval_data=…\): it must be a function that returns it, not \{\}"),
+        ({"model": 5}, r"Job\(model=…\): it must be settings"),
+        ({"lr_lambda": 0.1}, r"Job\(lr_lambda=…\): it must be a function, not 0\.1"),
+    ],
+)
+def test_an_argument_that_is_neither_settings_nor_a_function_is_refused_by_name(given: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Job(**given)
+
+
 def test_arguments_are_in_argv_and_modules_lie_beside(tmp_path: Path):
     (tmp_path / "my_settings_module.py").write_text("STEPS = 7\n")
     source = """

@@ -72,6 +72,24 @@ def run(script: str, **streams: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, check=False, timeout=30, env=environment, **streams)
 
 
+SCRIPT = """\
+import os, sys
+from oobleck.streams import shield_scripts
+sys.stdout = open("/dev/full", "w")
+shield_scripts()
+sys.stdout.reconfigure(line_buffering=True)
+print(sys.stdout.name, sys.stdout.line_buffering, file=sys.stderr)
+print("into the void")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_what_a_script_prints_never_fails_and_its_streams_have_what_files_have() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "/dev/full True\n")
+
+
 def test_what_an_encoding_lacks_is_replaced() -> None:
     done = run("print('loss 6.2 → 5.3'); print('…', file=sys.stderr)", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"loss 6.2 ? 5.3\n", b"\\u2026\n")

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, what_is_wrong
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, ages, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
 from oobleck.wire import from_builtins, to_builtins
@@ -127,9 +128,12 @@ class CheckpointDirectory:
         for name in names:
             if not name.startswith(_PREFIX) or "/" in name:
                 continue  # not one of ours
-            with suppress(FileNotFoundError):
+            try:
                 (self.path / name).rename(self.path / f"{_REMOVED_PREFIX}{name}")
                 fsync_directory(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # the latter: one of this name is being removed
+                    raise
         for nameless in self.path.glob(f"{_REMOVED_PREFIX}*"):  # others', too: they may have been killed over it
             shutil.rmtree(nameless, ignore_errors=True)
 
@@ -152,7 +156,9 @@ class CheckpointDirectory:
     def find(self) -> tuple[FoundManifest, ...]:
         """All checkpoints, the newest first; reads manifests only."""
         found = [self._found(name) for name in self.names()]
-        return tuple(sorted(found, key=_age, reverse=True))
+        age = ages(each.manifest for each in found if each.manifest is not None)
+        whole = sorted((each for each in found if each.name in age), key=lambda each: age[each.name], reverse=True)
+        return (*whole, *(each for each in reversed(found) if each.name not in age))
 
     def _found(self, name: str) -> FoundManifest:
         try:
@@ -230,13 +236,6 @@ def _part_of(layout: Layout) -> int | None:
 def layer_file_name(layer: int, part: int | None = None) -> str:
     """The name of a layer's file, or of that of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"
-
-
-def _age(found: FoundManifest) -> tuple[str, int, str]:
-    """Sorts checkpoints by when they were saved; those without a manifest come first."""
-    if found.manifest is None:
-        return "", 0, found.name
-    return found.manifest.saved_at, found.manifest.step, found.name
 
 
 def _sha256(path: Path) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oobleck.checkpoint import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
+from oobleck.control.journal import JobStarted
 from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
 from oobleck.exit_codes import ExitCode
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
+from oobleck.user_path import expand_user
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
@@ -36,6 +41,9 @@ def list_checkpoints(
     """Show the checkpoints of a run, or of all runs, newest first."""
     directories = [_directory(where, base_dir)] if where is not None else _all_directories(base_dir)
     found = [(directory, entry) for directory in directories for entry in directory.find()]
+    # One directory's are in order; those of several runs, who know nothing of each other, by when they were saved.
+    if len(directories) > 1:
+        found.sort(key=lambda each: each[1].manifest.saved_at if each[1].manifest is not None else "", reverse=True)
     if as_json:
         typer.echo(json.dumps([_listed(directory, entry) for directory, entry in found], indent=2))
         return
@@ -125,16 +133,43 @@ def import_checkpoint(
 
 def _directory(where: Path, base_dir: Path | None) -> CheckpointDirectory:
     """The directory that a path or a run's tag names. Raises UsageError."""
-    of_run = base_dir_of(base_dir) / where / "checkpoints"
-    if len(where.parts) == 1 and not where.exists() and of_run.is_dir():
-        return CheckpointDirectory(of_run)
-    if not where.is_dir():
-        raise UsageError(f"{where}: neither a directory nor the tag of a run that has checkpoints")
-    return CheckpointDirectory(where)
+    path = expand_user(where)
+    here = CheckpointDirectory(path) if path.is_dir() else None
+    run = RunDirectory(base_dir=base_dir_of(base_dir), tag=str(where))
+    of_run = _of_run(run) if len(where.parts) == 1 and run.path.is_dir() else None
+    if of_run is None or not of_run.path.is_dir():
+        if here is None:
+            where_else = f"; its job has them in {of_run.path}, which is not on this machine" if of_run else ""
+            raise UsageError(f"{where}: neither a directory nor the tag of a run that has checkpoints{where_else}")
+        return here
+    if here is not None and here.names() and here.path.absolute() != of_run.path.absolute():
+        raise UsageError(
+            f"{where} is a run, and a directory here, and both have checkpoints; name the one that you mean by its "
+            f"whole path: {of_run.path} or {here.path.absolute()}"
+        )
+    return of_run
+
+
+def _of_run(run: RunDirectory) -> CheckpointDirectory:
+    """Where a run has its checkpoints, by its journal; one that has none, or a script's, has them in its directory."""
+    told = None
+    if run.journal.is_file():
+        first = next(iter(read_journal(run.journal)), None)
+        told = first.job.checkpoint.directory if isinstance(first, JobStarted) else None
+    return CheckpointDirectory(run.path / "checkpoints" if told is None else expand_user(told))
 
 
 def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
-    return [CheckpointDirectory(path) for path in sorted(base_dir_of(base_dir).glob("*/checkpoints"))]
+    """Those of all runs, each once."""
+    base = base_dir_of(base_dir)
+    runs = {path.parent for path in (*base.glob("*/checkpoints"), *base.glob("*/journal.jsonl"))}
+    found: dict[Path, CheckpointDirectory] = {}
+    for path in sorted(runs):
+        directory = CheckpointDirectory(path / "checkpoints")
+        with suppress(ConfigError):  # a journal of another version: its own directory is looked at
+            directory = _of_run(RunDirectory(base_dir=base, tag=path.name))
+        found[directory.path.absolute()] = directory
+    return list(found.values())
 
 
 def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:

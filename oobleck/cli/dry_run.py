@@ -69,6 +69,7 @@ def dry_run(
     outline = find_outline(job)
     measured = next(_fitting(directory.profile, job, outline), None)
     known = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    known = _with_memory(known, job, num_local=num_local)  # a profile may be of a run on another number of nodes
     profile = ProfileFiles(directory.profile).with_links(known)
     (shape,) = set(shapes.values())
     planner = one_kind_planner(job, profile, devices_per_node=shape.num_devices)
@@ -225,9 +226,14 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
     )
     item_bytes = _ITEM_BYTES[job.dtype]
     layers = (_scaled(layer, other, item_bytes) for layer, other in zip(profile.layers, outline.layers, strict=True))
+    return _with_memory(replace(profile, layers=tuple(layers)), job, num_local=num_local)
+
+
+def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
+    """A profile with the memory that each device of the job has."""
     device = profile.device
     memory_bytes = job.device_memory_bytes or (_memory_bytes() // num_local if num_local else device.memory_bytes)
-    return replace(profile, layers=tuple(layers), device=replace(device, memory_bytes=memory_bytes))
+    return replace(profile, device=replace(device, memory_bytes=memory_bytes))
 
 
 def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerProfile:

@@ -326,9 +326,13 @@ def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
             return ExitCode.DONE  # said where it is settled
         if error.filename is None:
             raise
-        # Of a path that somebody named: too long, without permission, a link to itself.
-        return _report(ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
+        return _report(_of_file(error))
     return ExitCode.DONE
+
+
+def _of_file(error: OSError) -> ConfigError:
+    """What an error of a path says: a disk is full, or somebody has named one that is too long or a link to itself."""
+    return ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _application(
@@ -409,8 +413,9 @@ def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
     leaves = list(_leaves(group))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return ExitCode.INTERRUPTED
-    ours = {str(leaf): leaf for leaf in leaves if isinstance(leaf, OobleckError)}
-    if not ours or any(not isinstance(leaf, OobleckError) for leaf in leaves):
+    reported = [_of_file(leaf) if isinstance(leaf, OSError) and leaf.filename is not None else leaf for leaf in leaves]
+    ours = {str(leaf): leaf for leaf in reported if isinstance(leaf, OobleckError)}
+    if not ours or any(not isinstance(leaf, OobleckError) for leaf in reported):
         raise group
     codes = [_report(error) for error in ours.values()]
     return codes[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oobleck.errors import UsageError
+from oobleck.writing import write_in_place
 
 __all__ = ["picture_writer", "write_output"]
 
@@ -29,6 +30,6 @@ def picture_writer(path: Path) -> Callable[[str], None]:
 def write_output(path: Path, content: bytes) -> None:
     """Write a file that the command line names. Raises UsageError that says why it cannot be."""
     try:
-        path.write_bytes(content)
+        write_in_place(path, content)
     except OSError as error:
         raise UsageError(f"{path}: {error}") from error

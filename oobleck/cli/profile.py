@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.writing import write_in_place
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import (
@@ -109,6 +110,6 @@ def _show(profile: Profile, where: str) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_in_place(path, text)
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror}") from error

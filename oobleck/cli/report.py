@@ -11,6 +11,7 @@ from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepD
 from oobleck.errors import UsageError
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
+from oobleck.writing import write_in_place
 
 from .common_options import BaseDirOption, base_dir_of
 from .events import RunArgument
@@ -44,7 +45,7 @@ def report(
     page = report_html(history.history(), account.summary(loss), diagnosis.incidents)
     target = output if output is not None else journal.with_name("report.html")
     try:
-        target.write_text(page, encoding="utf-8")
+        write_in_place(target, page)
     except OSError as error:
         raise UsageError(f"--output: {target}: {error.strerror}") from error
     typer.echo(str(target))

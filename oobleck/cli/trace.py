@@ -11,6 +11,7 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
+from oobleck.writing import write_in_place
 
 from .common_options import JsonOption
 from .inputs import (
@@ -183,7 +184,7 @@ def _write(trace: Trace, output: Path | None) -> None:
         typer.echo(text, nl=False)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        write_in_place(output, text)
     except OSError as error:
         raise UsageError(f"--output: {error}") from error
     typer.echo(f"{output}: {len(trace.nodes)} nodes, {len(trace.events)} events", err=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.job import JobSpec
-from oobleck.runtime.files import read_input
+from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
 from oobleck.user_path import expand_user
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
@@ -203,6 +203,12 @@ def up(
     if scaling is not None:
         with _blaming("--scaling"):
             job = replace(job, scaling=parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
+    owner = _owner(job_file, script, base_dir_of(base_dir))
+    if tag is None and owner and job.tag in (JobSpec().tag, script.stem if script is not None else None):
+        own = default_tag(base_dir_of(base_dir), job.tag, owner)
+        if own != job.tag:
+            typer.echo(f"oobleck: another job's run is called {job.tag}; this one is {own} (--tag names it)", err=True)
+        job = replace(job, tag=own)
     if job.num_pipelines is not None and job.num_pipelines > len(names):
         raise (ConfigError if pipelines is None else UsageError)(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {len(names)} nodes; "
@@ -230,6 +236,8 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
+    if job.tensor_parallel > 1:
+        _check_shares(job)
     if trainer is not None and local is None and job.checkpoint.directory is None:
         typer.echo(
             "oobleck: the script needs the trained weights on this machine, and nodes save to their own "
@@ -254,8 +262,31 @@ def up(
         check=not no_check,
         metrics=address,
         trainer=trainer,
+        owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _check_shares(job: JobSpec) -> None:
+    """Raise ConfigError for a model that devices cannot share, as far as this machine can read it; nodes ask too."""
+    from oobleck.runtime.processes import outline_of
+
+    try:
+        outline_of(job)
+    except ConfigError as error:
+        if str(error).startswith("tensor_parallel"):
+            raise
+    except ResourceLost:
+        pass  # without torch, or a model that only nodes have
+
+
+def _owner(job_file: Path | None, script: Path | None, base_dir: Path) -> str:
+    """What a run is of, if the user has named no tag; empty for a file that a program has made for this run."""
+    path = script if script is not None else job_file
+    if path is None:
+        return "the default job"
+    found = os.path.abspath(expand_user(path))
+    return "" if Path(found).is_relative_to(base_dir.resolve() / LAUNCHED_DIRECTORY) else found
 
 
 def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,11 @@ from oobleck.control.speed import LINK_KEYS
 from oobleck.errors import ConfigError
 from oobleck.planner import Profile
 from oobleck.planner.profiles import link_from_json
+from oobleck.writing import write_whole
 
 __all__ = ["ProfileFiles"]
+
+_log = logging.getLogger("oobleck.up")
 
 
 class ProfileFiles:
@@ -28,11 +31,11 @@ class ProfileFiles:
             return None
 
     def store(self, key: str, profile_json: str) -> None:
-        """Cache a profile; readers see all of it or nothing."""
-        path = self._directory / f"{key}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(profile_json, encoding="utf-8")
-        os.replace(temporary, path)
+        """Cache a profile; readers see all of it or nothing. Where the disk refuses it, it is measured again."""
+        try:
+            write_whole(self._directory / f"{key}.json", profile_json)
+        except OSError as error:
+            _log.warning("a measured profile is not kept: %s: %s", error.filename, error.strerror)
 
     def with_links(self, profile: Profile) -> Profile:
         """Return a profile with what runs have timed in place of what it assumes: of each link, the newest file."""

@@ -9,7 +9,10 @@ import pytest
 
 from oobleck.checkpoint import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file
 from oobleck.cli.main import main
+from oobleck.control.journal import JobStarted
 from oobleck.exit_codes import ExitCode
+from oobleck.job import CheckpointSpec, JobSpec
+from oobleck.runtime.journals import JournalWriter
 
 
 @pytest.fixture(name="base_dir")
@@ -112,3 +115,47 @@ def test_export_says_why_it_cannot(capsys, base_dir: Path, tmp_path: Path) -> No
     code, output = run(capsys, base_dir, "export", "demo", str(tmp_path / "out"))
     assert code == ExitCode.CONFIG
     assert "transformers" in output
+
+
+def test_list_of_all_runs_is_newest_first_across_runs(capsys, base_dir: Path) -> None:
+    write(base_dir / "other" / "checkpoints", 15)
+    _, output = run(capsys, base_dir, "list")
+    assert [line.split()[1] for line in output.splitlines()[:3]] == ["20", "15", "10"]
+
+
+def noted(base_dir: Path, tag: str, directory: Path) -> None:
+    """Have a run's journal say where its checkpoints lie."""
+    job = JobSpec(tag=tag, checkpoint=CheckpointSpec(directory=str(directory)))
+    (base_dir / tag).mkdir(exist_ok=True)
+    with JournalWriter(base_dir / tag / "journal.jsonl") as journal:
+        journal.append(JobStarted(t_s=0.0, version="1", job=job, nodes=(), started_at="2026-01-01T00:00:00+00:00"))
+
+
+@pytest.mark.parametrize("command", [("inspect", "far"), ("verify", "far"), ("list", "far"), ("list",)])
+def test_the_checkpoints_of_a_run_are_where_its_job_has_put_them(capsys, base_dir: Path, command) -> None:
+    write(base_dir / "shared disk", 40)
+    noted(base_dir, "far", base_dir / "shared disk")
+    code, output = run(capsys, base_dir, *command)
+    assert code == ExitCode.DONE
+    assert str(base_dir / "shared disk/step-00000040.0123abcd.1") in output
+
+
+def test_a_run_whose_checkpoints_are_on_other_machines_says_where(capsys, base_dir: Path) -> None:
+    noted(base_dir, "far", base_dir / "elsewhere")
+    code, output = run(capsys, base_dir, "export", "far", str(base_dir / "out"))
+    assert code == ExitCode.USAGE
+    assert f"its job has them in {base_dir}/elsewhere, which is not on this machine" in output
+
+
+def test_a_directory_of_a_runs_name_does_not_hide_the_run(capsys, base_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """Where both have checkpoints, neither is taken."""
+    here = tmp_path / "here"
+    (here / "demo").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    code, output = run(capsys, base_dir, "inspect", "demo")
+    assert (code, "step 20" in output) == (ExitCode.DONE, True)
+    write(here / "demo", 50)
+    code, output = run(capsys, base_dir, "inspect", "demo")
+    assert code == ExitCode.USAGE
+    assert f"whole path: {base_dir}/demo/checkpoints or {here}/demo" in output
+    assert run(capsys, base_dir, "inspect", f"{here}/demo")[0] == ExitCode.DONE

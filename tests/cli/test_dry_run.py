@@ -134,6 +134,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
     [
         (("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers"),
         (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
+        (("--local", 2, "--tp", "2"), ExitCode.CONFIG, "tensor_parallel: gpt2 cannot be shared by devices"),
         (("--local", 2, "--set", "device=cuda"), ExitCode.USAGE, "oobleck plan --device"),
     ],
 )
@@ -142,6 +143,17 @@ def test_what_a_run_would_refuse_is_refused(tmp_path, capsys, arguments, code, s
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.out == ""
+
+
+def test_the_memory_is_that_of_the_nodes_of_this_run_and_not_of_the_one_that_measured(outline, show, tmp_path, capsys):
+    folder = tmp_path / "base" / JOB.tag / "profile"
+    folder.mkdir(parents=True)
+    (folder / "measured.json").write_text(profile_to_json(measured(outline, block_s=0.01)))
+    show(JOB, VirtualOnes.alike(2), as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["estimated"]
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    assert {stage["available_bytes"] for each in answer["plan"]["pipelines"] for stage in each["stages"]} == {own}
 
 
 def test_a_model_that_does_not_fit_is_refused(show):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +148,11 @@ def test_a_shell_can_complete_commands_and_options():
 
     assert complete("oobleck st", 1).split() == ["status", "stop"]
     assert "--now" in complete("oobleck stop --", 2).split()
+
+
+def test_errors_of_several_tasks_that_name_files_are_messages(run):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/file")
+    status, _, stderr = run("boom", raises=ExceptionGroup("tasks", [full]))
+    assert (status, stderr) == (78, "oobleck: /disk/file: No space left on device\n")
+    with pytest.raises(ExceptionGroup):
+        run("boom", raises=ExceptionGroup("tasks", [OSError(errno.ENOSPC, "of no file")]))

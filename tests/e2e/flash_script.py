@@ -1,7 +1,7 @@
 """A script that saves after every step, and notes which steps it has saved; it may lose its way once, for good.
 
 `flash_script.py OUT STEPS [SECONDS_A_STEP [HANGS]]`: with HANGS, the last rank sleeps in its tenth step if it is the
-first start, and the others wait for it.
+first start, and the others wait for it. With GROW in the environment, every state is larger than the one before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ with open(f"{out}/log.{rank}", "a", encoding="utf-8") as log:
         dist.all_reduce(total)
         weights += total / world
         step += 1
-        oobleck.checkpoint.save(step, {"step": step, "weights": weights}, disk_every=50)
+        grown = {"steps": torch.arange(step)} if "GROW" in os.environ else {}
+        oobleck.checkpoint.save(step, {"step": step, "weights": weights, **grown}, disk_every=50)
         said = {"step": step, "restarts": restarts, "pid": os.getpid(), "world": world}
         log.write(json.dumps(said) + "\n")
         log.flush()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from tests.e2e.harness import oobleck
 from tests.e2e.ranks import Ranks
 
@@ -216,3 +217,32 @@ def test_a_rank_finds_itself_where_torchruns_rank_does(ranks: Ranks, tmp_path: P
         theirs["environment"] = [each for each in theirs["environment"] if each != signals]
         assert values == expected
         assert ours == theirs
+
+
+FILLS = """\
+import sys
+from pathlib import Path
+print("begins", flush=True)
+with Path(sys.argv[1], "filler").open("wb", buffering=0) as file:
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+for _ in range(2000):
+    print("x" * 80)
+sys.stdout.reconfigure(line_buffering=True)
+Path(sys.argv[2]).write_text("ends well")
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """What ranks print, and the journal, lie there; under torchrun the same script would print to a terminal."""
+    script, done = tmp_path / "script.py", tmp_path / "done"
+    script.write_text(FILLS)
+    with small_disk(ranks.base_dir, "1m"):
+        status = ranks.run("--max-restarts", "0", command=[str(script), str(ranks.base_dir), str(done)])
+    assert done.read_text() == "ends well", ranks.said()
+    assert status in (0, 74), ranks.said()
+    assert "Traceback" not in ranks.said()

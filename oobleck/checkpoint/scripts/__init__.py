@@ -7,6 +7,7 @@ of those that are sharded. Nothing here loads torch.
 from __future__ import annotations
 
 from .choice import Chosen, Holding, LostState, Source, choose, sources
+from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
 from .part import (
     DIRECTORY_VARIABLE,
     MEMORY_VARIABLE,
@@ -16,6 +17,7 @@ from .part import (
     PartNote,
     find_parts,
     is_taken,
+    make_room_for_taken,
     memory_stem,
     note_of,
     note_taken,
@@ -24,11 +26,13 @@ from .part import (
     write_part,
 )
 from .shards import Box, Sharding, is_covered, overlap, resharded
+from .starts import StateAge, age_of, start_name, start_number
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [
     "DIRECTORY_VARIABLE",
     "MEMORY_VARIABLE",
+    "SCRIPT_VARIABLE",
     "START_VARIABLE",
     "TREE",
     "Box",
@@ -37,14 +41,19 @@ __all__ = [
     "LostState",
     "Part",
     "PartNote",
+    "ScriptIdentity",
     "Sharding",
     "Source",
+    "StateAge",
     "TreeNode",
+    "age_of",
     "choose",
     "find_parts",
     "from_tree",
+    "identity_of",
     "is_covered",
     "is_taken",
+    "make_room_for_taken",
     "memory_stem",
     "note_of",
     "note_taken",
@@ -52,6 +61,8 @@ __all__ = [
     "remove_old",
     "resharded",
     "sources",
+    "start_name",
+    "start_number",
     "state_name",
     "to_tree",
     "write_part",

@@ -66,7 +66,7 @@ def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
         for start in sorted({holding.note.start for holding in here}):
             found += _whole([holding for holding in here if holding.note.start == start])
     if found:
-        return max(found, key=lambda each: (_age(each), each.place == "memory"))
+        return max(found, key=lambda each: (each.note.age, each.place == "memory"))
     if any(holding.note.number > 1 for holding in holdings):
         return LostState(problem=_missing(holdings))
     return None
@@ -87,13 +87,9 @@ def _whole(holdings: Sequence[Holding]) -> list[Chosen]:
     return found
 
 
-def _age(chosen: Chosen) -> tuple[str, int]:
-    return max(note.saved_at for note in chosen.notes.values()), chosen.note.step
-
-
 def _missing(holdings: Sequence[Holding]) -> str:
     """What of the newest state is not there."""
-    newest = max((holding.note for holding in holdings), key=lambda note: (note.saved_at, note.step))
+    newest = max((holding.note for holding in holdings), key=lambda note: note.age)
     there = {holding.note.rank for holding in holdings if holding.note.name == newest.name}
     missing = sorted(set(range(newest.world_size)) - there)
     listed = f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}"

@@ -4,15 +4,17 @@
     rank-00003.safetensors              the part, as a file of tensors
     rank-00003.json                     its note, size and SHA-256: the part is there when this is
 
-A *start* is one generation of one run. Parts of the same step and start belong together.
+Parts of the same step and start belong together (`starts`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding
+from .starts import StateAge, age_of
 
 __all__ = [
     "DIRECTORY_VARIABLE",
@@ -36,6 +39,7 @@ __all__ = [
     "PartNote",
     "find_parts",
     "is_taken",
+    "make_room_for_taken",
     "memory_stem",
     "note_of",
     "note_taken",
@@ -56,6 +60,7 @@ _ANY = "rank*"
 _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
+_WRITES = 3
 _READ_BYTES = 4 << 20
 
 Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
@@ -74,11 +79,29 @@ class PartNote:
     number: int
     """How many states this rank has saved since its start, with this one."""
     saved_at: str
-    """UTC, ISO 8601."""
+    """UTC, ISO 8601: for people, as clocks may be wrong."""
     is_planned: bool
     """Whether it is to be on disk, of all ranks."""
     shardings: tuple[Sharding, ...]
     """Those that tensors of the state have; their pieces are numbered by this order."""
+    script: str = ""
+    arguments: str = ""
+    """As in `ScriptIdentity`; empty where nothing is known of them."""
+
+    def __post_init__(self) -> None:
+        is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
+        if not is_named or self.step < 0 or not 0 <= self.rank < self.world_size or self.number < 1:
+            raise CorruptCheckpoint(
+                f"{self.name!r} for step {self.step} of start {self.start!r}, save {self.number} of rank {self.rank} "
+                f"of {self.world_size}"
+            )
+        for each in self.shardings:
+            if math.prod(each.mesh) != self.world_size:
+                raise CorruptCheckpoint(f"a mesh of {each.mesh} on {self.world_size} ranks")
+
+    @property
+    def age(self) -> StateAge:
+        return age_of(self.start, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,18 +158,31 @@ def note_of(slot: Slot) -> PartNote | None:
         return None
 
 
-def find_parts(memory: Path | None, directory: Path) -> Iterator[Part]:
-    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at."""
+def find_parts(
+    memory: Path | None, directory: Path, *, tell: Callable[[str], None] = lambda problem: None
+) -> Iterator[Part]:
+    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at.
+
+    `tell` is told of notes that cannot be read, with their files.
+    """
     for slot in _slots(memory) if memory is not None else ():
         if (note := note_of(slot)) is not None:
             yield Part(note, "memory", slot.digest, slot)
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
-            with suppress(OSError, PeerError):
+            try:
                 said = decode_json(_PartFile, path.read_bytes())
                 file = path.with_suffix(".safetensors")
-                if file.stat().st_size == said.size_bytes:
-                    yield Part(said.note, "disk", said.sha256, file)
+                size_bytes = file.stat().st_size
+            except FileNotFoundError:
+                continue  # it is being removed
+            except (OSError, PeerError) as error:
+                tell(f"{path}: not the note of a part: {error}")
+                continue
+            if size_bytes == said.size_bytes:
+                yield Part(said.note, "disk", said.sha256, file)
+            else:
+                tell(f"{file}: {size_bytes} bytes, and its note says {said.size_bytes}")
 
 
 def _slots(memory: Path) -> Iterator[Slot]:
@@ -167,7 +203,18 @@ def _in_slot(slot: Slot) -> Tensors:
 def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview, *, is_planned: bool) -> None:
     """Write a part to disk. O(size). Raises OSError."""
     target = directory / (note.name if is_planned else f"{note.name}.end")
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for attempt in range(_WRITES):
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            _write_into(target, note, layout, data)
+        except FileNotFoundError:  # another rank, which is far ahead, has found nothing in the directory yet
+            if attempt == _WRITES - 1:
+                raise
+        else:
+            return
+
+
+def _write_into(target: Path, note: PartNote, layout: Layout, data: memoryview) -> None:
     file = target / f"rank-{note.rank:05d}.safetensors"
     size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
     said = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
@@ -177,18 +224,49 @@ def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview
 def remove_old(directory: Path, *, start: str) -> None:
     """Remove what is not needed once parts of a start have been written. Raises OSError.
 
-    Kept are the three newest planned states of this start, and of others until there are so many; a rank that is at
-    the third one has waited for its agent to take the second, which it does once the first is on disk: so the first is
-    whole. Of what was in memory when ranks ended, the two newest steps are kept, and none older than the first.
+    Kept are the three newest planned states that each rank of this start has saved: a rank that is at its third has
+    waited for its agent to take the second, which it does once the first is on disk. Where all ranks save the same
+    steps, so the first is whole. Where some are far ahead, the newest state that all have is kept as well. States of
+    other starts are kept until this one has three, and one that is whole as far as can be seen here. Of what was in
+    memory when ranks ended, the two newest of each rank are kept.
     """
     found = [_Named.of(name) for name in CheckpointDirectory(directory).names()]
-    planned = sorted((each for each in found if each.is_planned), key=lambda each: (each.start == start, each.step))
-    kept = planned[-_KEPT_PLANNED:]
-    is_settled = len(kept) == _KEPT_PLANNED and all(each.start == start for each in kept)
-    old = planned[:-_KEPT_PLANNED] if is_settled else []
-    others = sorted((each for each in found if not each.is_planned), key=lambda each: (each.start, each.step))
-    old += others[:-_KEPT_OTHERS]
-    CheckpointDirectory(directory).remove(each.name for each in old)
+    found.sort(key=lambda each: (each.start == start, each.age), reverse=True)
+    planned = [each for each in found if each.is_planned]
+    own = [each for each in planned if each.start == start]
+    old = [each for each in found if not each.is_planned]
+    kept = _newest_of_each_rank(directory, old, _KEPT_OTHERS)
+    if len(planned) > _KEPT_PLANNED and len(own) >= _KEPT_PLANNED:
+        whole = _newest_whole(directory, own)
+        kept |= _newest_of_each_rank(directory, own, _KEPT_PLANNED) | {whole}
+        old += own if whole is None else planned
+    CheckpointDirectory(directory).remove(each.name for each in old if each not in kept)
+
+
+def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int) -> set[_Named | None]:
+    """So many states of each rank, of states that are sorted from new to old."""
+    if len(states) <= number:
+        return set(states)
+    kept: set[_Named | None] = set()
+    counts: Counter[str] = Counter()
+    for each in states:
+        ranks = _ranks_in(directory / each.name)
+        if any(counts[rank] < number for rank in ranks):
+            kept.add(each)
+            counts.update(ranks)
+    return kept
+
+
+def _newest_whole(directory: Path, states: Sequence[_Named]) -> _Named | None:
+    """The newest state that all ranks have saved that have saved any of these, which are sorted from new to old."""
+    there = [_ranks_in(directory / each.name) for each in states]
+    savers = frozenset[str]().union(*there)
+    return next((each for each, ranks in zip(states, there, strict=True) if ranks == savers), None)
+
+
+def _ranks_in(state: Path) -> frozenset[str]:
+    """The ranks that have a part in a state's directory, by their files' names."""
+    return frozenset(path.stem for path in state.glob("rank-*.json"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +278,10 @@ class _Named:
     start: str
     is_planned: bool
 
+    @property
+    def age(self) -> StateAge:
+        return age_of(self.start, self.step)
+
     @classmethod
     def of(cls, name: str) -> _Named:
         step, start, *at_end = (*name.removeprefix("step-").split("."), "")[:3]
@@ -210,12 +292,23 @@ def _taken_path(memory: Path) -> Path:
     return memory.with_name(f"{memory.name}.taken")
 
 
+def make_room_for_taken(memory: FlashMemory) -> None:
+    """Have the memory that `note_taken` needs: where there is none left later, a rank would wait for ever.
+
+    Raises OSError.
+    """
+    _write_taken(memory.path, 0)
+
+
 def note_taken(slot: Slot) -> None:
     """Say that a slot may be written over: what was in it is on its way to the disk."""
-    path = _taken_path(slot.memory.path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _write_taken(slot.memory.path, slot.sequence)
+
+
+def _write_taken(memory: Path, sequence: int) -> None:
+    descriptor = os.open(_taken_path(memory), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(descriptor, _TAKEN.pack(slot.sequence), 0)
+        os.pwrite(descriptor, _TAKEN.pack(sequence), 0)
     finally:
         os.close(descriptor)
 

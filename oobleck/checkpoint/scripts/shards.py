@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from oobleck.errors import UsageError
+from oobleck.errors import CorruptCheckpoint, UsageError
 
 __all__ = ["Box", "Sharding", "is_covered", "overlap", "resharded"]
+
+_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class Sharding:
     """Of the mesh's dimensions, if they have any."""
     cut: tuple[int, ...]
     """By dimension of the mesh: the tensor's dimension that is cut along it, or -1 where it is replicated."""
+
+    def __post_init__(self) -> None:
+        is_known = len(self.cut) == len(self.mesh) and len(self.names) in (0, len(self.mesh))
+        if not is_known or not all(1 <= size <= _MOST_RANKS for size in self.mesh) or min(self.cut, default=0) < -1:
+            raise CorruptCheckpoint(f"a mesh of {self.mesh} with the names {self.names}, cut along {self.cut}")
 
     def place(self, rank: int) -> tuple[int, ...]:
         """A rank's coordinates in the mesh."""

@@ -3,14 +3,16 @@
 None, a bool, an int, a float, a str, a list    as in JSON
 a tuple                                         {"tuple": [...]}
 a dict                                          {"dict": [[key, value], ...]}, with keys of any plain type
+an int of more than 1,024 bits                  {"int": "0x..."}, as JSON's readers limit its digits
 anything else                                   {"leaf": ...}, as the caller says
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
-from oobleck.errors import CorruptCheckpoint, UsageError
+from oobleck.errors import CorruptCheckpoint, UsageError, shown
 
 __all__ = ["TreeNode", "from_tree", "to_tree"]
 
@@ -19,6 +21,8 @@ TreeNode = None | bool | int | float | str | list["TreeNode"] | dict[str, "TreeN
 _PLAIN = (type(None), bool, int, float, str)
 _KEYS = (bool, int, float, str)
 _MOST_DEEP = 100
+_MOST_BITS = 1024
+_HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
 def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str = "") -> TreeNode:
@@ -28,6 +32,8 @@ def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str
     """
     if path.count(".") > _MOST_DEEP:
         raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return {"int": hex(value)}
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # mypy does not narrow by `type(...) in`
     if isinstance(value, Mapping):
@@ -50,6 +56,8 @@ def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
             return tuple(from_tree(each, leaf) for each in items)
         case {"dict": list(pairs)}:
             return {key: from_tree(value, leaf) for key, value in map(_pair, pairs)}
+        case {"int": str(text)} if _HEX.fullmatch(text):
+            return int(text, 16)
         case {"leaf": said}:
             return leaf(said)
         case _:
@@ -57,8 +65,8 @@ def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
 
 
 def _key(key: object, path: str) -> TreeNode:
-    if type(key) not in _KEYS:
-        raise UsageError(f"{path or 'the state'}: the key {key!r} cannot be stored; keys are numbers or texts")
+    if type(key) not in _KEYS or (isinstance(key, int) and key.bit_length() > _MOST_BITS):
+        raise UsageError(f"{path or 'the state'}: the key {shown(key)} cannot be stored; keys are numbers or texts")
     return key  # type: ignore[return-value]  # as above
 
 

@@ -116,14 +116,23 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
             if name in found and _is_nothing(value):
                 continue
             if name in found:
+                _check_section(path, value, key.line)
                 raise YamlError(f"{'.'.join(path)} is given twice, here and in line {found[name][0].line}", key.line)
             found[name] = (YamlScalar(value=name, text=name, line=key.line), value)
         elif name not in found or _is_nothing(found[name][1]):
             inner = _nested(YamlMapping(entries=(), line=key.line), entries, (*prefix, name))
             found[name] = (YamlScalar(value=name, text=name, line=key.line), inner)
         elif not isinstance(found[name][1], YamlMapping):
+            _check_section((*prefix, name), found[name][1], found[name][0].line)
             raise YamlError(f"{name} is given twice, here and in line {found[name][0].line}", key.line)
     return YamlMapping(entries=tuple(found.values()), line=tree.line)
+
+
+def _check_section(path: tuple[str, ...], value: YamlValue, line: int) -> None:
+    """Raise YamlError for a section that is no section: it is not that one of its keys is given twice."""
+    if path in _SECTIONS and not isinstance(value, YamlMapping):
+        got = value.text if isinstance(value, YamlScalar) else "a list"
+        raise YamlError(f"{'.'.join(path)}: expected keys with values, got {got}", line)
 
 
 def _is_nothing(value: YamlValue) -> bool:

@@ -20,6 +20,16 @@ __all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "Nod
 _MOST_PER_CORE = 32
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077
+_SOURCES = (
+    "a hostfile",
+    "--hosts-from COMMAND",
+    "--dial-in PORT",
+    "--local N",
+    "--slurm",
+    "--slurm-job NAME",
+    "--ray",
+    "--kubernetes LABELS",
+)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*==?[A-Za-z0-9._-]*")
 
 
@@ -158,10 +168,7 @@ def read_source(
         _check_selector(kubernetes)
         dial_in = dial_in or str(_POD_PORT)
     if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
-        raise UsageError(
-            "name the nodes by a hostfile, or by a command that prints one with --hosts-from COMMAND, have them dial "
-            "in with --dial-in PORT, or ask for virtual ones with --local N; one of the four"
-        )
+        raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
     if (dial_in is None) != (num_nodes is None):
         raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")
     if keys is not None and dial_in is None:

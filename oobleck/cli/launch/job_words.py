@@ -10,9 +10,10 @@ from pathlib import Path
 
 from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError, UsageError, shown
-from oobleck.runtime.files import private_directory
+from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
 from oobleck.script import Job
 from oobleck.user_path import expand_user
+from oobleck.writing import write_whole
 
 from .script_text import script_text
 
@@ -69,12 +70,12 @@ def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
 
 
 def _written(text: str, name: str, base_dir: Path) -> Path:
-    directory = base_dir.resolve() / ".launched" / hashlib.sha256(text.encode()).hexdigest()[:12]
+    directory = base_dir.resolve() / LAUNCHED_DIRECTORY / hashlib.sha256(text.encode()).hexdigest()[:12]
     try:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_directory(directory.parent)
         private_directory(directory)
-        (directory / name).write_text(text, encoding="utf-8")
+        write_whole(directory / name, text)
     except OSError as error:
         raise ConfigError(f"base directory {base_dir}: {error.strerror}") from error
     return directory / name

@@ -46,6 +46,7 @@ from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
+from oobleck.writing import write_in_place
 
 from .log_output import background_logging
 from .node_memory import ENDS_WELL, give_memory_back
@@ -84,6 +85,8 @@ class Run:
     """Where metrics are served; None for nowhere."""
     trainer: TrainerProcess | None = None
     """The script that waits in its `train()`."""
+    owner: str = ""
+    """The path of the script or job file, if it is a user's."""
 
 
 def run_job(run: Run) -> int:
@@ -105,6 +108,8 @@ def _run_job(run: Run) -> int:
     if run.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {num_nodes} nodes, logs in {directory.path}")
     with directory.lock():
+        if run.owner:
+            directory.note_owner(run.owner)
         books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
@@ -134,7 +139,8 @@ def _run_job(run: Run) -> int:
     if end.exit_code != ExitCode.DONE:
         told = Console(stderr=True)
         told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled:
+        is_saved = summary.saved_step == summary.last_step
+        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled and not is_saved:
             told.print(
                 f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
                 "next run of this tag",
@@ -192,7 +198,7 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
         stdout.write(f"{summary.to_json()}\n")
     try:
         if run.summary is not None:
-            run.summary.write_text(summary.to_json() + "\n", encoding="utf-8")
+            write_in_place(run.summary, summary.to_json() + "\n")
     except OSError as error:
         print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
         return False

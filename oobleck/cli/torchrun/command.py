@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from oobleck.checkpoint.scripts import identity_of
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
 from oobleck.errors import UsageError
 from oobleck.job import ControlSpec
 from oobleck.ranks import DEFAULT_RESTARTS, RanksSpec
-from oobleck.runtime.files import BASE_DIR_VARIABLE
+from oobleck.runtime.files import BASE_DIR_VARIABLE, default_tag
 from oobleck.user_path import expand_user
 
 from .options import CommandLine, HelpAsked, options_text, parse_command_line
@@ -48,7 +50,11 @@ def run(
     for text in line.unused:
         print(f"oobleck: {text}", file=sys.stderr)  # noqa: T201  before anything else runs
     source = _read_source(line)
+    base_dir = base_dir_of(_base_dir(given.get("--base-dir")))
     spec = _spec_of(line, source)
+    if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
+        print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
+        spec = replace(spec, tag=tag)
 
     from .run_ranks import RanksRun, run_ranks
 
@@ -64,7 +70,7 @@ def run(
                 source=source,
                 python=given.get("--python"),
                 ssh_config=expand_user(Path(config)).absolute() if config is not None else None,
-                base_dir=base_dir_of(_base_dir(given.get("--base-dir"))),
+                base_dir=base_dir,
                 check="--network-check" in line.flags,
                 leaves_out_slow="--exclude-straggler" in line.flags,
             )
@@ -130,6 +136,7 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
     lease_s = _seconds("--lease", given.get("--lease", "3"))
     spec = RanksSpec(
         tag=given.get("--tag") or _tag_of(line.command[0]),
+        is_tag_given="--tag" in given,
         entry=line.entry,
         command=line.command,
         directory=str(expand_user(Path(given.get("--directory", "."))).absolute()),

@@ -5,6 +5,7 @@ As `run_job` is for training. There is no dashboard: the script's own output is 
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections import deque
@@ -16,6 +17,7 @@ from typing import TextIO
 import trio
 from rich.console import Console
 
+from oobleck.checkpoint.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.cli.inputs import NodeSource, VirtualOnes
 from oobleck.cli.run import (
     ENDS_WELL,
@@ -47,6 +49,7 @@ from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
+from oobleck.user_path import expand_user
 
 __all__ = ["RanksRun", "run_ranks"]
 
@@ -76,17 +79,33 @@ def run_ranks(run: RanksRun) -> int:
     num_nodes = len(run.source.names)
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.spec.tag)
+    _check_states(run, directory)
     directory.create()
     output = lasting(sys.stderr)  # what the script writes to standard output is all that goes there
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), background_logging():
+        directory.note_owner(identity_of(run.spec).script)
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
     if end.exit_code != ExitCode.DONE:
         told = Console(stderr=True)
         told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     return end.exit_code
+
+
+def _check_states(run: RanksRun, directory: RunDirectory) -> None:
+    """Raise UsageError for states of another script, as far as they can be seen from here; `load` sees all of them."""
+    inherited = {**(os.environ if isinstance(run.source, VirtualOnes) else {}), **run.spec.environment}
+    named = inherited.get(DIRECTORY_VARIABLE)
+    states = Path(run.spec.directory, expand_user(named)) if named else directory.path / "checkpoints"
+    own = identity_of(run.spec)
+    identity = own.of_environment(own.environment(inherited))
+    notes = [part.note for part in find_parts(None, states)]
+    for note in notes:
+        identity.check_script(note, str(states))
+    if notes:
+        identity.check_arguments(max(notes, key=lambda note: note.age), str(states))
 
 
 async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:

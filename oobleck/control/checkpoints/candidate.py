@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from oobleck.control.protocol import DataPosition, Restore
+from oobleck.control.protocol import DataPosition, Restore, generation_of, run_of
 from oobleck.planner import WorkerId
 
-__all__ = ["Candidate", "KnownCheckpoint"]
+__all__ = ["Candidate", "KnownCheckpoint", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,13 @@ class KnownCheckpoint:
     saved_at: str
     is_final: bool = False
     """Of a run that had nothing more to train: it stays, whatever limit there is."""
+
+
+def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
+    """Sort checkpoints from old to new, each once: those that a run continues from as they come, then its own."""
+    others = {each.name: each for each in known if run_of(each.name) != run}
+    own = {each.name: each for each in known if run_of(each.name) == run}
+    return [*others.values(), *sorted(own.values(), key=lambda each: (generation_of(each.name), each.step))]
 
 
 @dataclass(slots=True)

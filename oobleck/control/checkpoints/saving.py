@@ -37,7 +37,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
 from .broken_saves import BrokenSaves
-from .candidate import Candidate, KnownCheckpoint
+from .candidate import Candidate, KnownCheckpoint, in_order
 from .save import Save
 from .save_policy import SavePolicy
 
@@ -153,8 +153,7 @@ class Saving:
 
     def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> tuple[Send, ...]:
         """Note what lies in the directory from before; what was never finished is removed."""
-        known = {known.name: known for known in (*self.complete, *complete)}
-        self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
+        self.complete = in_order((*self.complete, *complete), run=self._run)
         return self._remove(name for name in unfinished if name not in self._saves)
 
     def order_made(self, update: PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:

@@ -47,7 +47,18 @@ from .ends import (
     end_text,
     server_end_text,
 )
-from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
+from .lineage import Age, ages
+from .manifest import (
+    MANIFEST_VERSION,
+    Manifest,
+    SavedState,
+    Shard,
+    checkpoint_name,
+    generation_of,
+    run_digest,
+    run_of,
+    what_is_wrong,
+)
 from .master_messages import (
     PROTOCOL_VERSION,
     Configure,
@@ -150,6 +161,7 @@ __all__ = [
     "NOTHING",
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
+    "Age",
     "AgentMessage",
     "AgentStopped",
     "BecomeRank",
@@ -291,9 +303,11 @@ __all__ = [
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
+    "ages",
     "checkpoint_name",
     "digest_of_shards",
     "end_text",
+    "generation_of",
     "named",
     "names_in",
     "news_in",

@@ -20,6 +20,7 @@ __all__ = [
     "SavedState",
     "Shard",
     "checkpoint_name",
+    "generation_of",
     "run_digest",
     "run_of",
     "what_is_wrong",
@@ -30,6 +31,7 @@ MANIFEST_VERSION = 1
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """Less than file systems allow, so that no other name reaches one."""
+_MOST_DIGITS = 18
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -118,6 +120,12 @@ def run_of(name: str) -> str:
     """The digest of the run that a checkpoint of this name is of; empty where the name is of no checkpoint."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else ""
+
+
+def generation_of(name: str) -> int:
+    """The generation of the checkpoint of this name; 0 where the name is of no checkpoint."""
+    last = name.split(".")[-1]
+    return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else 0
 
 
 def what_is_wrong(manifest: Manifest) -> str | None:

@@ -33,6 +33,7 @@ from oobleck.runtime.listening import accept as accept_client
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.wire import FrameDecoder
+from oobleck.writing import write_in_place
 
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
@@ -55,6 +56,10 @@ def main() -> None:
         _become_agent(arguments)
     except ConfigError as error:
         sys.exit(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"{error.filename}: {error.strerror}")
 
 
 def _become_agent(arguments: argparse.Namespace) -> None:
@@ -68,7 +73,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
     log_path = Path(arguments.log).expanduser().absolute()
     log = _open_log(log_path)
     listener = _listen(directory.socket)
-    directory.answer.write_text(f"{answer}\n", encoding="utf-8")
+    write_in_place(directory.answer, f"{answer}\n")
     sys.stdout.flush()
     if os.fork() > 0:
         print(answer)  # noqa: T201  the answer

@@ -14,12 +14,13 @@ from pathlib import Path
 import trio
 
 from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
-from oobleck.control.protocol import StoragePaths
-from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.control.protocol import StoragePaths, run_of
+from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
 from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
+from oobleck.writing import write_whole
 
 __all__ = ["NodeCheckpoints", "remove_stale_memory"]
 
@@ -48,7 +49,10 @@ class NodeCheckpoints:
         self._checkpoints = CheckpointDirectory(path)
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)
-        (self._memory / _OWNER).write_text(f"{ProcessId.of(os.getpid())}\n", encoding="ascii")
+        try:
+            write_whole(self._memory / _OWNER, f"{ProcessId.of(os.getpid())}\n")
+        except OSError as error:
+            raise ConfigError(f"shared memory: {self._memory / _OWNER}: {error.strerror}") from error
         remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
@@ -108,13 +112,16 @@ class NodeCheckpoints:
         return [slot for slot in find_slots(self._memory, stem) if slot.holds(name)]
 
     def _has_what_the_disk_lacks(self) -> bool:
-        """Whether memory has a state that was saved later than every complete checkpoint that this node sees."""
-        in_memory: list[str] = []
+        """Whether memory has a state that is newer than every complete checkpoint of its run that this node sees."""
+        on_disk = [found.manifest for found in self._checkpoints.find() if found.manifest is not None]
         for slot in find_slots(self._memory, _ANY_DEVICE):
             with suppress(PeerError):  # of another version
-                in_memory.append(decode_json(SavedState, slot.note).saved_at)
-        on_disk = [found.manifest.saved_at for found in self._checkpoints.find() if found.manifest is not None]
-        return bool(in_memory) and max(in_memory) > max(on_disk, default="")
+                state = decode_json(SavedState, slot.note)
+                run, age = run_of(state.name), (state.generation, state.step)
+                of_run = [(each.generation, each.step) for each in on_disk if each.run == run]
+                if age > max(of_run, default=(0, 0)) and not any(run_of(each.origin or "") == run for each in on_disk):
+                    return True
+        return False
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         """Where nothing of a checkpoint is, a manifest would claim layers; a node that wrote some must find them."""

@@ -19,6 +19,7 @@ from oobleck.checkpoint.scripts import (
     DIRECTORY_VARIABLE,
     MEMORY_VARIABLE,
     PartNote,
+    identity_of,
     is_taken,
     note_of,
     note_taken,
@@ -50,6 +51,7 @@ class RankStates:
         self._store = store
         self._memory = Path()
         self._directory = Path()
+        self._identity: Mapping[str, str] = {}
         self._is_open = trio.Event()
         self._opened: dict[Path, FlashMemory] = {}
         self._written: set[tuple[str, int]] = set()
@@ -61,16 +63,18 @@ class RankStates:
 
     def open(self, run: RanksSpec) -> None:
         """Settle where states lie. Raises ConfigError."""
-        named = {**os.environ, **run.environment}.get(DIRECTORY_VARIABLE)
+        inherited = {**os.environ, **run.environment}
+        named = inherited.get(DIRECTORY_VARIABLE)
         directory = None if not named else str(Path(run.directory, expand_user(Path(named))))
         paths = self._store.open(CheckpointSpec(directory=directory), run="")
         self._memory, self._directory = Path(paths.memory), Path(paths.checkpoints)
+        self._identity = identity_of(run).environment(inherited)
         self._is_open.set()
 
     @property
     def environment(self) -> Mapping[str, str]:
         """By which ranks find them."""
-        return {MEMORY_VARIABLE: str(self._memory), DIRECTORY_VARIABLE: str(self._directory)}
+        return {MEMORY_VARIABLE: str(self._memory), DIRECTORY_VARIABLE: str(self._directory), **self._identity}
 
     async def run(self) -> None:
         """Write what is to be written, for ever."""
@@ -90,7 +94,7 @@ class RankStates:
 
     def num_saved(self) -> int:
         """Return a number that grows with each save that is seen."""
-        return sum(slot.sequence for slot, _ in self._slots()) if self._is_open.is_set() else 0
+        return sum(note.number for _, note in self._slots()) if self._is_open.is_set() else 0
 
     async def keep(self, *, is_planned: bool) -> None:
         """Have all that is in memory written, behind what follows; ranks are gone.
@@ -136,7 +140,7 @@ class RankStates:
                 memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
                 noted = [(slot, note_of(slot)) for slot in memory.valid_slots()]
                 found += [(slot, note) for slot, note in noted if note is not None]
-        return sorted(found, key=lambda each: each[1].saved_at)
+        return sorted(found, key=lambda each: each[1].age)
 
     # --- in a thread -------------------------------------------------------------------------------------------------
 

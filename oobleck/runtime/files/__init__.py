@@ -18,10 +18,18 @@ from .input_file import MAX_DATA_BYTES, read_input
 from .line_file import LineFile
 from .private_paths import private_directory
 from .process_id import ProcessId
-from .run_dir import BASE_DIR_VARIABLE, MAX_SOCKET_PATH_BYTES, RunDirectory, default_base_dir
+from .run_dir import (
+    BASE_DIR_VARIABLE,
+    LAUNCHED_DIRECTORY,
+    MAX_SOCKET_PATH_BYTES,
+    RunDirectory,
+    default_base_dir,
+    default_tag,
+)
 
 __all__ = [
     "BASE_DIR_VARIABLE",
+    "LAUNCHED_DIRECTORY",
     "MAX_DATA_BYTES",
     "MAX_SOCKET_PATH_BYTES",
     "ONLY_COPY",
@@ -32,6 +40,7 @@ __all__ = [
     "answer_command",
     "clean_command",
     "default_base_dir",
+    "default_tag",
     "end_command",
     "forget_command",
     "is_alive_command",

@@ -15,6 +15,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from oobleck.errors import WorkersUnavailable
+from oobleck.writing import write_whole
+
 from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, temporary_directory
 from .process_id import ProcessId
 
@@ -126,7 +129,10 @@ def _note(path: Path, pid: int) -> None:
     if found is None:
         path.unlink(missing_ok=True)
     else:
-        path.write_text(f"{found}\n", encoding="ascii")
+        try:
+            write_whole(path, f"{found}\n")
+        except OSError as error:  # a process that nobody could end later is not begun with
+            raise WorkersUnavailable(f"{path}: {error.strerror}") from error
 
 
 def signal_command(run_id: str, node: str, signal: str, *, processes: str = "*") -> str:

@@ -4,6 +4,7 @@ journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
 host                 the machine of the first master
+owner                the script or job file of the first run of this tag
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
@@ -23,22 +24,46 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.user_path import expand_user
+from oobleck.writing import write_whole
 
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
 
-__all__ = ["BASE_DIR_VARIABLE", "MAX_SOCKET_PATH_BYTES", "RunDirectory", "default_base_dir"]
+__all__ = [
+    "BASE_DIR_VARIABLE",
+    "LAUNCHED_DIRECTORY",
+    "MAX_SOCKET_PATH_BYTES",
+    "RunDirectory",
+    "default_base_dir",
+    "default_tag",
+]
 
 BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
 
+LAUNCHED_DIRECTORY = ".launched"
+"""In the directory of all runs: jobs that `oobleck.launch` has written."""
 MAX_SOCKET_PATH_BYTES = 100
 """Below the limit of every system we run on: 108 with its closing zero on Linux, 104 on macOS."""
+_TAG_CHARS = 40
+_DIGEST_CHARS = 8
 
 
 def default_base_dir() -> Path:
     """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
     configured = os.environ.get(BASE_DIR_VARIABLE)
     return expand_user(configured or "~/.oobleck")
+
+
+def default_tag(base_dir: Path, tag: str, owner: str) -> str:
+    """Return the tag of a run that the user has not named: `tag`, or one of its own where that is of another owner.
+
+    `owner` is the path of what the run is of. The same one always gets the same tag, and with it its states.
+    """
+    digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
+    apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
+    if RunDirectory(base_dir=base_dir, tag=apart).path.is_dir():
+        return apart
+    return tag if RunDirectory(base_dir=base_dir, tag=tag).owner in (None, owner) else apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +135,19 @@ class RunDirectory:
         """The process that holds the run's lock, or was the last to hold it; None when none ever did."""
         return ProcessId.read(self.path / "lock")
 
+    @property
+    def owner(self) -> str | None:
+        """The path of what the first run of this tag was of; None where nothing says so."""
+        try:
+            return (self.path / "owner").read_text(encoding="utf-8", errors="surrogateescape").rstrip("\n") or None
+        except OSError:
+            return None
+
+    def note_owner(self, owner: str) -> None:
+        """Note what the run is of, unless the tag has an owner already. The lock must be held. Raises OSError."""
+        if self.owner is None:
+            write_whole(self.path / "owner", f"{owner}\n")
+
     def create(self) -> None:
         """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
 
@@ -124,8 +162,9 @@ class RunDirectory:
             raise ConfigError(f"base directory {self.base_dir}: {error.strerror}") from error
         private_directory(self.path)
         private_directory(self.profile)
-        with suppress(OSError), (self.path / "host").open("x", encoding="utf-8") as file:
-            file.write(f"{socket.gethostname()}\n")
+        if not (self.path / "host").exists():
+            with suppress(OSError):  # without it, no master on another machine can take over
+                write_whole(self.path / "host", f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
             self._link_socket()
         private_directory(self.control_socket.parent)
@@ -149,14 +188,14 @@ class RunDirectory:
             pass
         chosen = temporary_directory()
         with suppress(OSError, UnicodeEncodeError):
-            note.write_text(str(chosen), encoding="utf-8")
+            write_whole(note, str(chosen))
         return chosen
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run's lock; the system releases it when the process dies. The directory must exist.
 
-        Raises UsageError if another process holds it.
+        Raises UsageError if another process holds it, ConfigError where it cannot be written.
         """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -168,11 +207,17 @@ class RunDirectory:
                     f"a run with tag {self.tag} is active (process {holder[0] if holder else 'unknown'}); stop it with "
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+            self._note_holder(descriptor)
             yield
         finally:
             os.close(descriptor)
+
+    def _note_holder(self, lock: int) -> None:
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
 
 
 def _short_directory() -> Path:

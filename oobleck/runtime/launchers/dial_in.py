@@ -7,7 +7,6 @@ to show the run's key before anything else is done (`runtime/ssh/dial_in.py`).
 from __future__ import annotations
 
 import math
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from oobleck.runtime.ssh import (
     make_keys,
 )
 from oobleck.wire import decode_json, encode_json
+from oobleck.writing import write_whole
 
 from .launcher import Arrived, Leaving, NodeChange, Reported
 from .listed import Parser
@@ -340,9 +340,8 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def _write(path: Path, keys: DialInKeys | NodePass) -> None:
-    """Write a file for its user alone; readers see all of it or nothing."""
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(encode_json(keys))
-    temporary.replace(path)
+    """Write a file for its user alone; readers see all of it or nothing. Raises ConfigError."""
+    try:
+        write_whole(path, encode_json(keys))
+    except OSError as error:
+        raise ConfigError(f"the keys of a run cannot be written: {path}: {error.strerror}") from error

@@ -5,6 +5,8 @@ The standard library's client blocks a thread, which nothing can cancel while a 
 
 from __future__ import annotations
 
+import re
+
 from oobleck.errors import PeerError
 
 __all__ = ["HTTPAnswer"]
@@ -12,6 +14,8 @@ __all__ = ["HTTPAnswer"]
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 16 << 20
 _MOST_SIZE_BYTES = 1 << 10
+_STATUS_LINE = re.compile(rb"HTTP/1\.[0-9] ([0-9]{3})(?: |$)")
+_CHUNK_LINE = re.compile(rb"0*([0-9A-Fa-f]{1,16})[ \t]*(?:;|$)")
 
 
 class HTTPAnswer:
@@ -48,10 +52,10 @@ class HTTPAnswer:
                 raise PeerError("an answer has no end of its head")
             return False
         first, *headers = head.split(b"\r\n")
-        words = first.split(maxsplit=2)
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        found = _STATUS_LINE.match(first)
+        if found is None:
             raise PeerError(f"an answer begins with {first[:100]!r}, which is not HTTP")
-        self.status = int(words[1])
+        self.status = int(found[1])
         named = {name.strip().lower(): value.strip().lower() for name, _, value in (h.partition(b":") for h in headers)}
         self._is_chunked = named.get(b"transfer-encoding", b"") == b"chunked"
         self._raw = bytearray(body)
@@ -75,10 +79,10 @@ class HTTPAnswer:
         return taken
 
     def _chunk_size(self, line: bytes) -> int:
-        try:
-            size = int(line.partition(b";")[0], 16)
-        except ValueError as error:
-            raise PeerError(f"an answer has {line[:100]!r} for the size of a chunk") from error
-        if not 0 <= size <= _MOST_LINE_BYTES:
+        found = _CHUNK_LINE.match(line)
+        if found is None:
+            raise PeerError(f"an answer has {line[:100]!r} for the size of a chunk")
+        size = int(found[1], 16)
+        if size > _MOST_LINE_BYTES:
             raise PeerError(f"an answer has a chunk of {size} bytes")
         return size

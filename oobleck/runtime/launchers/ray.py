@@ -81,7 +81,12 @@ class RayActors:
         known = read_pass(self._file)
         if not self._is_place_named:
             known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
-        with self._log.open("ab") as log:
+        try:
+            log = self._log.open("ab")
+        except OSError as error:
+            self._callers.report(f"nodes of Ray cannot be kept: {self._log}: {error.strerror}")
+            return
+        with log:
             process = await trio.lowlevel.open_process(
                 [*_PROCESS, "--run", self._run_id],
                 stdin=subprocess.PIPE,

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from oobleck.errors import ConfigError, ResourceLost
+from oobleck.writing import write_in_place
 
 __all__ = ["convert", "find_tokenizer", "write_tokenizer"]
 
@@ -47,6 +48,6 @@ def write_tokenizer(source: Path, target: Path) -> None:
     try:
         shutil.copyfile(source, target / _TOKENIZER)
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
-        (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        write_in_place(target / "tokenizer_config.json", text + "\n")
     except OSError as error:
         raise ResourceLost(f"the tokenizer could not be written to {target}: {error.strerror}") from error

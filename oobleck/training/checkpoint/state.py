@@ -318,11 +318,12 @@ class StateReader:
             self._verified.add(key)
 
     def _slots(self) -> list[tuple[SavedState, Slot]]:
+        """The newest first, as files and slots are counted."""
         found: list[tuple[SavedState, Slot]] = []
         for slot in find_slots(self._directory, self._stem):
             with suppress(PeerError):  # of another version
                 found.append((decode_json(SavedState, slot.note), slot))
-        return sorted(found, key=lambda pair: pair[0].saved_at, reverse=True)
+        return found
 
 
 def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import DataSpec
+from oobleck.writing import write_in_place
 
 from .text import read_documents
 from .token_files import holds_tokens
@@ -88,7 +89,7 @@ def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
 
     Raises:
         ConfigError: the text cannot be read, or is too short for one sample.
-        ResourceLost: another process has held the lock for too long.
+        ResourceLost: another process has held the lock for too long, or the disk refuses what is made.
     """
     documents = read_documents(data)
     directory = cache_dir / _key(data, documents)
@@ -134,13 +135,15 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
     manifest = {"digest": samples_digest(samples), "vocab_size": tokenizer.get_vocab_size()}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
-    unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
     try:
+        unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
         np.save(unfinished / _TOKENS, samples)
-        tokenizer.save(str(unfinished / _TOKENIZER))
-        (unfinished / _MANIFEST).write_text(json.dumps(manifest))
+        write_in_place(unfinished / _TOKENIZER, tokenizer.to_str(pretty=True))
+        write_in_place(unfinished / _MANIFEST, json.dumps(manifest))
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
+    except OSError as error:
+        raise ResourceLost(f"the tokenised text cannot be kept in {directory}: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

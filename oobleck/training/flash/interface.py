@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,8 +15,13 @@ from oobleck.checkpoint.scripts import (
     DIRECTORY_VARIABLE,
     MEMORY_VARIABLE,
     START_VARIABLE,
+    Part,
     PartNote,
+    ScriptIdentity,
+    find_parts,
     memory_stem,
+    start_name,
+    start_number,
     state_name,
 )
 from oobleck.errors import UsageError
@@ -39,7 +45,9 @@ class _Process:
         memory = os.environ.get(MEMORY_VARIABLE)
         self.memory = Path(memory) if memory else None
         self.directory = expand_user(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
-        self.start = os.environ.get(START_VARIABLE) or ""
+        self.identity = ScriptIdentity.of_environment(os.environ)
+        self.start = ""
+        """Empty until it is settled, by the first load or save."""
         self.last_step = 0
         self.num_saved = 0
         stem = memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
@@ -58,7 +66,32 @@ class _Process:
             saved_at=datetime.now(UTC).isoformat(timespec="microseconds"),
             is_planned=is_planned,
             shardings=flat.shardings,
+            script=self.identity.script,
+            arguments=self.identity.arguments,
         )
+
+    def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[Part]:
+        """All that can be read here; `tell` is told of what cannot. Raises UsageError where it is another script's."""
+        found = list(find_parts(self.memory, self.directory, tell=tell))
+        for part in found:
+            self.identity.check_script(part.note, str(self.directory))
+        return found
+
+    def settle_start(self, peers: Peers, parts: Sequence[Part]) -> None:
+        """Agree with all ranks on a number above all that any of them sees, unless this start has saved already."""
+        seen = max((start_number(part.note.start) for part in parts), default=0)
+        said = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
+        if not self.start:
+            unique = os.environ.get(START_VARIABLE) or f"t{said[0][1]}"
+            self.start = start_name(1 + max(int(number) for number, _ in said), unique)
+
+    def settle_start_alone(self) -> None:
+        """Settle on what all ranks come to without a word: none of them has called `load`."""
+        words = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        unique = os.environ.get(START_VARIABLE) or "-".join("".join(filter(str.isalnum, word)) for word in words)
+        starts = {part.note.start for part in self.parts()}
+        own = [start_number(start) for start in starts if start == start_name(start_number(start), unique)]
+        self.start = start_name(max(own or [1 + max(map(start_number, starts), default=0)]), unique)
 
 
 _process: _Process | None = None
@@ -78,8 +111,8 @@ def load() -> object | None:
     step: from memory, or from other ranks' memory, else from disk. Tensors are on the CPU, and copies; those that were
     sharded (DTensor) are sharded again over the ranks that there are now, on their device.
 
-    Raises UsageError where the state cannot be laid out on so many ranks, and CorruptCheckpoint where states were
-    saved and none is whole any more.
+    Raises UsageError where the state cannot be laid out on so many ranks, or is another script's, and CorruptCheckpoint
+    where states were saved and none is whole any more.
     """
     this = _this()
     rank, world_size = _place()
@@ -87,18 +120,21 @@ def load() -> object | None:
         raise UsageError(
             "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
         )
+    problems: list[str] = []
+    parts = this.parts(tell=problems.append)
     peers = Peers(rank, world_size)
-    agreed = peers.gather(f"{time.time_ns()}".encode())
-    if not this.start:
-        this.start = f"t{agreed[0].decode()}"
-    loaded = Loader(peers, this.memory, this.directory).load()
+    this.settle_start(peers, parts)
+    loaded = Loader(peers, parts, problems).load()
+    for problem in problems:
+        sys.stderr.write(f"oobleck: not used: {problem}\n")
     if loaded is None:
         return None
     note = loaded.note
+    this.identity.check_arguments(note, str(this.directory))
     this.last_step = note.step
     this.saver.protect(note.name)
     if rank == 0:
-        count = f"{note.world_size} rank{'' if note.world_size == 1 else 's'}"
+        count = f"{loaded.num_savers} rank{'' if loaded.num_savers == 1 else 's'}"
         sys.stderr.write(f"oobleck: continues after step {note.step}, saved by {count}, from {loaded.place}\n")
     return loaded.state
 
@@ -122,8 +158,7 @@ def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
         raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
     this = _this()
     if not this.start:
-        said = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        this.start = "-".join("".join(each for each in word if each.isalnum()) for word in said)
+        this.settle_start_alone()
     flat = flatten(state)
     is_planned = step // disk_every != this.last_step // disk_every
     this.saver.save(this.note(step, flat, is_planned=is_planned), flat)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from oobleck.checkpoint.scripts import (
     Source,
     TreeNode,
     choose,
-    find_parts,
     overlap,
     resharded,
     sources,
@@ -44,6 +42,7 @@ class Loaded:
 
     state: object
     note: PartNote
+    num_savers: int
     place: Literal["memory", "disk"]
 
 
@@ -52,21 +51,27 @@ class _Holdings:
     """What one rank says."""
 
     parts: tuple[Holding, ...]
+    problems: tuple[str, ...]
+    """Notes that it cannot read."""
 
 
 class Loader:
     """Loads once, on all ranks together."""
 
-    def __init__(self, peers: Peers, memory: Path | None, directory: Path) -> None:
+    def __init__(self, peers: Peers, parts: Sequence[Part], problems: Sequence[str]) -> None:
+        """`parts` are those that this rank can read, and `problems` what is wrong with others."""
         self._peers = peers
-        self._parts = list(find_parts(memory, directory))
+        self._parts = list(parts)
+        self._problems = tuple(problems)
 
     def load(self) -> Loaded | None:
         """Return the newest whole state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
         while (chosen := self._choose()) is not None:
             exchange = _Exchange(self._peers, chosen, self._parts)
             if self._peers.all_agree(exchange.has_read()):
-                loaded = Loaded(state=exchange.state(), note=chosen.note, place=chosen.place)
+                loaded = Loaded(
+                    state=exchange.state(), note=chosen.note, num_savers=len(chosen.notes), place=chosen.place
+                )
                 self._peers.close()  # from here on, others may save over what has been read
                 return loaded
             self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
@@ -75,10 +80,14 @@ class Loader:
 
     def _choose(self) -> Chosen | None:
         mine = tuple(Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
-        said = self._peers.gather(encode_json(_Holdings(parts=mine)))
-        chosen = choose([holding for each in said for holding in decode_json(_Holdings, each).parts])
+        said = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
+        all_said = [decode_json(_Holdings, each) for each in said]
+        chosen = choose([holding for each in all_said for holding in each.parts])
+        problems = sorted({problem for each in all_said for problem in each.problems})
         if isinstance(chosen, LostState):
-            raise CorruptCheckpoint(chosen.problem)
+            raise CorruptCheckpoint("; ".join((chosen.problem, *problems)))
+        if chosen is None and problems:
+            raise CorruptCheckpoint(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
         return chosen
 
 
@@ -142,7 +151,7 @@ class _Exchange:
         _wait(waiting)
         try:
             tree: TreeNode = json.loads(bytes(text.numpy()))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{self._chosen.name}: its values cannot be read ({error})") from error
         return tree
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
-from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, note_of, remove_old, write_part
+from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, make_room_for_taken, note_of, remove_old, write_part
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import encode_json
@@ -39,25 +40,25 @@ class MemorySaver:
     def save(self, note: PartNote, flat: Flat) -> None:
         """Copy a part, and say that it is there. O(size). Raises OSError where there is no memory for it."""
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
+        if self._memory is None:
+            with suppress(StopIteration, CorruptCheckpoint, OSError):
+                self._memory = FlashMemory.open(next(iter(memory_files(self._directory, self._stem))))
+        if self._protected is not None:
+            self._forget_others(self._protected)
         memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory))
         slot = self._slot_of(memory)
-        while _is_awaited(slot):
-            time.sleep(_LOOK_S)  # the agent copies what is to be on disk before it is written over
+        _wait_for_agent([slot])
         slot.begin()
         _fill(slot, tree, flat)
         slot.seal(encode_json(note))
         self._protected = note.name
-        if len(memory.valid_slots()) == len(memory.slots()):
-            self._forget_others(memory)
 
     def _memory_for(self, layout: Layout) -> FlashMemory:
-        if self._memory is None:
-            with suppress(StopIteration, CorruptCheckpoint, OSError):
-                self._memory = FlashMemory.open(next(iter(memory_files(self._directory, self._stem))))
         if self._memory is None or self._memory.layout != layout:
             path = next_memory_file(self._directory, self._stem)
             try:
                 self._memory = FlashMemory.create(path, layout)
+                make_room_for_taken(self._memory)
             except OSError as error:
                 raise OSError(error.errno, no_room(self._directory, layout, error)) from error
         return self._memory
@@ -69,12 +70,26 @@ class MemorySaver:
                 return memory.slots()[1 - slot.number]
         return memory.next_slot()
 
-    def _forget_others(self, memory: FlashMemory) -> None:
-        """Remove the files of former states: all ranks have begun this one's second save, so have ended their first."""
+    def _forget_others(self, name: str) -> None:
+        """Remove all files but the newest, and those that have the state of this name.
+
+        All ranks have begun the step after that state, so nobody needs an older one. This is before the next state is
+        written: however often its shapes change, there are two files after each save (three after the first one).
+        """
         for path in memory_files(self._directory, self._stem):
-            if path != memory.path:
-                path.unlink(missing_ok=True)
-                path.with_name(f"{path.name}.taken").unlink(missing_ok=True)
+            if self._memory is not None and path == self._memory.path:
+                continue
+            with suppress(CorruptCheckpoint, OSError):
+                memory = FlashMemory.open(path)
+                slots = memory.valid_slots()
+                is_needed = any(slot.holds(name) for slot in slots)
+                if not is_needed:
+                    _wait_for_agent(slots)
+                memory.close()
+                if is_needed:
+                    continue
+            path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.taken").unlink(missing_ok=True)
 
 
 class DiskSaver:
@@ -118,6 +133,13 @@ def _fill_data(layout: Layout, data: memoryview, tree: bytes, flat: Flat) -> Non
         for entry, tensor in zip(entries, flat.tensors.values(), strict=True):
             if tensor.numel():
                 as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensor)
+
+
+def _wait_for_agent(slots: Iterable[Slot]) -> None:
+    """Wait until the agent has copied what is to be on disk."""
+    for slot in slots:
+        while _is_awaited(slot):
+            time.sleep(_LOOK_S)
 
 
 def _is_awaited(slot: Slot) -> bool:

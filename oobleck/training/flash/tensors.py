@@ -58,6 +58,8 @@ class Flat:
             or type(local) not in (torch.Tensor, torch.nn.Parameter)
         ):
             raise UsageError(f"oobleck.checkpoint.save: {path} is a {type(local).__name__} that is not dense and plain")
+        if local.is_meta:
+            raise UsageError(f"oobleck.checkpoint.save: {path} is on the meta device, so it has no values to save")
         name = DTYPE_NAMES.get(local.dtype)
         if name is None:
             raise UsageError(f"oobleck.checkpoint.save: {path} is of {local.dtype}, which cannot be stored")
@@ -110,7 +112,9 @@ def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
 
 def _leaf(said: TreeNode) -> Leaf:
     match said:
-        case [str(entry), str(dtype), list(shape), (int() | None) as sharding]:
+        case [str(entry), str(dtype), list(shape), (int() | None) as sharding] if dtype in DTYPE_NAMES.values() and all(
+            type(size) is int and size >= 0 for size in shape
+        ):
             return Leaf(entry=entry, dtype=dtype, shape=tuple(cast("list[int]", shape)), sharding=sharding)
         case _:
             raise CorruptCheckpoint(f"a state with a damaged tensor: {str(said)[:80]}")

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +48,8 @@ class ImportLog:
         if os.getpid() == self._pid:  # not in processes that the script has forked
             changes = {key: value for key, value in os.environ.items() if self._environment.get(key) != value}
             line = json.dumps({"name": name, "environment": changes}) + "\n"
-            os.write(self._file, line.encode())
+            with suppress(OSError):  # the script's import goes on, and a later start imports it for itself
+                os.write(self._file, line.encode())
         return None
 
 

@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
+from oobleck.streams import shield_scripts
 from oobleck.wire import FrameDecoder
 
 from .import_log import ImportLog
@@ -98,6 +100,7 @@ def _redirect(stdout: str, stderr: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8")  # type: ignore[union-attr]  # typeshed: a TextIO
     sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typeshed: a TextIO
+    shield_scripts()
 
 
 def _be_fresh() -> None:
@@ -159,8 +162,8 @@ def _leave_error(error: BaseException) -> None:
     callstack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(message, file)
+    with suppress(OSError), open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(message, file)  # without it, the agent reads the end of what the rank has written
 
 
 def _leave(status: int) -> NoReturn:

@@ -29,17 +29,17 @@ def note(step: int, *, start: str = "a", rank: int = 0) -> PartNote:
         step=step,
         start=start,
         rank=rank,
-        world_size=1,
+        world_size=2,
         number=1,
-        saved_at=f"{step}",
+        saved_at="",
         is_planned=True,
         shardings=(),
     )
 
 
-def written(directory: Path, step: int, *, start: str = "a", is_planned: bool = True) -> None:
+def written(directory: Path, step: int, *, start: str = "a", rank: int = 0, is_planned: bool = True) -> None:
     data = memoryview(bytearray(bytes([step % 256] * 8).ljust(LAYOUT.size_bytes)))
-    write_part(directory, note(step, start=start), LAYOUT, data, is_planned=is_planned)
+    write_part(directory, note(step, start=start, rank=rank), LAYOUT, data, is_planned=is_planned)
 
 
 def test_what_is_written_is_found_with_its_bytes(tmp_path: Path) -> None:
@@ -119,3 +119,57 @@ def test_of_what_was_in_memory_at_an_end_two_steps_are_kept(tmp_path: Path) -> N
         written(tmp_path, step, is_planned=False)
         remove_old(tmp_path, start="a")
     assert steps(tmp_path) == ["100.a", "120.a.end", "121.a.end"]
+
+
+def test_a_rank_that_is_far_ahead_leaves_the_newest_state_that_all_have(tmp_path: Path) -> None:
+    """Ranks of a script that does not bring them together between its saves."""
+    for step in (1, 2):
+        written(tmp_path, step, rank=1)
+    for step in range(1, 11):
+        written(tmp_path, step)
+        remove_old(tmp_path, start="a")
+    assert steps(tmp_path) == ["1.a", "10.a", "2.a", "8.a", "9.a"]
+    for step in range(3, 11):
+        written(tmp_path, step, rank=1)
+        remove_old(tmp_path, start="a")
+        assert any(len(list(path.glob("*.json"))) == 2 for path in tmp_path.iterdir()), "one that all have"
+    assert steps(tmp_path) == ["10.a", "8.a", "9.a"]
+
+
+def test_a_rank_that_ends_far_behind_keeps_what_it_had(tmp_path: Path) -> None:
+    for rank, step in ((0, 9), (0, 10), (1, 3), (1, 4)):
+        written(tmp_path, step, rank=rank, is_planned=False)
+        remove_old(tmp_path, start="a")
+    assert steps(tmp_path) == ["10.a.end", "3.a.end", "4.a.end", "9.a.end"]
+
+
+def test_states_of_a_start_before_stay_while_none_of_this_one_is_whole(tmp_path: Path) -> None:
+    written(tmp_path, 100, start="s1-a")
+    for step in (200, 300, 400):
+        written(tmp_path, step, start="s2-b")
+    written(tmp_path, 150, start="s2-b", rank=1)
+    remove_old(tmp_path, start="s2-b")
+    assert steps(tmp_path) == ["100.s1-a", "150.s2-b", "200.s2-b", "300.s2-b", "400.s2-b"]
+
+
+def test_what_was_in_memory_is_old_by_its_start_and_not_by_its_name(tmp_path: Path) -> None:
+    for start, step in (("s9-b", 500), ("s9-b", 501), ("s10-a", 300), ("s10-a", 301)):
+        written(tmp_path, step, start=start, is_planned=False)
+        remove_old(tmp_path, start=start)
+    assert steps(tmp_path) == ["300.s10-a.end", "301.s10-a.end"]
+
+
+def test_a_part_is_written_though_its_directory_is_removed_meanwhile(tmp_path: Path, monkeypatch) -> None:
+    """By another rank that is far ahead and finds the directory empty."""
+    made = Path.mkdir
+
+    def mkdir(self: Path, *arguments: object, **named: object) -> None:
+        made(self, *arguments, **named)  # type: ignore[arg-type]
+        if removals:
+            removals.pop()
+            self.rmdir()
+
+    removals = [1]
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    written(tmp_path, 7)
+    assert steps(tmp_path) == ["7.a"]

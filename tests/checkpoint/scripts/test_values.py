@@ -37,6 +37,15 @@ def test_values_come_back_as_they_were(value: object) -> None:
     assert repr(back) == repr(value), "types as well: 1 is not True, and a tuple is no list"
 
 
+@pytest.mark.parametrize(("sign", "bits"), [(1, 1024), (-1, 1025), (1, 20_000), (-1, 20_000)])
+def test_a_number_of_any_size_comes_back(sign: int, bits: int) -> None:
+    value = sign * 2**bits
+    tree = json.loads(json.dumps(to_tree({"state": (value, 1)}, refused)))
+    assert from_tree(tree, lambda said: said) == {"state": (value, 1)}
+    with pytest.raises(UsageError, match="the key"):
+        to_tree({value: 1}, refused)
+
+
 def test_what_cannot_be_stored_is_named_by_its_place() -> None:
     with pytest.raises(UsageError, match=r"^optimizer\.groups\.1\.fn: function$"):
         to_tree({"optimizer": {"groups": [{}, {"fn": refused}]}}, refused)
@@ -57,7 +66,10 @@ def test_what_is_nested_too_deep_is_refused() -> None:
         to_tree(deep, refused)
 
 
-@pytest.mark.parametrize("tree", [{"tuple": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"other": 1}, {}])
+@pytest.mark.parametrize(
+    "tree",
+    [{"tuple": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"other": 1}, {"int": "1"}, {"int": 5}, {}],
+)
 def test_a_damaged_tree_is_refused(tree: TreeNode) -> None:
     with pytest.raises(CorruptCheckpoint):
         from_tree(tree, lambda said: said)

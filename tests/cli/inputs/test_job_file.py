@@ -177,6 +177,8 @@ def test_every_job_that_can_be_written_is_read_back(job):
         ("max_bytes: 1", 1, "unknown key 'max_bytes'; did you mean data.max_bytes?"),
         ("seed: 1\nlearning_rate: fast", 2, "optimizer.learning_rate: expected a number, got 'fast'"),
         ("learning_rate: 1\noptimizer:\n  learning_rate: 2", 3, "optimizer.learning_rate is given twice, here and in"),
+        ("data: [1, 2]\nsequence_length: 8", 1, "data: expected keys with values, got a list"),
+        ("learning_rate: 1\noptimizer: adam", 2, "optimizer: expected keys with values, got adam"),
         ("dtype: float32\nfp16: true", 2, "dtype is given twice, here and in line 1"),
         ("bf16: 3", 1, "bf16: expected true or false"),
         ("data:\n  seed: 1", 2, "unknown key 'seed' in data; did you mean seed?"),

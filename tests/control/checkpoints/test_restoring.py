@@ -11,10 +11,12 @@ A, B = WorkerId(node="a", device=0), WorkerId(node="b", device=0)
 RUN = "0000000a"
 
 
-def state(step: int, layers: tuple[int, ...], *, run: str = RUN, at: int | None = None, **more) -> FoundState:
+def state(
+    step: int, layers: tuple[int, ...], *, run: str = RUN, at: int | None = None, generation: int = 1, **more
+) -> FoundState:
     fields = {"in_memory": False, "directory": None} | more
     return FoundState(
-        name=f"step-{step:08d}.{run}.1",
+        name=f"step-{step:08d}.{run}.{generation}",
         run=run,
         step=step,
         saved_at=f"2026-01-{at or step:02d}",
@@ -51,6 +53,26 @@ def test_what_several_see_is_put_together() -> None:
 def test_newest_means_saved_last_not_furthest() -> None:
     restoring = asked([state(9, (0,), run="0000000b", at=1), state(2, (0,), at=5)], [])
     assert restoring.newest(1).step == 2
+
+
+def test_a_clock_has_no_say_within_a_run() -> None:
+    """A node whose clock is ahead has saved step 3; then a generation has gone back to step 2, and saved step 4."""
+    ahead = state(3, (0,), at=20)
+    assert asked([ahead, state(5, (0,), at=5)], []).newest(1).step == 5
+    assert asked([state(9, (0,), at=20), state(4, (0,), at=5, generation=2)], []).newest(1).step == 4
+
+
+def test_a_run_is_newer_than_the_one_that_it_continues_from_whatever_clocks_say() -> None:
+    first = [state(step, (0,), run="0000000b", at=20 + step) for step in (3, 6)]
+    later = state(5, (0,), at=1, origin=first[0].name)
+    assert asked([*first, later], []).newest(1).step == 5
+    last = state(4, (0,), run="0000000c", at=1, origin=later.name)
+    assert asked([*first, later, last], []).newest(1).step == 4
+
+
+def test_a_circle_of_origins_ends() -> None:
+    one = state(3, (0,), run="0000000b", origin=state(4, ()).name)
+    assert asked([one, state(4, (0,), origin=one.name)], []).newest(1) is not None
 
 
 def test_a_broken_one_is_left_out_and_the_one_before_taken() -> None:

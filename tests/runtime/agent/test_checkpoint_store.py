@@ -142,6 +142,19 @@ async def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path:
         shutil.rmtree(directory.memory.parent, ignore_errors=True)
 
 
+async def test_memory_that_a_clock_has_dated_later_than_its_copy_on_disk_is_given_back(tmp_path: Path) -> None:
+    """The manifest has the time of another node."""
+    directory = AgentDir(f"test-{os.getpid()}", "node0")
+    checkpoints = NodeCheckpoints(directory, default_directory=tmp_path / "checkpoints")
+    try:
+        name = state_in(directory.memory, "2026-01-03T00:00:00")
+        await checkpoints.commit(manifest_of(name, await checkpoints.persist_all(name)), ())
+        checkpoints.discard_memory()
+        assert not directory.memory.exists()
+    finally:
+        shutil.rmtree(directory.memory.parent, ignore_errors=True)
+
+
 def test_what_no_disk_has_is_kept_for_a_week(tmp_path: Path) -> None:
     only = left_behind(tmp_path, "only", 6 * DAY_S)
     marker = only / "node0" / "only-copy"

@@ -38,7 +38,7 @@ class Node:
             step=step,
             start="a",
             rank=0,
-            world_size=1,
+            world_size=2,
             number=step,
             saved_at=f"{step:04d}",
             is_planned=is_planned,

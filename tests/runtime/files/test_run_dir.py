@@ -14,7 +14,7 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.private_paths import private_directory
 from oobleck.runtime.files.process_id import ProcessId
-from oobleck.runtime.files.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir
+from oobleck.runtime.files.run_dir import BASE_DIR_VARIABLE, RunDirectory, default_base_dir, default_tag
 
 HOLD_THE_LOCK = """
 import sys
@@ -214,3 +214,35 @@ def test_agents_that_a_master_left_are_looked_for_where_they_are(tmp_path, monke
     assert run.pin_temporary_directory() == tmp_path / "one"
     shutil.rmtree(left)
     assert run.pin_temporary_directory() == tmp_path / "other"
+
+
+def test_scripts_of_one_name_in_two_directories_have_two_tags_and_keep_them(tmp_path):
+    """The first one keeps the name. The other one keeps its own, even when the first one's directory is gone."""
+    first, second = "/a/train.py", "/b/train.py"
+    for owner in (first, second, first, second):
+        run = run_in(tmp_path, default_tag(tmp_path, "train", owner))
+        run.create()
+        run.note_owner(owner)
+    assert default_tag(tmp_path, "train", first) == "train"
+    apart = default_tag(tmp_path, "train", second)
+    assert apart.startswith("train-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train", apart]
+    shutil.rmtree(tmp_path / "train")
+    assert default_tag(tmp_path, "train", second) == apart
+
+
+def test_the_owner_of_a_tag_stays_its_owner(tmp_path):
+    """A run of another script that names the tag does not become its owner."""
+    run = run_in(tmp_path, "train")
+    run.create()
+    assert run.owner is None
+    run.note_owner("/a/train.py")
+    run.note_owner("/b/train.py")
+    assert run.owner == "/a/train.py"
+
+
+def test_a_long_name_leaves_room_for_what_tells_it_apart(tmp_path):
+    run = run_in(tmp_path, "n" * 40)
+    run.create()
+    run.note_owner("/a")
+    assert len(default_tag(tmp_path, "n" * 40, "/b")) == 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -164,11 +165,29 @@ def test_lines_are_those_of_the_server_wherever_they_are_cut(
 
 @pytest.mark.parametrize(
     "sent",
-    [b"SSH-2.0-OpenSSH_9.2\r\n\r\n", HEAD + b"many\r\n", HEAD + b"-1\r\n", HEAD + b"fffffffffff\r\n", b"\0" * 70_000],
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+        b"HTTP/1.1 " + b"2" * 5000 + b" OK\r\n\r\n",
+        b"HTTP/1.1 20 OK\r\n\r\n",
+        HEAD + b"many\r\n",
+        HEAD + b"-1\r\n",
+        HEAD + b"0x10\r\n",
+        HEAD + b"1_0\r\n",
+        HEAD + b"fffffffffff\r\n",
+        HEAD + b"f" * 50_000 + b"\r\n",
+        b"\0" * 70_000,
+    ],
 )
 def test_what_is_no_answer_is_refused(sent: bytes) -> None:
     with pytest.raises(PeerError):
         HTTPAnswer().feed(sent)
+
+
+@given(st.binary(max_size=200))
+def test_whatever_arrives_is_read_or_refused(sent: bytes) -> None:
+    for begin in (b"", b"HTTP/1.1 ", HEAD):
+        with suppress(PeerError):
+            HTTPAnswer().feed(begin + sent)
 
 
 # --- the API server ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,8 +26,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(script: str | Path, ranks: int, **environment: str) -> list[str]:
-    """Run a script as so many ranks; returns what each has printed."""
+def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: str) -> list[str]:
+    """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
     port = str(free_port())
     words = [str(script)] if isinstance(script, Path) else ["-c", script]
     processes = [
@@ -44,13 +45,14 @@ def run(script: str | Path, ranks: int, **environment: str) -> list[str]:
                 "PYTHONPATH": str(ROOT),
             },
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if fails else None,
             text=True,
         )
         for rank in range(ranks)
     ]
-    said = [process.communicate(timeout=200)[0] for process in processes]
-    assert not any(process.returncode for process in processes), said
-    return said
+    said = [process.communicate(timeout=200) for process in processes]
+    assert all(bool(process.returncode) == fails for process in processes), said
+    return [error if fails else output for output, error in said]
 
 
 ONE = """\
@@ -77,6 +79,101 @@ def test_a_later_process_continues_from_the_newest_state(tmp_path: Path, is_in_m
     assert (tmp_path / "disk").exists() != is_in_memory, "no agent writes it here"
 
 
+CLOCK = """\
+import sys, time
+from datetime import datetime, timedelta
+import oobleck.training.flash.interface as interface
+
+class Clock(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + timedelta(hours=int(sys.argv[1]))
+
+interface.datetime = Clock
+state = interface.load()
+first = 0 if state is None else state["step"]
+for step in range(first + 1, first + 4):
+    interface.save(step, {"step": step})
+print(first)
+"""
+
+
+def test_a_clock_that_is_set_back_takes_no_state_back(tmp_path: Path) -> None:
+    """Three starts: the first one's clock is an hour ahead."""
+    begun = []
+    for hours in (1, 0, 0):
+        script = tmp_path / "script.py"
+        script.write_text(CLOCK.replace("sys.argv[1]", str(hours)))
+        begun += run(script, 1, OOBLECK_CHECKPOINT_DIR=str(tmp_path / "disk"))
+    assert begun == ["0\n", "3\n", "6\n"]
+
+
+UNEVEN = """\
+import os, time, torch, torch.distributed as dist, oobleck.checkpoint
+dist.init_process_group("gloo")
+state = oobleck.checkpoint.load()
+print(None if state is None else state["step"], flush=True)
+last = 12 if dist.get_rank() == 0 else 2
+for step in range(1, last + 1):
+    oobleck.checkpoint.save(step, {"step": step})
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_ahead_leaves_a_state_that_all_can_load(tmp_path: Path) -> None:
+    """Ranks that save without waiting for each other: one is twelve steps on when the other one is at its second."""
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
+    first, second = run(UNEVEN, 2, **where), run(UNEVEN, 2, **where)
+    assert first == ["None\n"] * 2
+    assert second in (["1\n"] * 2, ["2\n"] * 2)
+
+
+def test_a_damaged_note_is_named_and_never_a_beginning_from_nothing(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
+    run(ONE, 1, **where)
+    newest = max(tmp_path.rglob("*.json"))
+    newest.write_text(newest.read_text().replace('"world_size":1', '"world_size":0'))
+    assert run(ONE, 1, **where)[0].startswith("(2, "), "the one before is whole"
+    for note in tmp_path.rglob("*.json"):
+        note.write_text("{")
+    (said,) = run(ONE, 1, fails=True, **where)
+    assert re.search(r"no saved state can be read: /.*/rank-00000\.json: not the note of a part: a line that", said)
+
+
+def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
+    run(ONE, 1, **where, OOBLECK_CHECKPOINT_SCRIPT="/a/train.py")
+    (said,) = run(ONE, 1, fails=True, **where, OOBLECK_CHECKPOINT_SCRIPT="/b/train.py")
+    assert f"the states in {tmp_path} were saved by /a/train.py, and this is /b/train.py; name another --tag" in said
+
+
+GROWING = """\
+import glob, os, torch, oobleck.checkpoint
+files = os.environ["OOBLECK_CHECKPOINT_MEMORY"] + "/*[0-9]"
+state = oobleck.checkpoint.load()
+step = 0 if state is None else state["step"]
+assert state is None or state["losses"].tolist() == [float(each) for each in range(step)], state
+most = 0
+for step in range(step + 1, step + 21):
+    losses = torch.arange(step, dtype=torch.float32)
+    oobleck.checkpoint.save(step, {"step": step, "losses": losses}, disk_every=1000)
+    most = max(most, len(glob.glob(files)))
+print(step, most, len(glob.glob(files)))
+os._exit(0)
+"""
+
+
+def test_memory_is_bounded_where_every_save_has_another_shape(tmp_path: Path) -> None:
+    """And the newest state is still found."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(memory)}
+    assert run(GROWING, 1, **where) == ["20 2 2\n"]
+    assert run(GROWING, 1, **where) == ["40 2 2\n"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 3, 1)])
 def test_shards_are_laid_out_again_on_another_number_of_ranks(tmp_path: Path, sizes: Sequence[int]) -> None:
@@ -100,6 +197,7 @@ class Odd:
     [
         ({"model": {"a": [Odd()]}}, r"model\.a\.0 is a .*\.Odd, which cannot be stored"),
         ({"w": torch.zeros(2, dtype=torch.complex64)}, r"w is of torch\.complex64, which cannot be stored"),
+        ({"w": torch.zeros(2, device="meta")}, "w is on the meta device, so it has no values"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "w is a Tensor that is not dense and plain"),
     ],
 )

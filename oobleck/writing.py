@@ -1,0 +1,53 @@
+"""Files that are written: the one place where that happens, but for those with a protocol of their own.
+
+A write to a full disk fails without a word of which file it was. Here every OSError names it. A caller either goes on
+without the file, and says so, or lets the error end what it is doing: `oobleck` shows it as a message.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["naming", "write_in_place", "write_whole"]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have each OSError of the block name this file, unless it names one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file for its user alone; readers see all of it or nothing. Text is UTF-8.
+
+    Raises OSError that names the file, with nothing left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(_as_bytes(content))
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def write_in_place(path: Path, content: str | bytes) -> None:
+    """Write a file that may be a pipe, a device or a link. Text is UTF-8. Raises OSError that names it."""
+    with naming(path):
+        path.write_bytes(_as_bytes(content))
+
+
+def _as_bytes(content: str | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.encode("utf-8", errors="surrogateescape")
