@@ -274,7 +274,7 @@ class SSHCluster:
             version, socket = str(answer["version"]), str(answer["socket"])
         except (ValueError, KeyError, TypeError) as error:
             last_line = errors.splitlines()[-1] if errors else f"exit status {completed.exit_status}"
-            raise NodeUnreachable(node.name, f"its agent did not start: {last_line}") from error
+            raise NodeUnreachable(node.name, f"its agent did not start: {last_line}{completed.cause}") from error
         if version != __version__:
             raise NodeUnreachable(
                 node.name, f"oobleck {version} is installed there, {__version__} here; install the same version"

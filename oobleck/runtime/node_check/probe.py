@@ -137,4 +137,6 @@ class RemoteProbe:
         if self._stream.exit_status == _NOT_FOUND:
             return f"there is no such interpreter: {errors}; name the one there with --python"
         last_line = errors.splitlines()[-1] if errors else f"exit status {self._stream.exit_status}"
-        return f"its probe ended: {last_line}"
+        has_begun = self._stream.greeting.has_ended
+        end = f"its probe ended: {last_line}" if has_begun else f"its login shell runs no command ({last_line})"
+        return f"{end}{self._stream.greeting.as_cause()}"

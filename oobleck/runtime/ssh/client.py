@@ -23,6 +23,7 @@ from oobleck.job import NodeSpec
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
 from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
+from .login_shell import Greeting, marked
 from .logins import Logins
 from .proxy import ProxyCommand
 
@@ -83,6 +84,8 @@ class CompletedCommand:
     exit_status: int
     stdout: bytes
     stderr: bytes
+    cause: str = ""
+    """What the login shell printed before it, for the end of an error message; empty where it printed nothing."""
 
 
 class SSHConnection:
@@ -134,12 +137,16 @@ class SSHConnection:
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
         """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost.
 
+        That is raised as well where the login shell runs no command. What it prints before is not part of `stdout`.
+
         A command that is cancelled, or runs out of time, is sent SIGTERM (which OpenSSH passes on to all users'
         commands but root's); cancelled before it has begun, it costs the connection.
         """
         try:
             with trio.fail_after(timeout_s):
-                process = await self._open(self._connection.create_process, command, input=stdin, encoding=None)
+                process = await self._open(
+                    self._connection.create_process, marked(command), input=stdin, encoding=None, request_pty=False
+                )
                 try:
                     result = await await_asyncio(process.wait)
                 finally:
@@ -148,8 +155,14 @@ class SSHConnection:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
         if result.exit_status is None:
             raise trio.BrokenResourceError(f"{self._node}: the connection was lost before the command ended")
+        greeting = Greeting()
+        stdout = greeting.strip(_bytes(result.stdout))
+        if not greeting.has_ended:
+            raise trio.BrokenResourceError(
+                f"{self._node}: its login shell runs no command (exit status {result.exit_status}){greeting.as_cause()}"
+            )
         return CompletedCommand(
-            exit_status=result.exit_status, stdout=_bytes(result.stdout), stderr=_bytes(result.stderr)
+            exit_status=result.exit_status, stdout=stdout, stderr=_bytes(result.stderr), cause=greeting.as_cause()
         )
 
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:
@@ -169,8 +182,9 @@ class SSHConnection:
 
     async def open_command(self, command: str) -> SSHCommandStream:
         """Start a shell command, and talk to it. Raises trio.BrokenResourceError."""
+        start = partial(self._connection.create_session, SSHCommandStream, marked(command))
         try:
-            _, stream = await self._open(self._connection.create_session, SSHCommandStream, command, encoding=None)
+            _, stream = await self._open(start, encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
         return cast("SSHCommandStream", stream)
