@@ -37,6 +37,7 @@ from .files import (
     slow_command,
 )
 from .node_check import check_nodes
+from .python_process import MODULE
 from .ssh import CompletedCommand, SSHConnection
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -252,7 +253,7 @@ class SSHCluster:
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         ranks = " --ranks" if self._runs_ranks else ""
-        return f"exec {shlex.quote(self._paths.python)} -m {AGENT_MODULE} {options}{ranks}"
+        return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         """Read the answer of the agent's start: the path of its socket."""

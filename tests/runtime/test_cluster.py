@@ -96,7 +96,9 @@ async def test_an_agent_starts_under_a_login_shell_that_greets_and_one_that_does
     base, node = PurePosixPath(temporary / "base"), NodeSpec(name="alpha", host="alpha")
     environment = {"TMPDIR": str(temporary)}
     with serve_openssh(temporary / "openssh", environment=environment) as openssh:
-        (temporary / "openssh" / ".bashrc").write_text("echo Welcome to the cluster\n")
+        (temporary / "openssh" / ".bashrc").write_text(f"echo Welcome to the cluster; cd {temporary}\n")
+        for name in ("random.py", "socket.py", "trio.py"):  # in the directory where commands begin
+            (temporary / name).write_text("raise SystemExit('not ours')\n")
         config = temporary / "config"
         config.write_text(openssh.host_config(["alpha"]))
         async with open_ssh_loop(), connections_by(SSHOptions(config=config)) as connections:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, 
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
+from oobleck.runtime.python_process import module_command
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer
@@ -182,8 +182,8 @@ class RankProcesses:
         if self._num_ranks > 1:  # libraries may read it when they are loaded
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         files = (str(self._directory.fork_imports), str(self._directory.fork_warmth))
-        command = (sys.executable, "-P", "-m", _MODULE, *files)
-        self._server = ForkServer(self._directory, command, environment=environment)
+        command = module_command(_MODULE, *files)
+        self._server = ForkServer(self._directory, command, environment={**os.environ, **environment})
         self._has_server.set()
         return self._num_ranks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,13 +15,14 @@ from oobleck.control.protocol import ForkServerEnded, ProcessEnd, SetUpWorker, W
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.runtime.files import AgentDir
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
 from .fork_client import ForkedProcess, ForkServer
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
-_SERVER = (sys.executable, "-m", "oobleck.training.process.fork_server")
+_SERVER = module_command("oobleck.training.process.fork_server")
 
 
 class Worker:
@@ -57,7 +57,7 @@ class ForkingWorkerHost:
     def __init__(self, directory: AgentDir, *, server: Sequence[str] = _SERVER) -> None:
         """`server` is the command of a fork server; it gets the number of its listening socket's descriptor."""
         self._directory = directory
-        self._server = ForkServer(directory, server)
+        self._server = ForkServer(directory, server, environment=as_no_rank())
 
     async def run(self) -> None:
         """Keep a fork server, for ever."""
@@ -75,9 +75,10 @@ class ForkingWorkerHost:
             return
         fields = json.dumps(asdict(job.text))
         await trio.run_process(
-            [sys.executable, "-m", "oobleck.training.data.corpus", str(cache_dir), fields],
+            module_command("oobleck.training.data.corpus", str(cache_dir), fields),
             stdin=subprocess.DEVNULL,
             check=False,
+            env=as_no_rank(),
         )
 
     async def start(self, setup: SetUpWorker) -> Worker:

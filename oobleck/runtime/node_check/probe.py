@@ -20,6 +20,7 @@ from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.python_process import MODULE
 from oobleck.runtime.ssh import SSHCommandStream, SSHConnection
 from oobleck.wire import FrameDecoder
 
@@ -62,7 +63,7 @@ class RemoteProbe:
     ) -> None:
         """Connect, start the probe, and learn what the node is; `failure` is set where that fails."""
         command = (
-            f"exec {shlex.quote(python)} -m oobleck.training.process.node_probe "
+            f"exec {shlex.quote(python)} {MODULE} oobleck.training.process.node_probe "
             f"--node {shlex.quote(self.spec.name)} --directory {shlex.quote(str(directory))}"
         )
         try:
@@ -137,6 +138,6 @@ class RemoteProbe:
         if self._stream.exit_status == _NOT_FOUND:
             return f"there is no such interpreter: {errors}; name the one there with --python"
         last_line = errors.splitlines()[-1] if errors else f"exit status {self._stream.exit_status}"
-        has_begun = self._stream.greeting.has_ended
+        has_begun = self._stream.preamble.has_ended
         end = f"its probe ended: {last_line}" if has_begun else f"its login shell runs no command ({last_line})"
-        return f"{end}{self._stream.greeting.as_cause()}"
+        return f"{end}{self._stream.preamble.as_cause()}"

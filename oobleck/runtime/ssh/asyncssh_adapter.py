@@ -25,7 +25,7 @@ import asyncssh
 import trio
 import trio_asyncio
 
-from .login_shell import Greeting
+from .login_shell import Preamble
 
 __all__ = [
     "SSHCommandStream",
@@ -227,13 +227,13 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
 class SSHCommandStream(SSHStream):
     """The input and output of a marked command on a node as a trio stream; the end of what it says to stderr is kept.
 
-    `greeting` is what the login shell printed before.
+    `preamble` is what the login shell printed before.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._errors = bytearray()
-        self.greeting = Greeting()
+        self.preamble = Preamble()
         self.exit_status: int | None = None
 
     @property
@@ -245,7 +245,7 @@ class SSHCommandStream(SSHStream):
 
     def data_received(self, data: bytes, datatype: object = None) -> None:
         if datatype is None:
-            if output := self.greeting.strip(data):
+            if output := self.preamble.strip(data):
                 super().data_received(output)
             return
         self._errors += data

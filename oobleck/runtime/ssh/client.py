@@ -23,7 +23,7 @@ from oobleck.job import NodeSpec
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
 from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
-from .login_shell import Greeting, marked
+from .login_shell import Preamble, marked
 from .logins import Logins
 from .proxy import ProxyCommand
 
@@ -155,14 +155,14 @@ class SSHConnection:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
         if result.exit_status is None:
             raise trio.BrokenResourceError(f"{self._node}: the connection was lost before the command ended")
-        greeting = Greeting()
-        stdout = greeting.strip(_bytes(result.stdout))
-        if not greeting.has_ended:
+        preamble = Preamble()
+        stdout = preamble.strip(_bytes(result.stdout))
+        if not preamble.has_ended:
             raise trio.BrokenResourceError(
-                f"{self._node}: its login shell runs no command (exit status {result.exit_status}){greeting.as_cause()}"
+                f"{self._node}: its login shell runs no command (exit status {result.exit_status}){preamble.as_cause()}"
             )
         return CompletedCommand(
-            exit_status=result.exit_status, stdout=stdout, stderr=_bytes(result.stderr), cause=greeting.as_cause()
+            exit_status=result.exit_status, stdout=stdout, stderr=_bytes(result.stderr), cause=preamble.as_cause()
         )
 
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["Greeting", "marked"]
+__all__ = ["Preamble", "marked"]
 
 _MARK: Final = b"oobleck-begins-here\n"
 _KEPT_BYTES: Final = 4096
@@ -19,7 +19,7 @@ def marked(command: str) -> str:
     return f"echo oobleck-'begins'-here; {command}"
 
 
-class Greeting:
+class Preamble:
     """Takes the output of a marked command, and keeps the end of what came before the mark."""
 
     def __init__(self) -> None:

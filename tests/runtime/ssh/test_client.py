@@ -100,7 +100,7 @@ async def test_a_login_shell_that_runs_no_command_is_named_with_what_it_prints(s
         options = written(tmp_path / "config", openssh.host_config(["alpha"]))
         async with open_ssh_loop():
             connection = await connect(ALPHA, options)
-            with pytest.raises(trio.BrokenResourceError, match="login shell runs no command .* printed 'go away'"):
+            with pytest.raises(trio.BrokenResourceError, match=r"login shell runs no command .* printed 'go away'"):
                 await connection.run("true", timeout_s=10)
             await connection.aclose()
 

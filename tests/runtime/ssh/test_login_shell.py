@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from oobleck.runtime.ssh.login_shell import Greeting, marked
+from oobleck.runtime.ssh.login_shell import Preamble, marked
 
 SHELLS = ["sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh"]
 
@@ -17,30 +17,30 @@ SHELLS = ["sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh"]
 def test_what_is_printed_before_a_command_is_kept_apart(shell: str, noise: str) -> None:
     command = f"{noise}{marked('exec echo answer')}"
     printed = subprocess.run([shell, "-c", command], stdout=subprocess.PIPE, check=True).stdout
-    greeting = Greeting()
-    assert greeting.strip(printed) == b"answer\n"
-    assert greeting.text == ("welcome" if noise else "")
+    preamble = Preamble()
+    assert preamble.strip(printed) == b"answer\n"
+    assert preamble.text == ("welcome" if noise else "")
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_the_mark_is_found_in_whatever_pieces_it_comes(size: int) -> None:
     printed = b"hello " * 50 + b"oobleck-begins-here\n" + b"\x00\x01answer"
-    greeting = Greeting()
-    pieces = [greeting.strip(printed[at : at + size]) for at in range(0, len(printed), size)]
+    preamble = Preamble()
+    pieces = [preamble.strip(printed[at : at + size]) for at in range(0, len(printed), size)]
     assert b"".join(pieces) == b"\x00\x01answer"
-    assert greeting.has_ended
+    assert preamble.has_ended
 
 
 def test_a_shell_that_repeats_the_command_does_not_begin_it() -> None:
-    greeting = Greeting()
-    assert greeting.strip(f"+ {marked('exec python')}\n".encode()) == b""
-    assert not greeting.has_ended
+    preamble = Preamble()
+    assert preamble.strip(f"+ {marked('exec python')}\n".encode()) == b""
+    assert not preamble.has_ended
 
 
 def test_little_of_an_endless_greeting_is_kept_and_its_last_line_is_the_cause() -> None:
-    greeting = Greeting()
+    preamble = Preamble()
     for _ in range(1000):
-        greeting.strip(b"x" * 1000 + b"\n")
-    greeting.strip(b"go away\n")
-    assert len(greeting.text) <= 4096
-    assert greeting.as_cause() == "; its login shell printed 'go away'"
+        preamble.strip(b"x" * 1000 + b"\n")
+    preamble.strip(b"go away\n")
+    assert len(preamble.text) <= 4096
+    assert preamble.as_cause() == "; its login shell printed 'go away'"
