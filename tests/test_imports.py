@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "ranks": {"bounds", "job"},
     "handover": set(),
+    "machine": {"control"},
     "script": {"errors", "handover", "job"},
     "streams": set(),
     "user_path": {"errors"},
@@ -38,12 +39,12 @@ MAY_IMPORT = {
     "checkpoint": _PURE | {"wire"},
     "roles": _PURE | {"wire"},
     "training": _VALUES
-    | {"handover", "script", "streams", "user_path", "planner", "schedule", "control", "wire", "checkpoint"},
-    "runtime": _WORLD | {"checkpoint", "user_path"},
+    | {"handover", "machine", "script", "streams", "user_path", "planner", "schedule", "control", "wire", "checkpoint"},
+    "runtime": _WORLD | {"checkpoint", "machine", "user_path"},
     "transformers": _PURE | {"handover", "script", "training"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
-    "cli": _WORLD | {"script", "streams", "user_path", "checkpoint", "runtime", "sim", "ui"},
+    "cli": _WORLD | {"machine", "script", "streams", "user_path", "checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
     "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }

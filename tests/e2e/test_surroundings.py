@@ -64,9 +64,7 @@ def test_a_script_finds_what_is_meant_to_reach_it_and_nothing_that_is_not(
     done = subprocess.run(command, cwd=anywhere, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {path.name: json.loads(path.read_text()) for path in ranks.out.iterdir()}
-    assert found == {
-        rank: [str(work), "beside the script", rank, "2", "yes", "from here"] for rank in ("0", "1")
-    }
+    assert found == {rank: [str(work), "beside the script", rank, "2", "yes", "from here"] for rank in ("0", "1")}
 
 
 @pytest.mark.slow  # tests/runtime/test_python_process.py has the parts of it

@@ -58,6 +58,8 @@ class NodeFacts:
 
     pid: int
     hostname: str
+    machine: str = ""
+    """Identifies the machine among all, whatever it is called."""
     clock_s: float
     """The wall clock, seconds since 1970."""
     versions: Mapping[str, str]
@@ -68,6 +70,7 @@ class NodeFacts:
     free_disk_bytes: int = 0
     """Where runs keep their files."""
     memory_bytes: int = 0
+    """That the probe may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from .agent_messages import (
     Heartbeat,
     Hello,
     Leaving,
+    ResourceLimit,
     WorkerExited,
     WorkerStarted,
 )
@@ -62,6 +63,7 @@ from .master_messages import (
     StartWorker,
     StopAgent,
     TimeLink,
+    UseShare,
     WorkerBound,
     WorkerCommand,
 )
@@ -247,6 +249,7 @@ __all__ = [
     "RemoveOld",
     "RemoveUnfinished",
     "ReplicaDigests",
+    "ResourceLimit",
     "Restore",
     "RestoreFailed",
     "Resumed",
@@ -280,6 +283,7 @@ __all__ = [
     "TraceRanks",
     "Unseen",
     "UseRelay",
+    "UseShare",
     "WorkerAddress",
     "WorkerBound",
     "WorkerCommand",

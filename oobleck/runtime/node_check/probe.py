@@ -50,7 +50,7 @@ class RemoteProbe:
     @property
     def machine(self) -> str:
         """Identifies the machine: nodes may share one."""
-        return self.facts.hostname if self.facts is not None else self.spec.host
+        return (self.facts.machine or self.facts.hostname) if self.facts is not None else self.spec.host
 
     @property
     def address(self) -> str:

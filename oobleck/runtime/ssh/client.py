@@ -182,9 +182,9 @@ class SSHConnection:
 
     async def open_command(self, command: str) -> SSHCommandStream:
         """Start a shell command, and talk to it. Raises trio.BrokenResourceError."""
-        start = partial(self._connection.create_session, SSHCommandStream, marked(command))
+        create = self._connection.create_session
         try:
-            _, stream = await self._open(start, encoding=None, request_pty=False)
+            _, stream = await self._open(create, SSHCommandStream, marked(command), encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: {error}") from error
         return cast("SSHCommandStream", stream)

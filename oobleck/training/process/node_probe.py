@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -39,6 +38,7 @@ from oobleck.control.node_check import (
     ProbeRequest,
     SoloDone,
 )
+from oobleck.machine import this_machine
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 
@@ -245,16 +245,18 @@ def _loopback() -> None:
 
 
 def _facts(directory: Path) -> NodeFacts:
+    machine = this_machine()
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return NodeFacts(
         pid=os.getpid(),
         hostname=socket.gethostname(),
+        machine=machine.identity,
         clock_s=time.time(),
         versions={"oobleck": __version__, "python": platform.python_version()} | _installed(),
-        num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        num_cpus=machine.usable_cores,
         cuda_devices=tuple(cuda),
         free_disk_bytes=shutil.disk_usage(directory).free,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=machine.usable_memory_bytes,
     )
 
 
