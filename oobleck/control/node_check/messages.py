@@ -66,6 +66,8 @@ class NodeFacts:
     """Of Python and of the packages that decide what runs."""
     num_cpus: int
     """That the probe may use."""
+    socket: str = ""
+    """The path of a UNIX socket at which the probe listens, as an agent would."""
     cuda_devices: tuple[str, ...] = ()
     free_disk_bytes: int = 0
     """Where runs keep their files."""

@@ -27,6 +27,7 @@ from oobleck.wire import FrameDecoder
 __all__ = ["RemoteProbe"]
 
 _START_TIMEOUT_S: Final = 90.0
+_OPEN_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _NOT_FOUND: Final = 127
 """A shell's exit status for a command that does not exist."""
@@ -81,8 +82,21 @@ class RemoteProbe:
         if isinstance(facts, NodeFacts):
             self.facts = facts
             self.clock_offset_s = facts.clock_s - time.time()
+            await self._open_what_a_run_opens(self._connection, facts.socket)
         elif not self.failure:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
+
+    async def _open_what_a_run_opens(self, connection: SSHConnection, socket: str) -> None:
+        """A second command beside the first, and a connection to a UNIX socket: sshd's settings may forbid either."""
+        try:
+            await connection.run("true", timeout_s=_OPEN_TIMEOUT_S)
+            with trio.fail_after(_OPEN_TIMEOUT_S):
+                stream = await connection.open_unix(socket)
+                await stream.aclose()
+        except trio.BrokenResourceError as error:
+            self.failure = str(error).removeprefix(f"{self.spec.name}: ")
+        except trio.TooSlowError:
+            self.failure = f"a command or a connection to a socket there took more than {_OPEN_TIMEOUT_S:g} s"
 
     async def ask(self, request: ProbeRequest) -> None:
         """Send a request; a probe that is gone is asked in vain."""

@@ -32,6 +32,9 @@ __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_s
 
 T = TypeVar("T")
 
+_SESSIONS = 2
+"""Commands that a run has under way on one connection: OpenSSH allows ten, unless its config says otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHOptions:
@@ -150,7 +153,7 @@ class SSHConnection:
                 finally:
                     _end(process)
         except (asyncssh.Error, OSError) as error:
-            raise trio.BrokenResourceError(f"{self._node}: {error}") from error
+            raise self._broken(error) from error
         if result.exit_status is None:
             raise trio.BrokenResourceError(f"{self._node}: the connection was lost before the command ended")
         preamble = Preamble()
@@ -171,7 +174,8 @@ class SSHConnection:
         except asyncssh.ChannelOpenError as error:
             raise trio.BrokenResourceError(
                 f"{self._node}: its SSH server does not forward to {path} ({error}); the socket must exist there, and "
-                "AllowStreamLocalForwarding and AllowTcpForwarding must be yes or local in its sshd_config"
+                "AllowStreamLocalForwarding and AllowTcpForwarding must be yes or local in its sshd_config, and "
+                "neither DisableForwarding nor PermitOpen may forbid it"
             ) from error
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: socket {path}: {error}") from error
@@ -184,8 +188,17 @@ class SSHConnection:
         try:
             _, stream = await self._open(create, SSHCommandStream, marked(command), encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
-            raise trio.BrokenResourceError(f"{self._node}: {error}") from error
+            raise self._broken(error) from error
         return cast("SSHCommandStream", stream)
+
+    def _broken(self, error: Exception) -> trio.BrokenResourceError:
+        """What it means that a command could not be started, or went on without us."""
+        if isinstance(error, asyncssh.ChannelOpenError):
+            return trio.BrokenResourceError(
+                f"{self._node}: its SSH server opens no more sessions on a connection ({error}); MaxSessions must be "
+                f"at least {_SESSIONS} in its sshd_config"
+            )
+        return trio.BrokenResourceError(f"{self._node}: {error}")
 
     async def _open(self, function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
         """Open a channel. A cancelled attempt costs the connection: asyncssh would leave the channel half-open."""
