@@ -12,10 +12,15 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["MODULE", "as_no_rank", "module_command"]
+from oobleck import __version__
+
+__all__ = ["MODULE", "as_no_rank", "module_command", "why_it_ended"]
 
 MODULE: Final = "-P -m"
 """What stands between an interpreter and one of our modules."""
+
+_NOT_FOUND: Final = 127
+"""A shell's exit status for a command that does not exist."""
 
 _PLACES: Final = frozenset(
     {
@@ -31,6 +36,29 @@ _PREFIXES: Final = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_", "OMPI_UNIVER
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs one of our modules under this interpreter."""
     return [sys.executable, *MODULE.split(), module, *arguments]
+
+
+def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
+    """Return why a process of ours ended on a node before it could say so itself, and what to change.
+
+    `errors` are its last words on standard error; `exit_status` is the shell's.
+    """
+    lines = errors.strip().splitlines()
+    if exit_status == _NOT_FOUND:
+        return f"there is no {python}; name the interpreter there with --python"
+    fatal = next((line for line in lines if line.startswith("Fatal Python error")), None)
+    if fatal is not None:
+        return f"{python} cannot start there ({fatal}); look at the variables there that begin with PYTHON"
+    if "Unknown option: -P" in lines:
+        return f"{python} is older than Python 3.11; name a newer interpreter with --python"
+    missing = next((line for line in reversed(lines) if "No module named" in line), None)
+    if missing is not None:
+        module = missing.rpartition("No module named")[2].strip()
+        return (
+            f"{python} has no module {module}; install oobleck {__version__} there, or name another interpreter with "
+            "--python"
+        )
+    return lines[-1] if lines else f"exit status {exit_status}"
 
 
 def as_no_rank(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from oobleck.runtime.processes import describe_script
-from oobleck.runtime.python_process import as_no_rank, module_command
+from oobleck.runtime.python_process import as_no_rank, module_command, why_it_ended
 
 SOURCES = Path(__file__).parents[2] / "oobleck"
 
@@ -86,3 +87,23 @@ def test_a_script_finds_what_lies_beside_it_and_not_what_lies_in_the_current_dir
     (current / "random.py").write_text("raise SystemExit('taken from the current directory')\n")
     monkeypatch.chdir(current)
     assert describe_script(scripts / "train.py", ()).settings == '{"seed": 7}'
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "why"),
+    [
+        ("exec /no/python -P -m oobleck", {}, "there is no PYTHON; name the interpreter there with --python"),
+        ("exec {python} -P -m oobleck", {"PYTHONHOME": "/nonexistent"}, "look at the variables there that begin with"),
+        ("exec {python} -P -m oobleck", {"PYTHONMALLOC": "none"}, "PYTHONMALLOC: unknown allocator"),
+        ("exec {python} -I -P -m nosuchmodule", {}, "has no module nosuchmodule; install oobleck"),
+        ("echo 'Unknown option: -P' >&2; exit 2", {}, "is older than Python 3.11"),
+        ("echo 'no room' >&2; exit 3", {}, "no room"),
+        ("exit 3", {}, "exit status 3"),
+    ],
+)
+def test_why_a_process_did_not_start_is_told_with_what_to_change(
+    command: str, environment: dict[str, str], why: str
+) -> None:
+    words = ["/bin/sh", "-c", command.format(python=sys.executable)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert why in why_it_ended("PYTHON", done.stderr, done.returncode)
