@@ -34,9 +34,9 @@ StrictModes no
 UsePAM no
 PasswordAuthentication no
 KbdInteractiveAuthentication no
+{more}
 AllowStreamLocalForwarding yes
 SetEnv {environment}
-{more}
 """
 
 _HOST_CONFIG = """\

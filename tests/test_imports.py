@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "ranks": {"bounds", "job"},
     "handover": set(),
+    "machine": {"control"},
     "script": {"errors", "handover", "job"},
     "streams": set(),
     "user_path": {"errors"},
@@ -39,12 +40,15 @@ MAY_IMPORT = {
     "checkpoint": _PURE | {"wire"},
     "roles": _PURE | {"wire"},
     "training": _VALUES
-    | {"handover", "script", "streams", "user_path", "writing", "planner", "schedule", "control", "wire", "checkpoint"},
-    "runtime": _WORLD | {"checkpoint", "user_path", "writing"},
+    | {
+        "handover", "machine", "script", "streams", "user_path", "writing",
+        "planner", "schedule", "control", "wire", "checkpoint",
+    },
+    "runtime": _WORLD | {"checkpoint", "machine", "user_path", "writing"},
     "transformers": _PURE | {"handover", "script", "training"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
-    "cli": _WORLD | {"script", "streams", "user_path", "writing", "checkpoint", "runtime", "sim", "ui"},
+    "cli": _WORLD | {"machine", "script", "streams", "user_path", "writing", "checkpoint", "runtime", "sim", "ui"},
     "__main__": {"cli"},
     "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
@@ -326,6 +330,7 @@ def test_an_agent_loads_what_it_says_and_nothing_that_a_master_decides_by():
         "runtime.files",
         "runtime.listening",
         "runtime.patient_clock",
+        "runtime.python_process",
         "runtime.relay_network",
     }
     assert not {name.split(".")[0] for name in rooms} & {"planner", "schedule", "cli", "sim", "ui", "training"}

@@ -19,6 +19,7 @@ from oobleck.control.coordinator import check_kinds, fixed_schedule, one_kind_pl
 from oobleck.control.scaling import first_target
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
+from oobleck.machine import this_machine
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
@@ -232,7 +233,9 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
 def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
     """A profile with the memory that each device of the job has."""
     device = profile.device
-    memory_bytes = job.device_memory_bytes or (_memory_bytes() // num_local if num_local else device.memory_bytes)
+    memory_bytes = job.device_memory_bytes or (
+        this_machine().usable_memory_bytes // num_local if num_local else device.memory_bytes
+    )
     return replace(profile, device=replace(device, memory_bytes=memory_bytes))
 
 
@@ -251,8 +254,3 @@ def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerP
         activation_bytes=factor * layer.activation_bytes,
         output_bytes=factor * layer.output_bytes,
     )
-
-
-def _memory_bytes() -> int:
-    """This machine's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

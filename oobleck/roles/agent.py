@@ -48,6 +48,7 @@ from oobleck.control.protocol import (
     StoragePaths,
     TraceRanks,
     UseRelay,
+    UseShare,
     WorkerBound,
     WorkerExited,
     WorkerFailed,
@@ -86,6 +87,8 @@ _LEAVE_S = 5.0
 class _Worker:
     handle: WorkerHandle
     outgoing: trio.MemorySendChannel[WorkerBound]
+    share: UseShare
+    """What it uses of the machine."""
     error: Raised | None = None
     """The exception that ends it, once it has said so."""
 
@@ -100,6 +103,14 @@ class _Duty:
     control: ControlSpec
     configure: Configure | None
     """None where there are ranks in place of workers."""
+
+    @property
+    def share(self) -> UseShare:
+        """What each worker may use of the machine by now."""
+        assert self.configure is not None
+        return UseShare(
+            torch_threads=self.configure.torch_threads, device_memory_bytes=self.configure.device_memory_bytes
+        )
 
     @property
     def interval_s(self) -> float:
@@ -314,6 +325,8 @@ class Agent:
                 if is_first:  # it is said again where it may have been lost with a connection
                     self._open_storage(message)
                     nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
+                for device in self._workers:
+                    self._give_share(device)
                 self._watch_notice(message.job.control, nursery)
             case ConfigureRanks():
                 self._duty = _Duty(message.run.control, None)
@@ -385,6 +398,14 @@ class Agent:
         except trio.WouldBlock:
             worker.handle.kill()  # it reads nothing any more
 
+    def _give_share(self, device: int) -> None:
+        """Tell a worker what it may use of the machine, where that has changed since it was told."""
+        assert self._duty is not None
+        worker, share = self._workers[device], self._duty.share
+        if worker.share != share:
+            worker.share = share
+            self._tell(device, share)
+
     def _duty_for(self, device: int) -> Configure:
         """What a worker of this device is to do. Raises PeerError where there can be none."""
         if self._duty is None or self._duty.configure is None:
@@ -397,13 +418,15 @@ class Agent:
     async def _run_worker(self, device: int, configure: Configure) -> None:
         """Start a worker, relay for it, and report its end."""
         assert self._host is not None
+        assert self._duty is not None
+        share = self._duty.share
         setup = SetUpWorker(
             job=configure.job,
             worker_id=WorkerId(node=configure.node, device=device),
             address=configure.address,
-            torch_threads=configure.torch_threads,
+            torch_threads=share.torch_threads,
             cache_dir=str(self._cache_dir),
-            device_memory_bytes=configure.device_memory_bytes,
+            device_memory_bytes=share.device_memory_bytes,
             local_device=configure.devices[device],
             num_sharing=configure.num_sharing,
             storage=self._storage,
@@ -415,8 +438,8 @@ class Agent:
             self._resend_queue.add(AgentStopped(reason=str(error), is_failure=True))
             return
         outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
-        worker = _Worker(handle, outgoing)
-        self._workers[device] = worker
+        worker = self._workers[device] = _Worker(handle, outgoing, share)
+        self._give_share(device)
         self._starting.remove(device)
         if self._stop_reason is not None:
             handle.kill()

@@ -37,6 +37,7 @@ from .files import (
     slow_command,
 )
 from .node_check import check_nodes
+from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
 
 __all__ = ["RemotePaths", "SSHCluster"]
@@ -52,8 +53,6 @@ _AT_ONCE = 32
 _NO_AGENT = 76
 """A shell's exit status where an agent was to be taken up with that does not live."""
 _TOO_LONG = "a command took too long; is the machine overloaded?"
-_NOT_FOUND = 127
-"""A shell's exit status for a command that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,29 +251,19 @@ class SSHCluster:
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         ranks = " --ranks" if self._runs_ranks else ""
-        return f"exec {shlex.quote(self._paths.python)} -m {AGENT_MODULE} {options}{ranks}"
+        return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         """Read the answer of the agent's start: the path of its socket."""
-        python = self._paths.python
-        errors = completed.stderr.decode(errors="replace").strip()
         if completed.exit_status == _NO_AGENT:
             raise AgentGone(node.name, "its agent is gone")
-        if completed.exit_status == _NOT_FOUND:
-            raise NodeUnreachable(node.name, f"there is no {python}; name the interpreter there with --python")
-        if "No module named" in errors:
-            missing = errors.rpartition("No module named")[2].strip()
-            raise NodeUnreachable(
-                node.name,
-                f"{python} has no module {missing}; install oobleck {__version__} there, or name another "
-                "interpreter with --python",
-            )
         try:
             answer = json.loads(completed.stdout)
             version, socket = str(answer["version"]), str(answer["socket"])
         except (ValueError, KeyError, TypeError) as error:
-            last_line = errors.splitlines()[-1] if errors else f"exit status {completed.exit_status}"
-            raise NodeUnreachable(node.name, f"its agent did not start: {last_line}") from error
+            errors = completed.stderr.decode(errors="replace")
+            why = why_it_ended(self._paths.python, errors, completed.exit_status)
+            raise NodeUnreachable(node.name, f"its agent did not start: {why}{completed.cause}") from error
         if version != __version__:
             raise NodeUnreachable(
                 node.name, f"oobleck {version} is installed there, {__version__} here; install the same version"

@@ -47,7 +47,7 @@ class Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env={**os.environ, **(environment or {}), "TMPDIR": str(self.temporary)},
+                env={**self.environment, **(environment or {})},
             )
             try:
                 yield process
@@ -55,6 +55,11 @@ class Ranks:
                 if process.poll() is None:
                     process.terminate()
                     process.wait(TIMEOUT_S)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What runs see."""
+        return {**os.environ, "TMPDIR": str(self.temporary)}
 
     def run(self, *options: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
         """Run to the end; returns the exit status."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oobleck.machine import this_machine
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
@@ -92,6 +94,22 @@ def test_ssh_connections_that_all_end_cost_no_node(
     gaps = [abs(one - other) for one, other in zip(outcome.losses, undisturbed.losses, strict=True)]
     assert max(gaps) < TOLERANCE
     assert runner.left_over() == []
+
+
+@pytest.mark.slow  # tests/control/membership/test_machines.py has what is decided, tests/roles what is told
+def test_nodes_that_are_one_machine_by_several_names_share_its_cores(
+    runner: Runner, hosts: tuple[str, ...], home: Path
+) -> None:
+    shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
+    with runner.up("--job", str(runner.job_file()), "--set", "torch_threads=null", nodes=hosts) as up:
+        outcome = up.finish()
+    assert outcome.exit_code == 0, outcome.output
+    logs = "".join(path.read_text() for path in (runner.directory / ".oobleck" / TAG).glob("agent*.log"))
+    threads: dict[str, str] = {}
+    for node, number in re.findall(r"\[(\w+):0[^]]*\].*?\b(\d+) threads", logs):
+        threads[node] = number  # what it was told last
+    share = max(1, this_machine().usable_cores // len(NODES))
+    assert threads == dict.fromkeys(NODES, str(share)), logs
 
 
 def listening_addresses(runner: Runner) -> dict[str, str]:

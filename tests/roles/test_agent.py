@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from oobleck.control.protocol import (
     Status,
     StepCommitted,
     StopAgent,
+    UseShare,
     WorkerExited,
     WorkerFailed,
     WorkerStarted,
@@ -257,6 +259,28 @@ async def test_a_worker_may_be_started_again_in_its_place(autojump_clock: MockCl
         assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         await link.master.send([StartWorker(device=0)])
         assert (await hear(link, WorkerStarted, where=lambda said: said.pid == 101)).device == 0
+
+
+async def test_workers_are_told_what_is_left_for_them_of_a_machine_once_others_share_it(autojump_clock: MockClock):
+    async with running() as desk:
+        desk.host.start_s = 5.0
+        link = await desk.connect(devices=(0, 1))
+        await link.master.send([StartWorker(device=0)])
+        first = await desk.host.worker()
+        await link.master.send([StartWorker(device=1)])
+        await trio.sleep(1)
+        less = replace(configure(devices=(0, 1)), torch_threads=3, device_memory_bytes=1 << 20)
+        await link.master.send([less, less])
+        second = await desk.host.worker(1)
+        share = UseShare(torch_threads=3, device_memory_bytes=1 << 20)
+        assert await first.hears(UseShare) == await second.hears(UseShare) == share
+        assert first.told.count(share) == second.told.count(share) == 1
+        first.end(Killed(signal=9))
+        await hear(link, WorkerExited)
+        await link.master.send([StartWorker(device=0)])
+        await trio.sleep(10)
+        again = await desk.host.worker()
+        assert (again.setup.torch_threads, again.setup.device_memory_bytes) == (3, 1 << 20)
 
 
 async def test_a_worker_is_started_once_by_whichever_masters_ask_for_it(autojump_clock: MockClock):

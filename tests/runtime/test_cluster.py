@@ -10,11 +10,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
-from oobleck.errors import AgentGone, FaultyNode
+from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
+from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
-from oobleck.runtime.ssh.client import open_ssh_loop
+from oobleck.runtime.ssh.client import SSHOptions, open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes
+from tests.openssh import needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import connections_by
 
 _SICK = """#!/bin/sh
@@ -85,3 +87,27 @@ async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -
         with pytest.raises(AgentGone):
             await cluster.reach(node, attach=True)
         await cluster.clean(node)
+
+
+@needs_openssh
+async def test_an_agent_starts_under_a_login_shell_that_greets_and_one_that_does_not_start_says_the_greeting(
+    temporary: Path,
+) -> None:
+    base, node = PurePosixPath(temporary / "base"), NodeSpec(name="alpha", host="alpha")
+    environment = {"TMPDIR": str(temporary)}
+    with serve_openssh(temporary / "openssh", environment=environment) as openssh:
+        (temporary / "openssh" / ".bashrc").write_text(f"echo Welcome to the cluster; cd {temporary}\n")
+        for name in ("random.py", "socket.py", "trio.py"):  # in the directory where commands begin
+            (temporary / name).write_text("raise SystemExit('not ours')\n")
+        config = temporary / "config"
+        config.write_text(openssh.host_config(["alpha"]))
+        async with open_ssh_loop(), connections_by(SSHOptions(config=config)) as connections:
+            for python in (sys.executable, "/bin/false"):
+                paths = RemotePaths(python=python, base_dir=base, cache_dir=base / "cache")
+                cluster = SSHCluster("tag", [node], run_id="tag-01234567", connections=connections, paths=paths)
+                if python == sys.executable:
+                    await meet(await cluster.reach(node, attach=False))
+                else:
+                    with pytest.raises(NodeUnreachable, match="exit status 1; its login shell printed 'Welcome to"):
+                        await cluster.reach(node, attach=False)
+                await cluster.clean(node)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.runtime.control_client import ControlRequest, NoActiveRun, StatusRequest, StopRequest, request
 from oobleck.runtime.files import ProcessId, RunDirectory
 from oobleck.runtime.processes import restart_master
+from oobleck.runtime.python_process import module_command
 
 __all__ = ["LocalRun", "RunningRun"]
 
@@ -64,7 +64,7 @@ class LocalRun:
     def __init__(self, directory: RunDirectory, options: Sequence[str]) -> None:
         """`options` are those of `oobleck up`."""
         place = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
-        self._command = [sys.executable, "-m", "oobleck", "up", *options, *place]
+        self._command = module_command("oobleck", "up", *options, *place)
         self._directory = directory
         self._process = self._start(resume="never")
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from oobleck.runtime.files import ProcessId, RunDirectory
+from oobleck.runtime.python_process import module_command
 
 __all__ = ["MasterProcess"]
 
@@ -38,7 +39,7 @@ class MasterProcess:
         own = ("--plain", "--json", "--until-eof", f"--base-dir={base_dir}")
         options, arguments = _parted(words)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oobleck", "up", *options, *own, *arguments],
+            module_command("oobleck", "up", *options, *own, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

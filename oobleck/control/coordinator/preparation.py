@@ -36,6 +36,8 @@ class Preparation:
         self._members = members
         self._python_version = python_version
         self._profiles = KindProfiles(members)
+        self._told: dict[str, tuple[int, int]] = {}
+        """The threads and the memory that each node's agent was told to give a worker."""
         self._waiting: dict[WorkerId, WorkerUp] = {}
         """Ready while others train, on nodes of kinds that have no profile yet."""
 
@@ -53,9 +55,20 @@ class Preparation:
         return misfit_of(hello, python_version=self._python_version)
 
     def configure(self, node: str) -> tuple[Command, ...]:
-        """Tell a node's agent about the job and have its workers started."""
+        """Tell a node's agent about the job and have its workers started.
+
+        Agents of the same machine are told again where there is less, or more, for each of their workers by now.
+        """
         member = self._members[node]
         asks = self._profiles.ask_again(node)
+        starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
+        others = [each for each in self._members.sharing_with(node) if each in self._members.living]
+        changed = [each for each in others if self._told.get(each.spec.name) != self._share(each)]
+        return (self._configure(member), *starts, *asks, *map(self._configure, changed))
+
+    def _configure(self, member: Member) -> Send:
+        node = member.spec.name
+        threads, memory_bytes = self._told[node] = self._share(member)
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,
@@ -63,13 +76,12 @@ class Preparation:
             node=node,
             devices=member.spec.devices,
             address=member.address,
-            torch_threads=self._threads(member),
-            device_memory_bytes=self._memory(member),
+            torch_threads=threads,
+            device_memory_bytes=memory_bytes,
             num_sharing=self._members.sharing_device(member),
             run=self._run,
         )
-        starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
-        return (Send(node=node, message=configure), *starts, *asks)
+        return Send(node=node, message=configure)
 
     def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
         """Look at a worker that is ready. The first one of a kind settles which profile that needs.
@@ -92,6 +104,7 @@ class Preparation:
 
     def _key(self, member: Member, message: WorkerReady) -> str:
         assert member.hello is not None
+        threads, memory_bytes = self._share(member)
         named = (member.spec.device,) if member.spec.device != DEFAULT_KIND else ()
         return profile_key(
             self._job,
@@ -99,8 +112,8 @@ class Preparation:
             parameters=message.parameters,
             device=(
                 message.device_name,
-                message.device_memory_bytes or self._memory(member),
-                self._threads(member),
+                message.device_memory_bytes or memory_bytes,
+                threads,
                 member.hello.num_cores,
                 *named,
             ),
@@ -163,17 +176,11 @@ class Preparation:
         kinds = {member.spec.kind for member in self._members.ready} - self._profiles.known.keys()
         return "the model's profile" + (f" on {', '.join(sorted(kinds))}" if kinds - {DEFAULT_KIND} else "")
 
-    def _threads(self, member: Member) -> int:
-        assert member.hello is not None
-        if self._job.torch_threads is not None:
-            return self._job.torch_threads
-        return max(1, member.hello.num_cores // self._members.sharing_host(member))
-
-    def _memory(self, member: Member) -> int:
-        assert member.hello is not None
-        if self._job.device_memory_bytes is not None:
-            return self._job.device_memory_bytes
-        return member.hello.memory_bytes // self._members.sharing_host(member)
+    def _share(self, member: Member) -> tuple[int, int]:
+        """The threads and the bytes of memory of each of a node's workers: the job's, or their share."""
+        share, job = self._members.share(member), self._job
+        threads = share.num_cores if job.torch_threads is None else job.torch_threads
+        return threads, share.memory_bytes if job.device_memory_bytes is None else job.device_memory_bytes
 
 
 def misfit_of(hello: Hello, *, python_version: str) -> str | None:

@@ -104,6 +104,8 @@ class Remedy(StrEnum):
 def failure_of_end(end: WorkerEnd) -> Failure:
     """What ended a worker."""
     match end:
+        case Killed(is_out_of_memory=True):
+            return Failure.OUT_OF_MEMORY
         case Killed(signal=signal):
             return Failure.CRASHED if signal in _CRASHES else Failure.KILLED
         case Exited() | Unseen():

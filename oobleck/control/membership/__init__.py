@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .leases import Leases, are_most, patience_s
+from .machines import Share
 from .membership import Member, MemberImage, Membership, MemberState
 from .message_checks import check_device, is_of_training, is_of_worker_that_ends
 from .node_retry import QUARANTINE_LOSSES, NodeRetry
@@ -17,6 +18,7 @@ __all__ = [
     "MemberState",
     "Membership",
     "NodeRetry",
+    "Share",
     "StartupFailures",
     "adopting_s",
     "are_most",

@@ -6,8 +6,7 @@ CONNECTING -> CONNECTED -> READY -> LOST | LEFT
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
@@ -17,6 +16,8 @@ from oobleck.control.protocol import Hello, WorkerAddress
 from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
+
+from .machines import Machines, Share
 
 __all__ = ["Member", "MemberImage", "MemberState", "Membership"]
 
@@ -84,6 +85,11 @@ class Member:
         return self.state is MemberState.READY
 
     @property
+    def machine(self) -> str:
+        """Equal for nodes of one machine; the name of its host, where its agent has not said."""
+        return (self.hello.machine if self.hello is not None else "") or self.spec.host
+
+    @property
     def taken_along(self) -> tuple[int, ...]:
         """Devices whose workers end with any other one: those that train, for a plan has all of a node or nothing."""
         return tuple(sorted(self.ready)) if self.is_ready else ()
@@ -144,8 +150,7 @@ class Membership:
         self._ready_names: frozenset[str] | None = None
         self._ready_worker_ids: tuple[WorkerId, ...] | None = None
         self._all_save: bool | None = None
-        self._on_host: defaultdict[str, list[NodeSpec]] = defaultdict(list)
-        """The nodes of each machine once somebody has asked, for thousands ask when a run begins."""
+        self._machines = Machines()
         for spec in nodes:
             self._take(spec)
 
@@ -193,7 +198,7 @@ class Membership:
         self._heard_s[spec.name] = 0.0
         self._kinds[spec.name] = spec.kind
         self._put(Member(spec=spec, worker_ids=worker_ids))
-        self._on_host.clear()
+        self._machines.put(spec, None)
 
     def _put(self, member: Member) -> None:
         """Replace what is known of a node. What is remembered of all is not true any more."""
@@ -210,8 +215,9 @@ class Membership:
         """Reach nodes as these say, where they may have changed; what they are stays as it was."""
         for name, member in self._members.items():
             spec = specs.get(name, member.spec)
-            self._put(replace(member, spec=replace(spec, device=member.spec.device, devices=member.spec.devices)))
-        self._on_host.clear()
+            spec = replace(spec, device=member.spec.device, devices=member.spec.devices)
+            self._put(replace(member, spec=spec))
+            self._machines.put(spec, member.hello)
 
     def meet(self, node: str, hello: Hello, *, address: str, now_s: float) -> None:
         """Note who speaks for the node; `address` is where SSH reached it."""
@@ -231,6 +237,7 @@ class Membership:
             ),
         )
         self._put(member)
+        self._machines.put(member.spec, hello)
         self._heard_s[node] = now_s
 
     def note_connected(self, node: str, *, agent_pid: int) -> None:
@@ -339,13 +346,6 @@ class Membership:
 
     # --- what is read ------------------------------------------------------------------------------------------
 
-    def _near(self, member: Member) -> Sequence[NodeSpec]:
-        """Return the nodes of a node's machine, itself included."""
-        if not self._on_host:
-            for each in self._members.values():
-                self._on_host[each.spec.host].append(each.spec)
-        return self._on_host[member.spec.host]
-
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
         if known is None:
@@ -442,12 +442,15 @@ class Membership:
 
     def sharing_device(self, member: Member) -> int:
         """How many workers at most compute on one of a node's devices, over all nodes of its machine."""
-        near = self._near(member)
-        return max(sum(each.devices.count(device) for each in near) for device in member.spec.devices)
+        return self._machines.sharing_device(member.spec.name)
 
-    def sharing_host(self, member: Member) -> int:
-        """How many workers the machine of a node runs, over all of its nodes."""
-        return sum(each.num_devices for each in self._near(member))
+    def share(self, member: Member) -> Share:
+        """What each worker of a node may use of its machine, over all nodes there; its agent has spoken."""
+        return self._machines.share(member.spec.name)
+
+    def sharing_with(self, node: str) -> tuple[Member, ...]:
+        """The other nodes whose share may be another one since this node's agent has spoken."""
+        return tuple(self._members[name] for name in self._machines.touched_by(node))
 
 
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:

@@ -58,16 +58,21 @@ class NodeFacts:
 
     pid: int
     hostname: str
+    machine: str = ""
+    """Identifies the machine among all, whatever it is called."""
     clock_s: float
     """The wall clock, seconds since 1970."""
     versions: Mapping[str, str]
     """Of Python and of the packages that decide what runs."""
     num_cpus: int
     """That the probe may use."""
+    socket: str = ""
+    """The path of a UNIX socket at which the probe listens, as an agent would."""
     cuda_devices: tuple[str, ...] = ()
     free_disk_bytes: int = 0
     """Where runs keep their files."""
     memory_bytes: int = 0
+    """That the probe may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

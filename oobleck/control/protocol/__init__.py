@@ -10,6 +10,7 @@ from .agent_messages import (
     Heartbeat,
     Hello,
     Leaving,
+    ResourceLimit,
     WorkerExited,
     WorkerStarted,
 )
@@ -73,6 +74,7 @@ from .master_messages import (
     StartWorker,
     StopAgent,
     TimeLink,
+    UseShare,
     WorkerBound,
     WorkerCommand,
 )
@@ -259,6 +261,7 @@ __all__ = [
     "RemoveOld",
     "RemoveUnfinished",
     "ReplicaDigests",
+    "ResourceLimit",
     "Restore",
     "RestoreFailed",
     "Resumed",
@@ -292,6 +295,7 @@ __all__ = [
     "TraceRanks",
     "Unseen",
     "UseRelay",
+    "UseShare",
     "WorkerAddress",
     "WorkerBound",
     "WorkerCommand",

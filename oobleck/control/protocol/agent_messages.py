@@ -20,6 +20,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Leaving",
+    "ResourceLimit",
     "WorkerExited",
     "WorkerStarted",
 ]
@@ -32,6 +33,16 @@ class WorkerStarted(FromWorker):
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceLimit:
+    """What a group of processes may use of its machine: a container, a task, a set of cores."""
+
+    group: str
+    """Distinguishes it from the other groups of the machine."""
+    num_cores: int | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +59,15 @@ class Hello:
     workers: tuple[WorkerStarted, ...]
     """The workers that live, by device."""
     num_cores: int
+    """Of the machine."""
     memory_bytes: int
     """Main memory of the machine."""
+    machine: str = ""
+    """Identifies the machine among all; empty where that is not known."""
+    container: str = ""
+    """Identifies, on its machine, what the agent sees of devices."""
+    limits: tuple[ResourceLimit, ...] = ()
+    """What leaves the agent, and all else in these groups, less than the machine has."""
     clock_s: float
     """The machine's monotonic clock at the time of sending."""
 

@@ -51,6 +51,8 @@ class Killed:
     """A signal ended it."""
 
     signal: int
+    is_out_of_memory: bool = False
+    """Whether it was the kernel's, because the group of processes had no memory left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,8 @@ ServerEnd = Killed | Exited | Unseen | NotStarted
 def end_text(end: WorkerEnd) -> str:
     """How a worker ended: `killed by signal 9`."""
     match end:
-        case Killed(signal=signal):
-            return f"killed by signal {signal}"
+        case Killed(signal=signal, is_out_of_memory=is_out_of_memory):
+            return f"killed by signal {signal}" + (", the kernel's: its cgroup is out of memory" * is_out_of_memory)
         case Exited(exit_code=code):
             return f"exit code {code}"
         case Raised(message=message):

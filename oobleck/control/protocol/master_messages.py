@@ -43,11 +43,12 @@ __all__ = [
     "StartWorker",
     "StopAgent",
     "TimeLink",
+    "UseShare",
     "WorkerBound",
     "WorkerCommand",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +224,14 @@ class SetUpWorker:
     """None where nothing can be saved."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseShare:
+    """Said by an agent to its workers: others share the machine that were not known of before, or fewer do."""
+
+    torch_threads: int
+    device_memory_bytes: int
+
+
 WorkerCommand = (
     ProfileRequest
     | TimeLink
@@ -254,5 +263,5 @@ MasterMessage = (
 )
 """What the master says to an agent, what is for its workers included."""
 
-WorkerBound = SetUpWorker | WorkerCommand
+WorkerBound = SetUpWorker | UseShare | WorkerCommand
 """What an agent says to a worker."""

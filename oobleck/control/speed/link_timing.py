@@ -166,7 +166,7 @@ class LinkTiming:
         depends_on = [
             self._job.device,
             sorted(self._device_names.get(worker_id, "") for worker_id in pair),
-            "one node" if one is other else "one machine" if one.spec.host == other.spec.host else "two machines",
+            "one node" if one is other else "one machine" if one.machine == other.machine else "two machines",
             max(map(self._members.sharing_device, (one, other))) > 1,
             _MEASURES,
         ]
@@ -193,7 +193,7 @@ def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
 
 
 def _one_for_each_machine(members: Sequence[tuple[Member, list[int]]]) -> list[tuple[Member, list[int]]]:
-    return list({member.spec.host: (member, devices) for member, devices in reversed(members)}.values())[::-1]
+    return list({member.machine: (member, devices) for member, devices in reversed(members)}.values())[::-1]
 
 
 def _checked(message: LinkTimed) -> dict[int, float]:

@@ -24,6 +24,7 @@ import trio
 from oobleck import __version__
 from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
+from oobleck.machine import this_machine
 from oobleck.roles.agent import Agent
 from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
@@ -161,6 +162,8 @@ async def _serve(
     async def accept() -> MasterConnection:
         return MessageChannel(await accept_client(listening), FrameDecoder(MasterMessage))
 
+    machine = this_machine()
+
     def hello(generation: int, living: tuple[WorkerStarted, ...]) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
@@ -170,8 +173,11 @@ async def _serve(
             pid=os.getpid(),
             generation=generation,
             workers=living,
-            num_cores=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            num_cores=machine.num_cores,
+            memory_bytes=machine.memory_bytes,
+            machine=machine.identity,
+            container=machine.container,
+            limits=machine.limits,
             clock_s=time.monotonic(),
         )
 

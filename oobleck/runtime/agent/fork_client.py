@@ -128,10 +128,10 @@ class ForkServer:
     def __init__(
         self, directory: AgentDir, command: Sequence[str], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`command` gets the number of its listening socket's descriptor; it finds `environment` beside the agent's."""
+        """`command` gets the number of its listening socket's descriptor; `environment` is the agent's by default."""
         self._directory = directory
         self._command = tuple(command)
-        self._environment = dict(environment or {})
+        self._environment = dict(os.environ if environment is None else environment)
         self._server: _Connection | None = None
         self._server_pid: int | None = None
         """The one that this agent has started."""
@@ -256,7 +256,7 @@ def _start_fork_server(command: Sequence[str], path: str, environment: Mapping[s
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env=environment,
         )
     process.returncode = 0  # nobody waits for it through this object, whose end is not the server's
     return process.pid

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,9 +19,11 @@ from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, 
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
+from oobleck.runtime.python_process import module_command
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer
+from .oom_kills import OomKills
 from .rank_states import RankStates
 
 __all__ = ["Rank", "RankProcesses"]
@@ -74,7 +75,14 @@ class Rank:
     """A rank's process, from its agent's side."""
 
     def __init__(
-        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool, can_trace: bool
+        self,
+        process: ForkedProcess,
+        guard: trio.SocketStream,
+        logs: Path,
+        *,
+        oom_kills: OomKills,
+        is_warm: bool,
+        can_trace: bool,
     ) -> None:
         """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
         to show, and would end by the signal.
@@ -82,6 +90,7 @@ class Rank:
         self.pid = process.pid
         self.is_warm = is_warm
         self._process = process
+        self._oom_kills = oom_kills
         self._guard = guard
         self._error_file = logs / "error.json"
         self._stack_file = logs / "stacks.log"
@@ -92,7 +101,7 @@ class Rank:
         await self._process.ended.wait()
         self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
         self._guard.socket.close()
-        return self._process.end
+        return self._oom_kills.explain(self._process)
 
     def ask_to_end(self) -> None:
         self._process.send(signal.SIGTERM)
@@ -150,6 +159,7 @@ class RankProcesses:
         self._directory = directory
         self._states = states
         self._logs = logs
+        self._oom_kills = OomKills()
         self._server: ForkServer | None = None
         self._has_server = trio.Event()
         self._port: socket.socket | None = None
@@ -182,8 +192,8 @@ class RankProcesses:
         if self._num_ranks > 1:  # libraries may read it when they are loaded
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         files = (str(self._directory.fork_imports), str(self._directory.fork_warmth))
-        command = (sys.executable, "-P", "-m", _MODULE, *files)
-        self._server = ForkServer(self._directory, command, environment=environment)
+        command = module_command(_MODULE, *files)
+        self._server = ForkServer(self._directory, command, environment={**os.environ, **environment})
         self._has_server.set()
         return self._num_ranks
 
@@ -226,7 +236,8 @@ class RankProcesses:
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await guard.send_all(encode_frame(self._told(setup, logs)))
-        return Rank(process, guard, logs, is_warm=is_warm, can_trace=setup.run.entry != "program")
+        can_trace = setup.run.entry != "program"
+        return Rank(process, guard, logs, oom_kills=self._oom_kills, is_warm=is_warm, can_trace=can_trace)
 
     def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
         run = setup.run

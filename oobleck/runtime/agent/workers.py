@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,21 +15,26 @@ from oobleck.control.protocol import ForkServerEnded, ProcessEnd, SetUpWorker, W
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.runtime.files import AgentDir
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
 from .fork_client import ForkedProcess, ForkServer
+from .oom_kills import OomKills
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
-_SERVER = (sys.executable, "-m", "oobleck.training.process.fork_server")
+_SERVER = module_command("oobleck.training.process.fork_server")
 
 
 class Worker:
     """A forked worker process, from its agent's side."""
 
-    def __init__(self, process: ForkedProcess, channel: MessageChannel[WorkerBound, WorkerMessage]) -> None:
+    def __init__(
+        self, process: ForkedProcess, channel: MessageChannel[WorkerBound, WorkerMessage], oom_kills: OomKills
+    ) -> None:
         self.pid = process.pid
         self._process = process
+        self._oom_kills = oom_kills
         self._channel = channel
 
     async def send(self, messages: Sequence[WorkerBound]) -> None:
@@ -41,7 +45,7 @@ class Worker:
 
     async def wait(self) -> ProcessEnd:
         await self._process.ended.wait()
-        return self._process.end
+        return self._oom_kills.explain(self._process)
 
     def kill(self) -> None:
         self._process.kill()
@@ -57,7 +61,8 @@ class ForkingWorkerHost:
     def __init__(self, directory: AgentDir, *, server: Sequence[str] = _SERVER) -> None:
         """`server` is the command of a fork server; it gets the number of its listening socket's descriptor."""
         self._directory = directory
-        self._server = ForkServer(directory, server)
+        self._oom_kills = OomKills()
+        self._server = ForkServer(directory, server, environment=as_no_rank())
 
     async def run(self) -> None:
         """Keep a fork server, for ever."""
@@ -75,15 +80,16 @@ class ForkingWorkerHost:
             return
         fields = json.dumps(asdict(job.text))
         await trio.run_process(
-            [sys.executable, "-m", "oobleck.training.data.corpus", str(cache_dir), fields],
+            module_command("oobleck.training.data.corpus", str(cache_dir), fields),
             stdin=subprocess.DEVNULL,
             check=False,
+            env=as_no_rank(),
         )
 
     async def start(self, setup: SetUpWorker) -> Worker:
         """Fork a worker and set it up. Raises WorkersUnavailable when there is no fork server any more."""
         process, stream = await self._server.fork()
-        worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)))
+        worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)), self._oom_kills)
         self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await worker.send([setup])

@@ -20,6 +20,7 @@ import trio
 
 from oobleck.errors import ConfigError, NodeUnreachable, PeerError, UsageError
 from oobleck.job import NodeSpec
+from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import private_directory
 from oobleck.runtime.ssh import (
     DialInKeys,
@@ -59,6 +60,7 @@ _LOGIN_S = 10.0
 _CALLS_AGAIN_S = 0.1
 """A node calls again at once, which takes a third of this."""
 _LOGINS = 32
+_WAITING = 512
 _LEAST_LOGIN_S = 5.0
 """So many logins at one time take 0.4 s of one core, and no more than this where it is busy."""
 _MOST_CHANGES = 100_000
@@ -142,7 +144,13 @@ class DialedInNodes:
     async def serve(self, listeners: Sequence[trio.SocketListener], keys: DialInKeys) -> None:
         """Take callers in, until cancelled."""
         let_in, timeout_s = partial(self._let_in, keys), self._login_timeout_s
-        doorkeeper = Doorkeeper(let_in, max_logins=_LOGINS, least_s=_LEAST_LOGIN_S, login_timeout_s=timeout_s)
+        doorkeeper = Doorkeeper(
+            let_in,
+            max_logins=_LOGINS,
+            max_waiting=min(_WAITING, raise_descriptor_limit() // 8),
+            least_s=_LEAST_LOGIN_S,
+            login_timeout_s=timeout_s,
+        )
         try:
             async with trio.open_nursery() as nursery:
                 for listener in listeners:

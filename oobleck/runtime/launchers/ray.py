@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import trio
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.runtime.python_process import module_command
 from oobleck.wire import encode_json
 
 from .command import printed_by
@@ -23,7 +23,7 @@ from .dial_in import DialedInNodes, read_pass
 
 __all__ = ["RayActors", "ray_nodes"]
 
-_PROCESS = (sys.executable, "-m", "oobleck.runtime.processes.ray_process")
+_PROCESS = module_command("oobleck.runtime.processes.ray_process")
 _JOIN_S = 60.0
 _AGAIN_S = 10.0
 _END_S = 15.0

@@ -12,13 +12,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.runtime.python_process import module_command
 
 from .command import printed_by
 from .dial_in import DialedInNodes
@@ -132,7 +132,7 @@ class SlurmTasks:
         count = str(len(nodes))
         step = ["srun", "--jobid", job_id, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--input", "none"]
         where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(nodes)]
-        task = [sys.executable, "-m", "oobleck", "node", str(self._file)]
+        task = module_command("oobleck", "node", str(self._file))
         try:
             with self._log.open("ab") as log:
                 process = await trio.lowlevel.open_process(

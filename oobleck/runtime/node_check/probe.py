@@ -20,15 +20,15 @@ from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
 from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.python_process import MODULE, why_it_ended
 from oobleck.runtime.ssh import SSHCommandStream, SSHConnection
 from oobleck.wire import FrameDecoder
 
 __all__ = ["RemoteProbe"]
 
 _START_TIMEOUT_S: Final = 90.0
+_OPEN_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 2.0
-_NOT_FOUND: Final = 127
-"""A shell's exit status for a command that does not exist."""
 
 
 class RemoteProbe:
@@ -41,6 +41,7 @@ class RemoteProbe:
         self.clock_offset_s: float | None = None
         self.failure = ""
         self._pass_on = pass_on
+        self._python = ""
         self._connection: SSHConnection | None = None
         self._stream: SSHCommandStream | None = None
         self._channel: MessageChannel[ProbeRequest, ProbeAnswer] | None = None
@@ -49,7 +50,7 @@ class RemoteProbe:
     @property
     def machine(self) -> str:
         """Identifies the machine: nodes may share one."""
-        return self.facts.hostname if self.facts is not None else self.spec.host
+        return (self.facts.machine or self.facts.hostname) if self.facts is not None else self.spec.host
 
     @property
     def address(self) -> str:
@@ -61,8 +62,9 @@ class RemoteProbe:
         self, connections: NodeConnections, nursery: trio.Nursery, *, python: str, directory: PurePosixPath
     ) -> None:
         """Connect, start the probe, and learn what the node is; `failure` is set where that fails."""
+        self._python = python
         command = (
-            f"exec {shlex.quote(python)} -m oobleck.training.process.node_probe "
+            f"exec {shlex.quote(python)} {MODULE} oobleck.training.process.node_probe "
             f"--node {shlex.quote(self.spec.name)} --directory {shlex.quote(str(directory))}"
         )
         try:
@@ -80,8 +82,21 @@ class RemoteProbe:
         if isinstance(facts, NodeFacts):
             self.facts = facts
             self.clock_offset_s = facts.clock_s - time.time()
+            await self._open_what_a_run_opens(self._connection, facts.socket)
         elif not self.failure:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
+
+    async def _open_what_a_run_opens(self, connection: SSHConnection, socket: str) -> None:
+        """A second command beside the first, and a connection to a UNIX socket: sshd's settings may forbid either."""
+        try:
+            await connection.run("true", timeout_s=_OPEN_TIMEOUT_S)
+            with trio.fail_after(_OPEN_TIMEOUT_S):
+                stream = await connection.open_unix(socket)
+                await stream.aclose()
+        except trio.BrokenResourceError as error:
+            self.failure = str(error).removeprefix(f"{self.spec.name}: ")
+        except trio.TooSlowError:
+            self.failure = f"a command or a connection to a socket there took more than {_OPEN_TIMEOUT_S:g} s"
 
     async def ask(self, request: ProbeRequest) -> None:
         """Send a request. Does nothing if the probe has exited."""
@@ -130,11 +145,7 @@ class RemoteProbe:
 
     def _why_it_ended(self) -> str:
         assert self._stream is not None
-        errors = self._stream.errors
-        if "No module named" in errors:
-            missing = errors.rpartition("No module named")[2].strip()
-            return f"the interpreter there has no module {missing}; install oobleck, or name another with --python"
-        if self._stream.exit_status == _NOT_FOUND:
-            return f"there is no such interpreter: {errors}; name the one there with --python"
-        last_line = errors.splitlines()[-1] if errors else f"exit status {self._stream.exit_status}"
-        return f"its probe ended: {last_line}"
+        why = why_it_ended(self._python, self._stream.errors, self._stream.exit_status)
+        has_begun = self._stream.preamble.has_ended
+        end = f"its probe ended: {why}" if has_begun else f"its login shell runs no command ({why})"
+        return f"{end}{self._stream.preamble.as_cause()}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from oobleck.errors import ConfigError, ResourceLost
+from oobleck.runtime.python_process import module_command
 from oobleck.writing import write_in_place
 
 __all__ = ["convert", "find_tokenizer", "write_tokenizer"]
@@ -23,7 +23,7 @@ def convert(what: str, source: Path, target: Path) -> str:
     Takes as long as it takes.
     Raises ConfigError for input that cannot be used, ResourceLost when the process fails.
     """
-    command = [sys.executable, "-m", "oobleck.training.checkpoint.conversion", what, str(source), str(target)]
+    command = module_command("oobleck.training.checkpoint.conversion", what, str(source), str(target))
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     last_line = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode == 78:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import JobSpec
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
 __all__ = ["LayerOutline", "ModelOutline", "outline_of"]
@@ -42,10 +42,16 @@ def outline_of(job: JobSpec) -> ModelOutline:
 
     Raises ConfigError for a model that cannot be, ResourceLost when the process fails or takes more than two minutes.
     """
-    command = [sys.executable, "-m", "oobleck.training.process.outline"]
+    command = module_command("oobleck.training.process.outline")
     try:
         done = subprocess.run(
-            command, input=encode_json(job).decode(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            input=encode_json(job).decode(),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=as_no_rank(),
         )
     except subprocess.TimeoutExpired as error:
         raise ResourceLost(f"the model's outline took more than {_TIMEOUT_S:g} s") from error

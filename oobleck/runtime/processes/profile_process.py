@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.job import JobSpec
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
 __all__ = ["MeasuredProfile", "run_profiler"]
@@ -30,9 +30,13 @@ def run_profiler(job: JobSpec, *, cache_dir: Path, profile_dir: Path, num_worker
     Raises ConfigError for a job that cannot be, ResourceLost when the process fails.
     """
     freshness = "fresh" if fresh else "cached"
-    command = [sys.executable, "-m", "oobleck.training.process.profile_job", str(cache_dir), str(profile_dir)]
+    command = module_command("oobleck.training.process.profile_job", str(cache_dir), str(profile_dir))
     done = subprocess.run(
-        [*command, str(num_workers), freshness], input=encode_json(job), capture_output=True, check=False
+        [*command, str(num_workers), freshness],
+        input=encode_json(job),
+        capture_output=True,
+        check=False,
+        env=as_no_rank(),
     )
     if done.returncode:
         last_line = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]

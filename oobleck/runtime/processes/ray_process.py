@@ -26,6 +26,8 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from oobleck.runtime.python_process import module_command
+
 __all__ = ["main"]
 
 _NAMESPACE = "oobleck"
@@ -45,7 +47,7 @@ class _NodeActor:
         self.update(keys)
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oobleck", "node", f"/proc/self/fd/{self._keys}", line],
+            module_command("oobleck", "node", f"/proc/self/fd/{self._keys}", line),
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             pass_fds=[self._keys],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +15,14 @@ from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
 __all__ = ["CallbackProcess", "DescribedScript", "EntryFeed", "describe_script", "read_script"]
 
 _log = logging.getLogger(__name__)
 
-_HOST = (sys.executable, "-m", "oobleck.training.process.script_host")
+_HOST = module_command("oobleck.training.process.script_host")
 _TIMEOUT_S = 120.0
 _ENTRIES_BUFFERED = 10_000
 """Callbacks that are so far behind miss what comes then."""
@@ -55,7 +54,12 @@ def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     spec = read_script(path, arguments)
     try:
         done = subprocess.run(
-            [*_HOST, "describe"], input=encode_json(spec), stdout=subprocess.PIPE, timeout=_TIMEOUT_S, check=False
+            [*_HOST, "describe"],
+            input=encode_json(spec),
+            stdout=subprocess.PIPE,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=as_no_rank(),
         )
     except subprocess.TimeoutExpired as error:
         raise ResourceLost(f"script {path} took more than {_TIMEOUT_S:g} s to return its job") from error
@@ -115,7 +119,7 @@ class CallbackProcess(EntryFeed):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
                     start_new_session=True,  # the terminal's end, or its Ctrl-C, is for the master alone
                 )
                 await self._converse(process)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ import trio
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ScriptSpec
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
 from .script_process import DescribedScript, EntryFeed
@@ -30,7 +29,7 @@ __all__ = ["TrainerProcess"]
 
 _log = logging.getLogger(__name__)
 
-_HOST = (sys.executable, "-m", "oobleck.training.process.trainer_host")
+_HOST = module_command("oobleck.training.process.trainer_host")
 _LAST_WORDS_S = 30.0
 """How long callbacks may take for what has still to be said to them when the run has ended."""
 _MOST_BYTES = 1 << 24
@@ -49,7 +48,7 @@ class TrainerProcess(EntryFeed):
         self._process = subprocess.Popen(
             [*_HOST, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
         )
         theirs.close()
         self._ours.sendall(encode_json(script))

@@ -25,6 +25,8 @@ import asyncssh
 import trio
 import trio_asyncio
 
+from .login_shell import Preamble
+
 __all__ = [
     "SSHCommandStream",
     "SSHStream",
@@ -223,11 +225,15 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
 
 
 class SSHCommandStream(SSHStream):
-    """The input and output of a command on a node as a trio stream; the end of what it says to stderr is kept."""
+    """The input and output of a marked command on a node as a trio stream; the end of what it says to stderr is kept.
+
+    `preamble` is what the login shell printed before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._errors = bytearray()
+        self.preamble = Preamble()
         self.exit_status: int | None = None
 
     @property
@@ -239,7 +245,8 @@ class SSHCommandStream(SSHStream):
 
     def data_received(self, data: bytes, datatype: object = None) -> None:
         if datatype is None:
-            super().data_received(data)
+            if output := self.preamble.strip(data):
+                super().data_received(output)
             return
         self._errors += data
         del self._errors[:-_ERRORS_KEPT_BYTES]

@@ -7,7 +7,7 @@ wrong becomes a NodeUnreachable that says what to change.
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,10 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio, open_ssh_loop
+from .host_config import Jump, algorithms_asked_for, jumps_of, keys_asked_for, read_config
 from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
+from .login_shell import Preamble, marked
 from .logins import Logins
 from .proxy import ProxyCommand
 
@@ -30,8 +32,8 @@ __all__ = ["CompletedCommand", "SSHConnection", "SSHOptions", "connect", "open_s
 
 T = TypeVar("T")
 
-_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
-"""These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
+_SESSIONS = 2
+"""Commands that a run has under way on one connection: OpenSSH allows ten, unless its config says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class CompletedCommand:
     exit_status: int
     stdout: bytes
     stderr: bytes
+    cause: str = ""
+    """What the login shell printed before it, for the end of an error message; empty where it printed nothing."""
 
 
 class SSHConnection:
@@ -134,22 +138,32 @@ class SSHConnection:
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
         """Run a shell command. Raises trio.TooSlowError, or trio.BrokenResourceError when the connection is lost.
 
+        That is raised as well where the login shell runs no command. What it prints before is not part of `stdout`.
+
         A command that is cancelled, or runs out of time, is sent SIGTERM (which OpenSSH passes on to all users'
         commands but root's); cancelled before it has begun, it costs the connection.
         """
         try:
             with trio.fail_after(timeout_s):
-                process = await self._open(self._connection.create_process, command, input=stdin, encoding=None)
+                process = await self._open(
+                    self._connection.create_process, marked(command), input=stdin, encoding=None, request_pty=False
+                )
                 try:
                     result = await await_asyncio(process.wait)
                 finally:
                     _end(process)
         except (asyncssh.Error, OSError) as error:
-            raise trio.BrokenResourceError(f"{self._node}: {error}") from error
+            raise self._broken(error) from error
         if result.exit_status is None:
             raise trio.BrokenResourceError(f"{self._node}: the connection was lost before the command ended")
+        preamble = Preamble()
+        stdout = preamble.strip(_bytes(result.stdout))
+        if not preamble.has_ended:
+            raise trio.BrokenResourceError(
+                f"{self._node}: its login shell runs no command (exit status {result.exit_status}){preamble.as_cause()}"
+            )
         return CompletedCommand(
-            exit_status=result.exit_status, stdout=_bytes(result.stdout), stderr=_bytes(result.stderr)
+            exit_status=result.exit_status, stdout=stdout, stderr=_bytes(result.stderr), cause=preamble.as_cause()
         )
 
     async def open_unix(self, path: str) -> trio.abc.HalfCloseableStream:
@@ -160,7 +174,8 @@ class SSHConnection:
         except asyncssh.ChannelOpenError as error:
             raise trio.BrokenResourceError(
                 f"{self._node}: its SSH server does not forward to {path} ({error}); the socket must exist there, and "
-                "AllowStreamLocalForwarding and AllowTcpForwarding must be yes or local in its sshd_config"
+                "AllowStreamLocalForwarding and AllowTcpForwarding must be yes or local in its sshd_config, and "
+                "neither DisableForwarding nor PermitOpen may forbid it"
             ) from error
         except (asyncssh.Error, OSError) as error:
             raise trio.BrokenResourceError(f"{self._node}: socket {path}: {error}") from error
@@ -169,11 +184,21 @@ class SSHConnection:
 
     async def open_command(self, command: str) -> SSHCommandStream:
         """Start a shell command, and talk to it. Raises trio.BrokenResourceError."""
+        create = self._connection.create_session
         try:
-            _, stream = await self._open(self._connection.create_session, SSHCommandStream, command, encoding=None)
+            _, stream = await self._open(create, SSHCommandStream, marked(command), encoding=None, request_pty=False)
         except (asyncssh.Error, OSError) as error:
-            raise trio.BrokenResourceError(f"{self._node}: {error}") from error
+            raise self._broken(error) from error
         return cast("SSHCommandStream", stream)
+
+    def _broken(self, error: Exception) -> trio.BrokenResourceError:
+        """What it means that a command could not be started, or went on without us."""
+        if isinstance(error, asyncssh.ChannelOpenError):
+            return trio.BrokenResourceError(
+                f"{self._node}: its SSH server opens no more sessions on a connection ({error}); MaxSessions must be "
+                f"at least {_SESSIONS} in its sshd_config"
+            )
+        return trio.BrokenResourceError(f"{self._node}: {error}")
 
     async def _open(self, function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
         """Open a channel. A cancelled attempt costs the connection: asyncssh would leave the channel half-open."""
@@ -218,40 +243,35 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     Many may connect at once; they wait for each other, beyond the timeout, where one server would turn some away.
     """
     asked = options.for_node(node)
-    known_hosts: KnownHosts | None = None
+    attempt = _Attempt(node)
     proxy: ProxyCommand | None = None
     connection: asyncssh.SSHClientConnection | None = None
     hops: list[asyncssh.SSHClientConnection] = []
     host, server = node.host, _target(node)
     try:
-        construct = asyncssh.SSHClientConnectionOptions.construct
         with trio.fail_after(options.connect_timeout_s):
-            found = await await_asyncio(construct, host=node.host, **asked)
-        if not found.config.get("Ciphers"):
-            asked["encryption_algs"] = _CIPHERS
-        if "known_hosts" not in asked:
+            found = await attempt.prepare(asked, options)
+            jumps = jumps_of(found)
+        if attempt.known_hosts is not None:
             host, server = str(found.host), _first_server(found)
-            known_hosts = find_known_hosts(found)
-            asked["known_hosts"] = known_hosts.as_option(options.host_key_files)
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
                 if found.proxy_command:
                     proxy = ProxyCommand(found.proxy_command)
                     asked["sock"] = proxy.socket
-                elif found.tunnel:
-                    await _open_hops(str(found.tunnel), options, asked.get("config", ()), hops)
+                elif jumps:
+                    await _open_hops(attempt, jumps, options, asked.get("config", ()), hops)
                     asked["tunnel"] = hops[-1]
                 connection = await await_asyncio(asyncssh.connect, node.host, **asked)
                 if hops:
                     connection.set_tunnel(hops[-1])  # it closes with the connection
     except trio.TooSlowError as error:
-        target = _target(node)
-        reason = f"{target} did not answer SSH within {options.connect_timeout_s:g} s; check host, port and firewall"
-        raise NodeUnreachable(node.name, reason) from error
+        silence = f"{attempt.target} did not answer SSH within {options.connect_timeout_s:g} s"
+        raise NodeUnreachable(node.name, f"{silence}; check host, port and firewall") from error
     except asyncssh.HostKeyNotVerifiable as error:
-        raise NodeUnreachable(node.name, _explain_host_key(node, error, options, known_hosts)) from error
+        raise NodeUnreachable(node.name, _explain_host_key(attempt, error, options)) from error
     except (asyncssh.Error, OSError, ValueError) as error:  # ValueError is what asyncssh finds wrong in files
-        raise NodeUnreachable(node.name, _explain(node, error)) from error
+        raise NodeUnreachable(node.name, _explain(attempt, error)) from error
     finally:
         if proxy is not None and connection is None:
             proxy.socket.close()
@@ -268,22 +288,57 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
     )
 
 
-async def _open_hops(jumps: str, options: SSHOptions, config: object, hops: list[asyncssh.SSHClientConnection]) -> None:
+class _Attempt:
+    """Which server is being connected to, for what people are told where that fails: a node, or a jump host."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self.is_jump_host = False
+        self.known_hosts: KnownHosts | None = None
+        """None where its key is pinned."""
+        self.algorithms: tuple[str, ...] = ()
+        """The options of ssh's config that name some."""
+
+    @property
+    def target(self) -> str:
+        return f"{'jump host ' * self.is_jump_host}{_target(self.spec)}"
+
+    async def prepare(self, asked: dict[str, object], options: SSHOptions) -> asyncssh.SSHClientConnectionOptions:
+        """Add to what is `asked` of asyncssh what ssh's config says of the server; returns all of that."""
+        found = await read_config(self.spec.host, asked)
+        self.algorithms = algorithms_asked_for(found)
+        asked |= keys_asked_for(found, asked)
+        if "known_hosts" not in asked:
+            self.known_hosts = find_known_hosts(found)
+            asked["known_hosts"] = self.known_hosts.as_option(options.host_key_files)
+        return found
+
+
+async def _open_hops(
+    attempt: _Attempt,
+    jumps: Sequence[Jump],
+    options: SSHOptions,
+    config: object,
+    hops: list[asyncssh.SSHClientConnection],
+) -> None:
     """Connect to the hosts of a ProxyJump, one through the other, and add them to `hops`.
 
-    asyncssh would do so by itself, but parse all of known_hosts for each node that is behind them.
+    asyncssh would do so by itself, but parse all of known_hosts for each node that is behind them. `attempt` is about
+    the host that fails, where one does, and about the node again at the end.
     """
-    for jump in jumps.split(","):
-        user, _, place = jump.rpartition("@")
-        host, _, port = place.partition(":")
-        asked = {"config": config, "tunnel": hops[-1] if hops else ()}
-        asked |= {"username": user} if user else {}
-        asked |= {"port": int(port)} if port else {}
-        found = await await_asyncio(asyncssh.SSHClientConnectionOptions.construct, host=host, **asked)
-        asked["known_hosts"] = find_known_hosts(found).as_option(options.host_key_files)
-        hop = await await_asyncio(asyncssh.connect, host, **asked)
+    before = attempt.spec, attempt.known_hosts, attempt.algorithms
+    attempt.is_jump_host = True
+    for jump in jumps:
+        asked: dict[str, object] = {"config": config, "tunnel": hops[-1] if hops else ()}
+        asked |= {"username": jump.user} if jump.user else {}
+        asked |= {"port": jump.port} if jump.port else {}
+        attempt.spec = NodeSpec(name=jump.host, host=jump.host, port=jump.port, user=jump.user)
+        await attempt.prepare(asked, options)
+        hop = await await_asyncio(asyncssh.connect, jump.host, **asked)
         hop.set_tunnel(hops[-1] if hops else None)
         hops.append(hop)
+    attempt.spec, attempt.known_hosts, attempt.algorithms = before
+    attempt.is_jump_host = False
 
 
 def _target(node: NodeSpec) -> str:
@@ -297,36 +352,46 @@ def _first_server(found: asyncssh.SSHClientConnectionOptions) -> str:
     return "a proxy command" if found.proxy_command else f"{found.host}:{found.port}"
 
 
-def _explain_host_key(
-    node: NodeSpec, error: asyncssh.HostKeyNotVerifiable, options: SSHOptions, known_hosts: KnownHosts | None
-) -> str:
+def _explain_host_key(attempt: _Attempt, error: asyncssh.HostKeyNotVerifiable, options: SSHOptions) -> str:
     """What to do about a host key; one that has changed may be somebody else's."""
+    known_hosts, spec, target = attempt.known_hosts, attempt.spec, attempt.target
     if known_hosts is None:
-        return f"the host key of {_target(node)} is not the pinned one ({error})"
-    files = " and ".join(str(path) for path in known_hosts.readable) or str(known_hosts.files[0])
+        return f"the host key of {target} is not the pinned one ({error})"
+    files = " and ".join(str(path) for path in known_hosts.readable or known_hosts.files[:1])
+    if not files:
+        return f"no host key is known of {target}: ssh's config names no known_hosts file; name one for it there"
     if known_hosts.knows_host(options.host_key_files):
         return (
-            f"{_target(node)} shows another host key than {files} has for it: it was reinstalled, or another machine "
-            f"answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the old key"
+            f"{target} shows another host key than {files} has for {known_hosts.names[0]}: it was reinstalled, or "
+            "another machine answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the "
+            "old key"
         )
     words = [
         "ssh",
         *(["-F", str(options.config)] if options.config is not None else []),
-        *(["-p", str(node.port)] if node.port is not None else []),
-        f"{node.user}@{node.host}" if node.user is not None else node.host,
+        *(["-p", str(spec.port)] if spec.port is not None else []),
+        f"{spec.user}@{spec.host}" if spec.user is not None else spec.host,
     ]
     return (
-        f"the host key of {_target(node)} is not in {files}; connect once by `{' '.join(words)}`, compare its "
-        "fingerprint, and let ssh add it"
+        f"the host key of {target} is not in {files}, where it has the name {known_hosts.names[0]}; connect once by "
+        f"`{' '.join(words)}`, compare its fingerprint, and let ssh add it: Oobleck adds none, whatever "
+        "StrictHostKeyChecking says"
     )
 
 
-def _explain(node: NodeSpec, error: Exception) -> str:
-    target = _target(node)
+def _explain(attempt: _Attempt, error: Exception) -> str:
+    spec, target = attempt.spec, attempt.target
+    where = "ProxyJump in ssh's config" if attempt.is_jump_host else "the hostfile"
     match error:
         case asyncssh.PermissionDenied():
-            user = f"user {node.user}" if node.user else "your user"
+            user = f"user {spec.user}" if spec.user else "your user"
             return f"{target} lets {user} in with none of the keys tried; add a public key to authorized_keys there"
+        case asyncssh.ConnectionLost() | ConnectionResetError() if attempt.algorithms:
+            return (
+                f"{target} closed the connection before anybody was let in; it may have none of the algorithms that "
+                f"ssh's config asks for ({', '.join(attempt.algorithms)}), or turns this address away: its log says "
+                "which"
+            )
         case asyncssh.ConnectionLost() | ConnectionResetError():
             return (
                 f"{target} closed the connection before anybody was let in; too many logins may be under way there "
@@ -337,7 +402,7 @@ def _explain(node: NodeSpec, error: Exception) -> str:
         case ConnectionRefusedError():
             return f"{target} refused the connection; is sshd running there, and is the port right?"
         case socket.gaierror():
-            return f"the host name {node.host!r} cannot be resolved ({error.strerror}); check the hostfile"
+            return f"the host name {spec.host!r} cannot be resolved ({error.strerror}); check {where}"
         case OSError():
             file = f" ({error.filename})" if error.filename else ""
             return f"{target} cannot be reached: {error.strerror or error}{file}"

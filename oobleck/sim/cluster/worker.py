@@ -71,6 +71,7 @@ from oobleck.control.protocol import (
     ScanRequest,
     StepRecords,
     Totals,
+    UseShare,
     WorkerAddress,
     WorkerBound,
 )
@@ -162,6 +163,8 @@ class VirtualWorker:
                 self.commit_state.want_stop()
             case SaveState(step=step) if self._ports.saver is not None:
                 self._ports.saver.want(step)
+            case UseShare():
+                pass  # virtual machines have cores enough
             case ScanRequest(request=request, wants=wants):
                 found = self._records.survey(wants)
                 self._ports.say(ScanAnswer(device=self.worker_id.device, request=request, found=found))

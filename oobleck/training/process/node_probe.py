@@ -12,12 +12,12 @@ import os
 import platform
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +39,7 @@ from oobleck.control.node_check import (
     ProbeRequest,
     SoloDone,
 )
+from oobleck.machine import this_machine
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 
@@ -83,11 +84,12 @@ class _Probe:
 
     def run(self) -> None:
         """Describe the node, then answer requests until the input ends."""
-        self.answer(_facts(self._directory))
-        decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest)
-        while data := os.read(0, 1 << 16):
-            for request in decoder.feed(data):
-                self._handle(request)
+        with _listening() as path:
+            self.answer(_facts(self._directory, path))
+            decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest)
+            while data := os.read(0, 1 << 16):
+                for request in decoder.feed(data):
+                    self._handle(request)
 
     def answer(self, message: ProbeAnswer) -> None:
         """Send a message; any thread may."""
@@ -244,17 +246,36 @@ def _loopback() -> None:
             sending.join()
 
 
-def _facts(directory: Path) -> NodeFacts:
+@contextmanager
+def _listening() -> Iterator[str]:
+    """Listen at a UNIX socket where agents have theirs; yields its path. Raises OSError."""
+    with (
+        tempfile.TemporaryDirectory(prefix="oobleck-check-") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        path = f"{directory}/agent.sock"
+        try:
+            listener.bind(path)
+        except OSError as error:
+            raise OSError(f"no socket can be made at {path}: {error}; set TMPDIR there to another directory") from error
+        listener.listen()
+        yield path
+
+
+def _facts(directory: Path, path: str) -> NodeFacts:
+    machine = this_machine()
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return NodeFacts(
         pid=os.getpid(),
         hostname=socket.gethostname(),
+        machine=machine.identity,
         clock_s=time.time(),
         versions={"oobleck": __version__, "python": platform.python_version()} | _installed(),
-        num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        num_cpus=machine.usable_cores,
+        socket=path,
         cuda_devices=tuple(cuda),
         free_disk_bytes=shutil.disk_usage(directory).free,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=machine.usable_memory_bytes,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from oobleck.control.profiles import profile_key
 from oobleck.errors import ConfigError, UserError
 from oobleck.job import JobSpec
+from oobleck.machine import this_machine
 from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.training.assembly import assemble
 from oobleck.training.comm import choose_device, device_memory_bytes
@@ -51,12 +52,13 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     device = choose_device(job.device, 0)
     if job.compile:
         require_compiler(device)
-    cores = len(os.sched_getaffinity(0))
+    machine = this_machine()
+    cores = machine.usable_cores
     threads = job.torch_threads or max(1, cores // workers)
     memory_bytes = (
         device_memory_bytes(device, num_sharing=1, wanted_bytes=job.device_memory_bytes)
         or job.device_memory_bytes
-        or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
+        or machine.usable_memory_bytes // workers
     )
     torch.set_num_threads(threads)
     assembly = assemble(job, cache_dir=cache_dir)
@@ -65,7 +67,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
         job,
         layer_names=structure.layer_names,
         parameters=structure.num_parameters,
-        device=(device_name(device), memory_bytes, threads, cores),
+        device=(device_name(device), memory_bytes, threads, machine.num_cores),
         versions=(platform.python_version(), str(torch.__version__)),
     )
     cached = None if is_fresh else _cached(profile_dir / f"{key}.json")

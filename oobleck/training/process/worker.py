@@ -42,6 +42,7 @@ from oobleck.control.protocol import (
     StepRecords,
     TimeLink,
     TotalDown,
+    UseShare,
     WorkerBound,
     WorkerFailed,
     WorkerReady,
@@ -142,7 +143,7 @@ class _Worker:
             degree=job.tensor_parallel,
             owns_device=self._owns_device,
         )
-        self._measurements: queue.SimpleQueue[ProfileRequest | TimeLink] = queue.SimpleQueue()
+        self._measurements: queue.SimpleQueue[ProfileRequest | TimeLink | UseShare] = queue.SimpleQueue()
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
@@ -194,8 +195,9 @@ class _Worker:
         )
         gc.freeze()
         self._log.info(
-            "is ready on %s: %d layers, %d samples",
+            "is ready on %s: %d threads, %d layers, %d samples",
             device_name(self._computes_on),
+            torch.get_num_threads(),
             len(self._structure.layer_names),
             self._dataset.num_samples,
         )
@@ -225,7 +227,7 @@ class _Worker:
                 self._log.debug("looks for checkpoints")
                 if self._saving is not None:
                     self._saving.find(message)
-            case ProfileRequest():
+            case ProfileRequest() | UseShare():  # threads are those of the thread that asks for them
                 self._measurements.put(message)
                 self._waiter.announce()
             case TimeLink(peer=peer):
@@ -307,8 +309,12 @@ class _Worker:
             if (update := self._commit_state.take_update()) is not None:
                 return update
 
-    def _measure(self, wanted: ProfileRequest | TimeLink) -> None:
+    def _measure(self, wanted: ProfileRequest | TimeLink | UseShare) -> None:
         match wanted:
+            case UseShare(torch_threads=threads, device_memory_bytes=memory_bytes):
+                self._log.info("has %d threads from now on: others share its machine", threads)
+                torch.set_num_threads(threads)
+                self._memory_bytes = self._of_device or self._job.device_memory_bytes or memory_bytes
             case ProfileRequest():
                 self._profile()
             case TimeLink():

@@ -265,7 +265,7 @@ def test_what_changes_a_part_is_found():
     assert {"note_pace", "rescale"} <= found["Replanning"], "what belongs to it is changed"
     assert not {"choose", "replan", "wants_more"} & found["Replanning"]
     assert {"meet", "note_ready", "lose", "hear", "hear_nodes", "forgive"} <= found["Membership"]
-    assert not {"living", "took_part", "first_ready_worker", "sharing_host"} & found["Membership"]
+    assert not {"living", "took_part", "first_ready_worker", "share"} & found["Membership"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,19 @@ def test_cores_and_memory_of_a_machine_are_shared_by_its_workers():
     assert (alone.torch_threads, alone.device_memory_bytes) == (4, 1 << 30)
 
 
+def test_a_node_on_the_machine_of_another_name_halves_what_both_were_told():
+    nodes = (NodeSpec(name="a", host="one"), NodeSpec(name="alias", host="two"), NodeSpec(name="c", host="three"))
+    bench = Bench(Shape(num_nodes=3), nodes=nodes)
+    (alone, *_) = bench.messages(bench.up("a", machine="m"), "a")
+    bench.up("c", machine="n")
+    commands = bench.up("alias", machine="m")
+    (told_again,) = bench.messages(commands, "a")
+    (shared, *_) = bench.messages(commands, "alias")
+    assert [each.torch_threads for each in (alone, told_again, shared) if isinstance(each, Configure)] == [4, 2, 2]
+    assert not bench.messages(commands, "c")
+    assert not bench.messages(bench.up("alias", machine="m"), "a"), "nothing has changed since"
+
+
 def test_workers_that_share_a_device_are_counted():
     nodes = (
         NodeSpec(name="a", host="one", devices=(0, 1)),

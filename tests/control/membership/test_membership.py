@@ -32,11 +32,6 @@ def test_a_node_has_a_place_for_each_device(members: Membership):
     assert members["a"].worker_ids == (WorkerId(node="a", device=0), WorkerId(node="a", device=1))
 
 
-def test_workers_that_share_a_machine_share_it_over_all_its_nodes(members: Membership):
-    assert members.sharing_host(members["b"]) == 3
-    assert members.sharing_host(members["c"]) == 1
-
-
 def connect(members: Membership, node: str, *, ready: int = 0, generation: int = 0, saves: bool = True) -> None:
     """Have a node's agent speak, and this many of its workers ready."""
     members.note_connected(node, agent_pid=1)

@@ -101,7 +101,7 @@ async def test_nodes_are_started_once_and_new_ones_when_they_are_listed(cluster:
     assert "none runs" in report.text
     assert [call.partition(" --overlap")[0] for call in calls()] == ["--jobid 17", "--jobid 18"]
     assert "--no-kill" in calls()[0]
-    assert calls()[0].endswith(f"--nodelist n1,n2 {sys.executable} -m oobleck node {cluster / 'node.json'}")
+    assert calls()[0].endswith(f"--nodelist n1,n2 {sys.executable} -P -m oobleck node {cluster / 'node.json'}")
     assert shutil.which("srun") == str(cluster / "srun")
     await srun_has_ended(cluster)
 

@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 from oobleck.control.node_check.rounds import Health
 from oobleck.job import NodeSpec
 from oobleck.runtime.node_check.check import check_nodes
-from oobleck.runtime.ssh.client import open_ssh_loop
+from oobleck.runtime.ssh.client import SSHOptions, open_ssh_loop
 from oobleck.runtime.ssh.local_ssh import serve_local_nodes
+from tests.openssh import needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import connections_by
 
 
@@ -56,3 +57,26 @@ async def test_an_interpreter_that_is_not_there_is_named(tmp_path):
     (node,) = report.nodes
     assert node.verdict.health is Health.FAULTY
     assert "/no/python" in node.verdict.reason
+
+
+@needs_openssh
+async def test_a_node_whose_login_shell_greets_is_measured_and_one_whose_runs_no_command_is_named(tmp_path):
+    with serve_openssh(tmp_path / "one") as one, serve_openssh(tmp_path / "two") as two:
+        (tmp_path / "one" / ".bashrc").write_text("echo Welcome to the cluster\n")
+        (tmp_path / "two" / ".bashrc").write_text("echo This account is closed; exit 1\n")
+        config = tmp_path / "config"
+        config.write_text(one.host_config(["one"]) + two.host_config(["two"]))
+        options = SSHOptions(config=config)
+        async with open_ssh_loop(), connections_by(options) as connections:
+            report = await check_nodes(
+                [NodeSpec(name=name, host=name) for name in ("one", "two")],
+                connections,
+                python=sys.executable,
+                directory=PurePosixPath(tmp_path),
+                slow_factor=100.0,
+            )
+    greeted, closed = report.nodes
+    assert greeted.seconds.keys() == {"compute", "memory", "loopback", "disk"}
+    assert closed.verdict.health is Health.FAULTY
+    assert "login shell runs no command" in closed.verdict.reason
+    assert "This account is closed" in closed.verdict.reason

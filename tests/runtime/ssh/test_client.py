@@ -69,6 +69,42 @@ async def test_a_command_gets_its_input_and_gives_both_outputs_and_its_status(se
         assert (done.exit_status, done.stdout, done.stderr) == (7, b"in", b"oh\n")
 
 
+FORCED = "ForceCommand {}"
+EVAL = """/bin/sh -c 'printf "no newline"; eval "$SSH_ORIGINAL_COMMAND"'"""
+
+
+@needs_openssh
+@pytest.mark.parametrize(
+    ("start_file", "server"),
+    [("echo Welcome to the cluster", ""), ("echo oops >&2; seq 20000", ""), ("", FORCED.format(EVAL))],
+    ids=["bash greets", "bash greets at length", "sh greets"],
+)
+async def test_what_a_login_shell_prints_is_not_a_commands_output(start_file, server, tmp_path):
+    with serve_openssh(tmp_path / "openssh", more_config=server) as openssh:
+        (tmp_path / "openssh" / ".bashrc").write_text(f"{start_file}\n")
+        options = written(tmp_path / "config", openssh.host_config(["alpha"]))
+        async with open_ssh_loop():
+            connection = await connect(ALPHA, options)
+            assert (await connection.run("cat", stdin=b"in", timeout_s=10)).stdout == b"in"
+            stream = await connection.open_command("exec cat")
+            await stream.send_all(b"frames")
+            assert await stream.receive_some() == b"frames"
+            await connection.aclose()
+
+
+@needs_openssh
+@pytest.mark.parametrize("server", ["ForceCommand echo go away", ""], ids=["forced", "start file"])
+async def test_a_login_shell_that_runs_no_command_is_named_with_what_it_prints(server, tmp_path):
+    with serve_openssh(tmp_path / "openssh", more_config=server) as openssh:
+        (tmp_path / "openssh" / ".bashrc").write_text("echo go away; exit 3\n")
+        options = written(tmp_path / "config", openssh.host_config(["alpha"]))
+        async with open_ssh_loop():
+            connection = await connect(ALPHA, options)
+            with pytest.raises(trio.BrokenResourceError, match=r"login shell runs no command .* printed 'go away'"):
+                await connection.run("true", timeout_s=10)
+            await connection.aclose()
+
+
 @pytest.mark.parametrize("server", SERVERS)
 async def test_a_megabyte_passes_through_a_command_unharmed(server, tmp_path):
     data = os.urandom(1 << 20)

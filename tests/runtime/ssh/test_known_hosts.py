@@ -1,4 +1,4 @@
-"""Known hosts are what asyncssh finds in the files, of which it is shown only what may matter."""
+"""Known hosts are what ssh finds in the files: the keys of a host's own names, and of no address."""
 
 from __future__ import annotations
 
@@ -43,23 +43,27 @@ LINES = [
     f"@cert-authority alpha {WORDS[6]}",
     f"@revoked * {WORDS[7]}",
     f"@revoked {hashed('beta')} {WORDS[0]}",
-    f"10.0.0.0/8 {WORDS[7]}",
     "alpha ssh-unknown AAAAB3",
     f"alpha {WORDS[1]}",
 ]
 
 
+def names(host: str, port: int | None = None) -> list[str]:
+    """The names that a host has in the files."""
+    return [host] if port is None else [f"[{host}]:{port}", host]
+
+
 @pytest.mark.parametrize("port", [None, 2222, 2200])
 @pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.2", "192.168.0.1"])
 @pytest.mark.parametrize("host", ["alpha", "beta", "good.cluster", "bad.cluster", "10.0.0.2", "nobody"])
-def test_every_host_has_the_keys_that_asyncssh_alone_would_find(
+def test_every_host_has_the_keys_that_asyncssh_alone_would_find_for_its_name(
     tmp_path: Path, host: str, address: str, port: int | None
 ) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     paths[0].write_text("\n".join(LINES[:8]) + "\n")
     paths[1].write_text("\n".join(LINES[8:]) + "\n")
-    expected = asyncssh.read_known_hosts([str(path) for path in paths]).match(host, address, port)
-    assert HostKeyFiles().trusted(paths).match(host, address, port) == expected
+    expected = asyncssh.read_known_hosts([str(path) for path in paths]).match(host, "", port)
+    assert HostKeyFiles().trusted(paths, names(host, port)).match(host, address, port) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,11 +71,40 @@ def test_every_host_has_the_keys_that_asyncssh_alone_would_find(
     ["alpha", "@nonsense alpha key", f"|1|salt {WORDS[0]}", f"|2|c2FsdA==|aGFzaA== {WORDS[0]}"],
     ids=["no key", "unknown marker", "no hash", "unknown hash"],
 )
-def test_a_broken_line_is_an_error_for_every_host(tmp_path: Path, line: str) -> None:
+def test_a_broken_line_is_passed_over_as_by_ssh(tmp_path: Path, line: str) -> None:
     path = tmp_path / "known_hosts"
-    path.write_text(f"{line}\nbeta {WORDS[0]}\n")
-    with pytest.raises(ValueError, match="Invalid known hosts"):
-        HostKeyFiles().trusted([path]).match("beta", "", None)
+    path.write_bytes(f"{line}\nbeta {WORDS[0]} ".encode() + b"caf\xe9\n")
+    assert HostKeyFiles().trusted([path], ["beta"]).match("", "", None)[0] == [KEYS[0]]
+    assert HostKeyFiles().trusted([path], ["alpha"]).match("", "", None)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_for"),
+    [
+        ("n*.cluster", True),
+        ("n?.cluster", True),
+        ("N1*.Cluster", True),
+        ("n1.cluster.elsewhere", False),
+        ("!n1.cluster,*", False),
+        ("*,!n1.cluster", False),
+        ("!n2.cluster,*", True),
+        ("n1[.]cluster*", False),
+        ("10.0.0.0/8", False),
+        ("*.cluster,n2", True),
+        ("!n2.cluster", False),
+    ],
+)
+def test_patterns_mean_what_they_mean_to_ssh(tmp_path: Path, pattern: str, is_for: bool) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text(f"{pattern} {WORDS[0]}\n")
+    assert bool(HostKeyFiles().index_of(path).lines_for("n1.cluster")) == is_for
+
+
+def test_a_key_that_is_revoked_for_the_name_with_the_port_stays_so_where_the_name_alone_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text(f"@revoked [alpha]:2222 {WORDS[0]}\nalpha {WORDS[0]}\n")
+    keys, _, revoked, *_ = HostKeyFiles().trusted([path], names("alpha", 2222)).match("", "", None)
+    assert keys == revoked == [KEYS[0]]
 
 
 def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
@@ -81,22 +114,23 @@ def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
     assert files.index_of(path) is index
     with path.open("a") as more:
         more.write(f"beta {WORDS[1]}\n")
-    assert files.trusted([path]).match("beta", "", None)[0] == [KEYS[1]]
+    assert files.trusted([path], ["beta"]).match("", "", None)[0] == [KEYS[1]]
     replaced = tmp_path / "new"
     replaced.write_text(f"alpha {WORDS[2]}\nbeta {WORDS[1]}\n")
     shutil.copystat(path, replaced)  # of the same size, and of the same age
     replaced.replace(path)
-    assert files.trusted([path]).match("alpha", "", None)[0] == [KEYS[2]]
+    assert files.trusted([path], ["alpha"]).match("", "", None)[0] == [KEYS[2]]
 
 
 def test_hosts_that_are_asked_for_in_turn_have_the_keys_that_asyncssh_alone_would_find(tmp_path: Path) -> None:
     """What is known of one host's hashed lines takes no other host's away, and its own stay."""
     path = tmp_path / "known_hosts"
     path.write_text("\n".join(LINES) + f"\n{hashed('beta')} {WORDS[3]}\n")
-    known, expected = HostKeyFiles().trusted([path]), asyncssh.read_known_hosts(str(path))
+    files, expected = HostKeyFiles(), asyncssh.read_known_hosts(str(path))
     for host in ("nobody", "beta", "alpha", "beta", "nobody"):
         for port in (None, 2222, 2200):
-            assert known.match(host, "10.0.0.2", port) == expected.match(host, "10.0.0.2", port)
+            known = files.trusted([path], names(host, port))
+            assert known.match(host, "10.0.0.2", port) == expected.match(host, "", port)
 
 
 def processor_s(function: Callable[[], object]) -> float:
@@ -107,25 +141,25 @@ def processor_s(function: Callable[[], object]) -> float:
 
 def test_a_file_of_a_thousand_hosts_is_not_parsed_for_each_of_them(tmp_path: Path) -> None:
     """asyncssh alone takes 200 times as long; a fifth of its time for a few hosts is enough for all of them here."""
-    path, names = tmp_path / "known_hosts", [f"node{number}" for number in range(1024)]
-    path.write_text("".join(f"{name} {WORDS[0]}\n" for name in names))
+    path, hosts = tmp_path / "known_hosts", [f"node{number}" for number in range(1024)]
+    path.write_text("".join(f"{host} {WORDS[0]}\n" for host in hosts))
     files = HostKeyFiles()
 
-    def look_up(known: asyncssh.SSHKnownHosts, some: list[str]) -> None:
-        assert all(known.match(name, "10.0.0.1", None)[0] == [KEYS[0]] for name in some)
+    def look_up(known: asyncssh.SSHKnownHosts, name: str) -> None:
+        assert known.match(name, "10.0.0.1", None)[0] == [KEYS[0]]
 
-    each_s = processor_s(lambda: [look_up(asyncssh.read_known_hosts(str(path)), [name]) for name in names[:8]]) / 8
-    all_s = processor_s(lambda: [look_up(files.trusted([path]), [name]) for name in names])
-    assert all_s < each_s * len(names) / 5
+    each_s = processor_s(lambda: [look_up(asyncssh.read_known_hosts(str(path)), host) for host in hosts[:8]]) / 8
+    all_s = processor_s(lambda: [look_up(files.trusted([path], [host]), host) for host in hosts])
+    assert all_s < each_s * len(hosts) / 5
 
 
 def test_hashed_names_are_looked_for_once(tmp_path: Path) -> None:
-    path, names = tmp_path / "known_hosts", [f"node{number}" for number in range(256)]
-    path.write_text("".join(f"{hashed(name)} {WORDS[0]}\n" for name in names))
+    path, hosts = tmp_path / "known_hosts", [f"node{number}" for number in range(256)]
+    path.write_text("".join(f"{hashed(host)} {WORDS[0]}\n" for host in hosts))
     index = HostKeyFiles().index_of(path)
-    first_s, again_s = (processor_s(lambda: [index.lines_for([name, "10.0.0.1"]) for name in names]) for _ in range(2))
+    first_s, again_s = (processor_s(lambda: [index.lines_for(host) for host in hosts]) for _ in range(2))
     assert again_s < first_s / 3  # of 256 hosts a fiftieth
-    assert all(len(index.lines_for([name])) == 1 for name in names)
+    assert all(len(index.lines_for(host)) == 1 for host in hosts)
 
 
 @pytest.fixture

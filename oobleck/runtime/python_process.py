@@ -1,0 +1,72 @@
+"""How processes of ours are started: the interpreter, where it looks for modules, and which variables it finds.
+
+Python puts the current directory before all others where it is told `-m`, and a shell on a node starts in the home
+directory: a file `random.py` there would be ours. With `-P` only what is installed, and what PYTHONPATH names, counts;
+a script's own directory is added where the script runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from oobleck import __version__
+
+__all__ = ["MODULE", "as_no_rank", "module_command", "why_it_ended"]
+
+MODULE: Final = "-P -m"
+"""What stands between an interpreter and one of our modules."""
+
+_NOT_FOUND: Final = 127
+"""A shell's exit status for a command that does not exist."""
+
+_PLACES: Final = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+        *("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "PALS_RANKID", "PALS_LOCAL_RANKID"),
+    }
+)
+_PREFIXES: Final = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_", "OMPI_UNIVERSE_", "MV2_COMM_", "MPI_LOCAL")
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs one of our modules under this interpreter."""
+    return [sys.executable, *MODULE.split(), module, *arguments]
+
+
+def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
+    """Return why a process of ours ended on a node before it could say so itself, and what to change.
+
+    `errors` are its last words on standard error; `exit_status` is the shell's.
+    """
+    lines = errors.strip().splitlines()
+    if exit_status == _NOT_FOUND:
+        return f"there is no {python}; name the interpreter there with --python"
+    fatal = next((line for line in lines if line.startswith("Fatal Python error")), None)
+    if fatal is not None:
+        return f"{python} cannot start there ({fatal}); look at the variables there that begin with PYTHON"
+    if "Unknown option: -P" in lines:
+        return f"{python} is older than Python 3.11; name a newer interpreter with --python"
+    missing = next((line for line in reversed(lines) if "No module named" in line), None)
+    if missing is not None:
+        module = missing.rpartition("No module named")[2].strip()
+        return (
+            f"{python} has no module {module}; install oobleck {__version__} there, or name another interpreter with "
+            "--python"
+        )
+    return lines[-1] if lines else f"exit status {exit_status}"
+
+
+def as_no_rank(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment without what says that a process is one rank among several.
+
+    torchrun, mpirun and srun leave such variables to whatever they start, and shells to what is typed next. A script's
+    libraries would wait for the other ranks; under `oobleck up` there are none.
+    """
+    return {
+        name: value for name, value in environment.items() if name not in _PLACES and not name.startswith(_PREFIXES)
+    }
