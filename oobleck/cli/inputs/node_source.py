@@ -201,7 +201,7 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     from oobleck.runtime.launchers import SlurmJobs
 
     jobs = SlurmJobs.of_allocation() if job_name is None else SlurmJobs(name=job_name)
-    names = [node for nodes in trio.run(jobs.nodes).values() for node in nodes]
+    names = [node for job in trio.run(jobs.allocations) for node in job.nodes]
     host, port = _listening_place(place)
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
 
