@@ -41,6 +41,10 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
         births = {node: started_at(pid) for node, pid in workers.items()}
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
+        asked = oobleck("status", "--base-dir", str(runner.base_dir))
+        assert "run e2e has no master" in asked.stderr
+        assert "its nodes (node0, node1, node2, node3) continue for up to" in asked.stderr
+        assert f"oobleck up --local 4 --base-dir {runner.base_dir}" in asked.stderr
         time.sleep(AWAY_S)
         with runner.up(*options(runner)) as second:
             outcome = second.finish()

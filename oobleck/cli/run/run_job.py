@@ -105,6 +105,7 @@ def _run_job(run: Run) -> int:
     if run.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {num_nodes} nodes, logs in {directory.path}")
     with directory.lock():
+        directory.note_command(["oobleck", *sys.argv[1:]])
         books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")

@@ -81,6 +81,7 @@ def run_ranks(run: RanksRun) -> int:
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), background_logging():
+        directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
     if end.exit_code != ExitCode.DONE:
