@@ -14,6 +14,7 @@ from .agent_messages import (
     WorkerStarted,
 )
 from .bases import ForWorker, FromWorker
+from .checkpoint_age import StateAge, ages
 from .checkpoint_messages import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -264,6 +265,7 @@ __all__ = [
     "Shard",
     "StartRanks",
     "StartWorker",
+    "StateAge",
     "StateNotSaved",
     "StateSaved",
     "Status",
@@ -291,6 +293,7 @@ __all__ = [
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
+    "ages",
     "checkpoint_name",
     "digest_of_shards",
     "end_text",
