@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,10 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     durations = [entry["record"]["duration_s"] for entry in entries(runner, "StepDone")]
     assert max(durations) < AWAY_S, "somebody waited for a master"
     assert runner.left_over() == []
+    page = Path(__file__).parents[2].joinpath("docs", "jobs.md").read_text(encoding="utf-8")
+    names = {re.sub(r"agent\d+", "agent<index>", path.name) for path in (runner.base_dir / "e2e").iterdir()}
+    names = {name for name in names if not re.search(r"\.\d+\.jsonl", name)}  # set aside by earlier runs
+    assert [name for name in sorted(names) if f"`<tag>/{name}" not in page] == [], "each file is documented"
 
 
 @pytest.mark.slow

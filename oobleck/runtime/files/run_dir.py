@@ -9,6 +9,8 @@ control.sock         status, kill and stop; a link to a short directory elsewher
 temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
 profile/             measured profiles
+tensorboard/         the metrics again, where TensorBoard is installed
+dial-in/             keys for nodes that dial in, and what their scheduler says
 """
 
 from __future__ import annotations
