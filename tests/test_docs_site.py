@@ -56,6 +56,12 @@ def test_no_page_loads_anything_from_a_network(site: Path):
     assert sorted(loaded) == []
 
 
+def test_examples_of_the_api_are_code_and_no_quotations(site: Path):
+    page = (site / "api.html").read_text(encoding="utf-8")
+    assert 'run = oobleck.launch({"model"' in unescape(re.sub(r"<[^>]*>", "", page))
+    assert "<blockquote>" not in page
+
+
 def documented(site: Path) -> set[str]:
     """The anchors of the API's page, which are the full names of what it documents."""
     return set(re.findall(r'id="(oobleck\.[\w.]+)"', (site / "api.html").read_text(encoding="utf-8")))

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from oobleck.errors import UsageError
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
 from oobleck.user_path import expand_user
 
-__all__ = ["BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of"]
+__all__ = ["BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of", "one_run"]
 
 BaseDirOption = Annotated[
     Path | None,
@@ -29,10 +30,20 @@ BaseDirOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 TagArgument = Annotated[
-    str | None, typer.Argument(help="Tag of the run; optional if exactly one is active.", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="[TAG]", help="Tag of the run, as of --tag; optional if exactly one is active.", show_default=False
+    ),
 ]
 
 TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; optional if exactly one is active.")]
+
+
+def one_run(named: str | None, tag: str | None) -> str | None:
+    """The run that a command line names, as an argument or by --tag. Raises UsageError where these are two."""
+    if named is not None and tag is not None and named != tag:
+        raise UsageError(f"--tag: two runs are named, {named} and {tag}; leave one out")
+    return named if tag is None else tag
 
 
 def base_dir_of(given: Path | None) -> Path:

@@ -16,14 +16,16 @@ from oobleck.runtime.control_client import (
     ControlRequest,
     DrainRequest,
     KillRequest,
+    NoActiveRun,
     StatusRequest,
     StopRequest,
     find_run,
     request,
 )
+from oobleck.runtime.files import RunDirectory
 from oobleck.wire import from_builtins
 
-from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
 
 __all__ = ["add", "drain", "kill", "status", "stop"]
 
@@ -34,9 +36,15 @@ NodesArgument = Annotated[
 NowOption = Annotated[bool, typer.Option("--now", help="Give up the step in flight.")]
 
 
-def status(tag: TagArgument = None, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
+def status(
+    named: TagArgument = None,
+    *,
+    tag: TagOption = None,
+    as_json: JsonOption = False,
+    base_dir: BaseDirOption = None,
+) -> None:
     """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
-    name, answer = _ask(StatusRequest(), tag, base_dir)
+    name, answer = _ask(StatusRequest(), one_run(named, tag), base_dir)
     # What draws is not loaded by the commands beside this one.
     from rich.console import Console
 
@@ -65,7 +73,7 @@ def add(
     nodes: NodesArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
 ) -> None:
     """Take nodes into a run, or take lost ones back. Training continues; they join between two steps."""
-    run = find_run(base_dir_of(base_dir), tag)
+    run = _find(tag, base_dir)
     refused: list[OobleckError] = []
     for node in nodes:
         try:
@@ -87,15 +95,31 @@ def drain(
 
 
 def stop(
-    tag: TagArgument = None, *, now: NowOption = False, as_json: JsonOption = False, base_dir: BaseDirOption = None
+    named: TagArgument = None,
+    *,
+    tag: TagOption = None,
+    now: NowOption = False,
+    as_json: JsonOption = False,
+    base_dir: BaseDirOption = None,
 ) -> None:
     """End a run: after the step in flight, or at once."""
-    name, answer = _ask(StopRequest(now=now), tag, base_dir)
+    name, answer = _ask(StopRequest(now=now), one_run(named, tag), base_dir)
     how = "at once" if now else "after its step"
     typer.echo(json.dumps(answer) if as_json else f"run {name} stops {how}")
 
 
 def _ask(asked: ControlRequest, tag: str | None, base_dir: Path | None) -> tuple[str, Mapping[str, object]]:
     """Ask the run with this tag, or the only one; return its tag and its answer."""
-    run = find_run(base_dir_of(base_dir), tag)
+    run = _find(tag, base_dir)
     return run.tag, request(run.control_socket, asked)
+
+
+def _find(tag: str | None, base_dir: Path | None) -> RunDirectory:
+    """The run with this tag, or the only one. Raises NoActiveRun, which describes a run that has lost its master."""
+    directory = base_dir_of(base_dir)
+    try:
+        return find_run(directory, tag)
+    except NoActiveRun as error:
+        from .masterless import describe_masterless  # it reads journals, which few of these commands need
+
+        raise NoActiveRun(describe_masterless(directory, tag) or str(error)) from error

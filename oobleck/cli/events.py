@@ -25,7 +25,7 @@ from oobleck.runtime.journals import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 from oobleck.wire import encode_json
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of, one_run
 
 __all__ = ["events"]
 
@@ -36,10 +36,13 @@ RunArgument = Annotated[
     ),
 ]
 
+RunTagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run: the same as RUN.")]
+
 
 def events(
     run: RunArgument = None,
     *,
+    tag: RunTagOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the run until it ends.")] = False,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
@@ -49,7 +52,7 @@ def events(
 
     With --json each incident is one line; with --follow it is printed once it is over.
     """
-    path = find_journal(base_dir_of(base_dir), run)
+    path = find_journal(base_dir_of(base_dir), one_run(run, tag))
     if follow:
         for incident in _news(follow_journal(path)):
             if incident.ended_s is not None or not as_json:

@@ -13,8 +13,8 @@ from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 from oobleck.writing import write_in_place
 
-from .common_options import BaseDirOption, base_dir_of
-from .events import RunArgument
+from .common_options import BaseDirOption, base_dir_of, one_run
+from .events import RunArgument, RunTagOption
 
 __all__ = ["report"]
 
@@ -22,6 +22,7 @@ __all__ = ["report"]
 def report(
     run: RunArgument = None,
     *,
+    tag: RunTagOption = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="File to write; by default, next to the journal."),
@@ -33,7 +34,7 @@ def report(
     It shows throughput and nodes over time, the loss, where the time went, every failure with its cause and cost, and
     the plan of each generation.
     """
-    journal = find_journal(base_dir_of(base_dir), run)
+    journal = find_journal(base_dir_of(base_dir), one_run(run, tag))
     history, account, diagnosis = HistoryAccount(), RunAccount(), Diagnosis()
     loss: tuple[float, ...] = ()  # of the newest step: the page shows no other
     for entry in read_journal(journal):  # once, for it may be gigabytes

@@ -387,7 +387,7 @@ def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
         seconds=summary.downtime_s,
         samples_per_s=outcome.samples_per_s,
         goodput=summary.goodput,
-        num_recoveries=len(summary.recoveries),
+        num_recoveries=summary.num_recoveries,
         steps_committed=summary.steps_committed,
         steps_lost=summary.steps_lost,
     )

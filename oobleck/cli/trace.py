@@ -123,6 +123,10 @@ def convert_trace(
             help="oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default.",
         ),
     ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option("--unit", metavar="ms|s|h", help="Unit of the times in a file of counts that does not name it."),
+    ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
@@ -139,15 +143,17 @@ def convert_trace(
 
     If the file has only node counts, the nodes that leave are chosen at random, by the seed.
     """
-    from oobleck.sim.trace import FORMATS, convert, detect_format
+    from oobleck.sim.trace import FORMATS, UNITS, convert, detect_format
 
+    if unit is not None and unit not in UNITS:
+        raise UsageError(f"--unit is {unit!r}; it must be one of {', '.join(UNITS)}")
     text = read_input(file, "trace", most_bytes=MAX_DATA_BYTES)
     name = format_name or detect_format(text)
     if name is None:
         raise UsageError(f"{file}: its format was not recognised; name it with --format {'|'.join(FORMATS)}")
     if name not in FORMATS:
         raise UsageError(f"--format is {name!r}; it must be one of {', '.join(FORMATS)}")
-    _write(convert(text, format_name=name, name=file.name, seed=seed, num_nodes=nodes), output)
+    _write(convert(text, format_name=name, name=file.name, seed=seed, num_nodes=nodes, unit=unit), output)
 
 
 def trace_info(

@@ -120,17 +120,20 @@ def _title(snapshot: RunSnapshot, width: int) -> Text:
 
 def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
     """Labelled values, in as many lines as they need."""
-    values = (
+    steps = (
         ("step", f"{snapshot.step}/{snapshot.max_steps}"),
         ("loss", "–" if snapshot.loss is None else f"{snapshot.loss:.4f}"),
         ("tokens/s", count_text(snapshot.tokens_per_s)),
         ("step time", seconds_text(snapshot.step_time_s)),
         ("goodput", percent_text(snapshot.goodput)),
+        ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
+        *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
+    )
+    values = (
+        *(steps if snapshot.max_steps else ()),  # a script's steps are its own
         ("generation", str(snapshot.generation)),
         ("recoveries", str(snapshot.num_recoveries)),
-        ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
         ("elapsed", duration_text(snapshot.elapsed_s)),
-        *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
         *((("data", one_line(snapshot.data)),) if snapshot.data is not None else ()),
     )
     lines = [Text(" ")]

@@ -12,7 +12,7 @@ from rich.text import Text
 from oobleck.control.journal import RecoverySummary, Summary
 
 from .formatting import bytes_text, count_text, duration_text, percent_text, seconds_text
-from .node_hours_text import node_hours_text
+from .summary_words import node_hours_text, recoveries_text, steps_text
 
 __all__ = ["summary_table"]
 
@@ -32,7 +32,7 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
-    yield "steps committed", _steps_text(summary)
+    yield "steps committed", steps_text(summary)
     if summary.saves_failed or (summary.saved_step or summary.last_step) < summary.last_step:
         newest = "none" if summary.saved_step is None else f"that of step {summary.saved_step}"
         text = f"the newest checkpoint is {newest}; {summary.saves_failed} saves failed"
@@ -59,14 +59,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     if summary.node_hours is not None and summary.node_hours.there:
         yield "node-hours", node_hours_text(summary.node_hours)
     yield "generations", str(summary.generations)
-    yield "recoveries", str(len(summary.recoveries))
+    yield "recoveries", recoveries_text(summary)
     yield "seed", str(summary.seed)
-
-
-def _steps_text(summary: Summary) -> str:
-    if not summary.begun_after:
-        return f"{summary.steps_committed} of {summary.max_steps}"
-    return f"{summary.last_step} of {summary.max_steps}, {summary.steps_committed} of them in this run"
 
 
 def _bad_unless_zero(count: int) -> Text:
@@ -76,7 +70,7 @@ def _bad_unless_zero(count: int) -> Text:
 def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
     shown = recoveries[-_MAX_RECOVERIES:]
     left_out = len(recoveries) - len(shown)
-    title = "Recoveries, in seconds" + (f" (the first {left_out} are left out)" if left_out else "")
+    title = "Recoveries and planned changes, in seconds" + (f" (the first {left_out} are left out)" if left_out else "")
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("at", no_wrap=True)
     table.add_column("what", overflow="fold")

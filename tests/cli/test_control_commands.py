@@ -137,3 +137,20 @@ async def test_nodes_are_added_one_by_one_and_those_that_are_refused_are_told(nu
     assert code == 2
     assert [line.split()[0] for line in out.splitlines()] == ["node2", "node4"]
     assert err == "oobleck: refused: node1\noobleck: refused: node3\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["stop"], ["kill", "node1"], ["add", "node1"], ["drain", "node1"]], ids=lambda words: words[0]
+)
+async def test_every_command_that_asks_a_run_takes_its_tag_as_an_option(runs, oobleck, words):
+    code, _, err = await oobleck(*words, "--tag", "second")
+    assert (code, err) == (0, "")
+    assert (len(runs["first"].asked), len(runs["second"].asked)) == (0, 1)
+
+
+@pytest.mark.parametrize("command", ["status", "stop", "events", "report"])
+async def test_two_tags_for_one_run_are_refused(runs, oobleck, command):
+    code, _, err = await oobleck(command, "first", "--tag", "second")
+    assert code == 2
+    assert "--tag: two runs are named, first and second; leave one out" in err
+    assert runs["first"].asked == runs["second"].asked == []

@@ -16,6 +16,7 @@ from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_overrid
 from oobleck.cli.main import main
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
+from oobleck.runtime.files import run_dir
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text(encoding="utf-8")
 
@@ -73,6 +74,20 @@ def test_keys_whose_names_have_a_unit_are_documented_with_it():
     units = {key: row[1] for key, row in table("## Job files").items() if key != "key"}
     for suffix, unit in (("_s", "seconds"), ("_bytes", "bytes"), ("_steps", "steps"), ("_samples", "samples")):
         assert {units[key] for key in units if key.endswith(suffix)} == {unit}
+
+
+def documented_files() -> set[str]:
+    """The first part of each path below `<tag>` that the page names."""
+    return {name.rstrip("/") for name in re.findall(r"`<tag>/([\w.<>-]+/?)", PAGE)}
+
+
+def test_the_files_of_a_run_are_documented():
+    assert run_dir.__doc__ is not None
+    kept = {
+        line.split()[0].rstrip("/") for line in run_dir.__doc__.splitlines() if re.match(r"[a-z][\w.<>-]*/?   ", line)
+    }
+    assert {"journal.jsonl", "command", "profile"} <= kept
+    assert kept - documented_files() == set()
 
 
 def test_the_job_of_the_page_is_read_as_it_stands():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -43,6 +44,16 @@ def test_a_run_in_which_nothing_happened_says_so(tmp_path, capsys):
     write_journal(tmp_path, "quiet", entries)
     assert main(["events", "--base-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["events", "report"])
+def test_the_run_may_be_named_by_its_tag_as_an_option(tmp_path, capsys, command):
+    older = write_journal(tmp_path, "job", run_with_a_loss())
+    write_journal(tmp_path, "newer", list(run_with_a_loss())[:10])
+    os.utime(older, (0, 0))
+    assert main([command, "--tag", "job", "--base-dir", str(tmp_path)]) == 0
+    told = {"events": "node3: contact was lost", "report": str(older.with_name("report.html"))}
+    assert told[command] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["events", "report"])

@@ -8,16 +8,22 @@ from oobleck.control.coordinator import ReplayedRun
 from oobleck.control.journal import (
     Action,
     ConnectionLost,
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
     JobEnded,
     JobStarted,
     JournalEntry,
     LossCause,
     NodeConnected,
     NodeLost,
+    NodeRanks,
     PlanAdopted,
     PlanCause,
     RecoveryDone,
     RecoveryStarted,
+    ScriptStarted,
     StepDone,
     WorkerUp,
 )
@@ -25,6 +31,7 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.control.replay import RunBooks
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+from oobleck.ranks import RanksSpec
 
 
 def template(num_nodes: int, num_layers: int = 8, devices: int = 1) -> PipelineTemplate:
@@ -146,6 +153,27 @@ def run_with_a_loss(
             yield recovered(now_s, 2, victim, began_s=now_s - 0.7, action=Action.REINSTANTIATE)
     if ends:
         yield JobEnded(t_s=now_s + 0.5, exit_code=0, reason="all steps committed")
+
+
+def script_with_a_failure() -> tuple[JournalEntry, ...]:
+    """A script on two nodes, of which a rank fails once; it still runs."""
+    nodes = tuple(NodeRanks(node=f"node{index}", first_rank=2 * index, num_ranks=2) for index in range(2))
+    started = ScriptStarted(
+        t_s=0.0,
+        version="1",
+        run=RanksSpec(tag="my-script", entry="script", command=("train.py", "--lr", "1"), directory="/"),
+        nodes=tuple(NodeSpec(name=each.node, host=each.node) for each in nodes),
+        started_at="2026-01-02T03:04:05+00:00",
+    )
+    failed = GenerationCause.RANK_FAILED
+    return (
+        started,
+        GenerationFormed(t_s=1.0, generation=1, cause=GenerationCause.START, nodes=nodes, num_failures=0),
+        GenerationRuns(t_s=2.0, generation=1, away_s=2.0, is_warm=False),
+        GenerationEnded(t_s=30.0, generation=1, cause=failed),
+        GenerationFormed(t_s=30.5, generation=2, cause=failed, nodes=nodes, num_failures=1),
+        GenerationRuns(t_s=31.0, generation=2, away_s=1.0, is_warm=True),
+    )
 
 
 def books_of(entries: Iterable[JournalEntry]) -> RunBooks:

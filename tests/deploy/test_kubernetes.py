@@ -11,6 +11,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+import oobleck
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.inputs.node_source import read_source
 from oobleck.cli.main import main
@@ -143,6 +144,39 @@ def test_the_rights_are_those_that_the_code_uses() -> None:
         spec = manifest(kind)["spec"]["template"]["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert container_of(kind)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_only_nodes_reach_nodes_and_the_master_and_the_master_on_one_port() -> None:
+    pods = {kind: manifest(kind)["spec"]["template"]["metadata"]["labels"] for kind in ("StatefulSet", "Job")}
+    policies = [each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"]
+    by_kind = {
+        kind: [each for each in policies if each["podSelector"]["matchLabels"].items() <= labels.items()]
+        for kind, labels in pods.items()
+    }
+    nodes = {"from": [{"podSelector": {"matchLabels": pods["StatefulSet"]}}]}
+    (listened,) = container_of("Job")["ports"]
+    assert [each["ingress"] for each in by_kind["StatefulSet"]] == [[nodes]]
+    assert [each["ingress"] for each in by_kind["Job"]] == [
+        [{**nodes, "ports": [{"protocol": "TCP", "port": listened["name"]}]}]
+    ]
+    assert all(each["policyTypes"] == ["Ingress"] for each in policies)
+
+
+def test_containers_write_to_volumes_alone_and_each_resource_has_a_limit() -> None:
+    for kind in ("StatefulSet", "Job"):
+        container = container_of(kind)
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert set(container["resources"]["limits"]) >= {"cpu", "memory"}
+        written = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert written >= {"/home/oobleck", "/home/oobleck/.oobleck", "/tmp"}
+        assert all("sizeLimit" in volume["emptyDir"] for volume in volumes_of(kind) if "emptyDir" in volume)
+
+
+def test_the_image_has_the_tag_of_this_version_and_never_a_moving_one() -> None:
+    (image,) = kustomization()["images"]
+    assert image["newTag"] == oobleck.__version__
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"image={image['newName']}:{image['newTag']}\n" in page
 
 
 def test_variables_are_set_before_they_are_used() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,10 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
         births = {node: started_at(pid) for node, pid in workers.items()}
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
+        asked = oobleck("status", "--base-dir", str(runner.base_dir))
+        assert "run e2e has no master" in asked.stderr
+        assert "its nodes (node0, node1, node2, node3) continue for up to" in asked.stderr
+        assert f"oobleck up --local 4 --base-dir {runner.base_dir}" in asked.stderr
         time.sleep(AWAY_S)
         with runner.up(*options(runner)) as second:
             outcome = second.finish()
@@ -59,6 +65,10 @@ def test_training_goes_on_without_a_master_and_another_takes_over(runner: Runner
     durations = [entry["record"]["duration_s"] for entry in entries(runner, "StepDone")]
     assert max(durations) < AWAY_S, "somebody waited for a master"
     assert runner.left_over() == []
+    page = Path(__file__).parents[2].joinpath("docs", "jobs.md").read_text(encoding="utf-8")
+    names = {re.sub(r"agent\d+", "agent<index>", path.name) for path in (runner.base_dir / "e2e").iterdir()}
+    names = {name for name in names if not re.search(r"\.\d+\.jsonl", name)}  # set aside by earlier runs
+    assert [name for name in sorted(names) if f"`<tag>/{name}" not in page] == [], "each file is documented"
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import trio
 
 from oobleck.exit_codes import ExitCode
+from oobleck.runtime.launchers import SlurmJobs
 from tests.processes import words_of
 from tests.slurm import Slurm, needs_slurm, serve_slurm
 
@@ -38,7 +40,8 @@ SCRIPT = """\
 {command}
 code=$?
 echo "oobleck up has ended with $code"
-[ $code -ne 75 ] || scontrol requeue $SLURM_JOB_ID
+job="${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
+[ $code -ne 75 ] || scontrol requeue "$job"
 exit $code
 """
 TAKEN_OVER = """\
@@ -118,13 +121,99 @@ def test_nodes_lost_and_back_cost_no_step_and_a_requeued_job_goes_on_from_the_ve
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow  # Slurm counts time limits in minutes, and looks after them twice in one
+@pytest.mark.parametrize("asked", [(), ("--signal", "TERM@60")], ids=["by itself", "by Slurm"])
 def test_a_job_that_reaches_its_time_limit_is_requeued_and_goes_on_from_the_very_step(
-    runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
+    asked: tuple[str, ...], runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
 ) -> None:
-    with batch_job(runner, slurm, tmp_path, "--time", "2", "--signal", "TERM@30") as (job, up):
+    with batch_job(runner, slurm, tmp_path, "--time", "2", *asked) as (job, up):
         first, second = continued(runner, slurm, job, up)
     assert runner.left_over() == []
     assert_equal_to(endless_reference, first, second)
+
+
+@pytest.mark.slow
+def test_jobs_that_slurm_lists_together_are_told_apart(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", slurm.environment["PATH"])
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    asked = ("--parsable", "--exclusive", "--output", str(tmp_path / "out"), "--wrap", "sleep 600")
+    array = slurm.run("sbatch", "--nodes", "2", "--array", "0-1", *asked)
+    try:
+        listed = wait_for_running(slurm, 2)
+        assert array in listed.values(), "one of the tasks has the id of all"
+        found = {shown: trio.run(SlurmJobs(job_id=job_id).allocations) for shown, job_id in listed.items()}
+        assert all([job.shown_id for job in jobs] == [shown] for shown, jobs in found.items()), found
+        assert sorted(node for jobs in found.values() for node in jobs[0].nodes) == ["n1", "n2", "n3", "n4"]
+    finally:
+        slurm.run("scancel", "--full", array)
+        slurm.wait_for_end(array)
+    script = tmp_path / "script"
+    script.write_text("#!/bin/sh\nsleep 600\n")
+    job = slurm.run("sbatch", *asked[:-2], "--nodes", "1", ":", "--nodes", "2", "--exclusive", str(script))
+    try:
+        wait_for_running(slurm, 2)
+        components = trio.run(SlurmJobs(job_id=job).allocations)
+        assert [(each.job_id, each.component, len(each.nodes)) for each in components] == [(job, "0", 1), (job, "1", 2)]
+    finally:
+        slurm.run("scancel", "--full", job)
+        slurm.wait_for_end(job)
+
+
+def wait_for_running(slurm: Slurm, count: int) -> dict[str, str]:
+    """Wait until so many jobs run; returns how Slurm shows each, and its number."""
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        listed = slurm.run("squeue", "--noheader", "--states", "RUNNING", "--format", "%i %A").splitlines()
+        if len(listed) == count:
+            return dict(map(str.split, listed))
+        assert time.monotonic() < deadline_s, slurm.run("squeue")
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("asked", "components"),
+    [
+        (("--array", "0-1", "--nodes", "2"), ()),
+        (("--nodes", "1"), (":", "--nodes", "2", "--exclusive")),
+    ],
+    ids=["array", "heterogeneous"],
+)
+def test_each_task_of_an_array_trains_on_its_own_nodes_and_a_heterogeneous_job_on_all_of_its(
+    asked: tuple[str, ...], components: tuple[str, ...], runner: Runner, slurm: Slurm, tmp_path: Path
+) -> None:
+    where = ("--slurm", "--dial-in", "127.0.0.1:0", PACED, "--base-dir", str(runner.base_dir))
+    command = shlex.join([sys.executable, "-m", "oobleck", "up", *where, *given(runner), "--plain"])
+    script = tmp_path / "script"
+    script.write_text(SCRIPT.format(command=f"{command} --set tag={TAG}$SLURM_ARRAY_TASK_ID"))
+    exported = f"ALL,TMPDIR={runner.temporary},HOME={home(runner, tmp_path)}"
+    options = ("--parsable", "--exclusive", "--no-kill", "--output", str(tmp_path / "%A.%a"), "--export", exported)
+    job = slurm.run("sbatch", *options, *asked, *components, str(script))
+    tags = [TAG] if components else [f"{TAG}0", f"{TAG}1"]
+    try:
+        trained_on = [wait_for_nodes(runner.base_dir / tag / "journal.jsonl") for tag in tags]
+        assert [len(nodes) for nodes in trained_on] == ([3] if components else [2, 2])
+        assert len(set().union(*trained_on)) == sum(map(len, trained_on)), "no node is in two runs"
+        for tag in tags:
+            assert oobleck("stop", tag, "--base-dir", str(runner.base_dir)).returncode == 0
+        slurm.wait_for_end(job)
+    finally:
+        with suppress(AssertionError):  # it has ended
+            slurm.run("scancel", "--full", "--signal", "KILL", job)
+    assert runner.left_over() == []
+
+
+def wait_for_nodes(journal: Path) -> set[str]:
+    """Wait until a run has committed some steps; returns the nodes that it has had by then."""
+    deadline_s = time.monotonic() + 240.0
+    while True:
+        entries = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        if sum(entry["@type"] == "StepDone" for entry in entries) >= 20:
+            return {entry["node"] for entry in entries if entry["@type"] == "NodeConnected"}
+        assert time.monotonic() < deadline_s, [entry["@type"] for entry in entries]
+        time.sleep(0.5)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from oobleck.control.journal.snapshot import (
 )
 from oobleck.control.journal.view import RunView
 from oobleck.ui.dashboard import Dashboard, dashboard_lines
-from tests.control.journals import run_with_a_loss
+from tests.control.journals import run_with_a_loss, script_with_a_failure
 
 
 def snapshot_of(num_pipelines: int, stages: int, now_s: float) -> RunSnapshot:
@@ -61,6 +61,17 @@ def test_what_has_given_a_node_is_shown_where_there_are_few(num_nodes):
     nodes = tuple(replace(node, origin=f"Slurm's job {number}") for number, node in enumerate(snapshot.nodes))
     text = "\n".join(plain(replace(snapshot, nodes=nodes), 80, 40))
     assert ("node3 training Slurm's job 3" in text) == ("Slurm's job" in text) == (num_nodes == 4)
+
+
+def test_a_script_has_no_steps_that_are_known():
+    view = RunView()
+    for entry in script_with_a_failure():
+        view.apply(entry)
+    text = "\n".join(plain(view.at(40.0), 80, 24))
+    assert "my-script" in text
+    assert "recoveries 1" in text
+    for words in ("step", "loss", "goodput", "remaining"):
+        assert words not in text
 
 
 def test_a_loss_is_told_in_the_map_the_nodes_and_the_events():

@@ -20,16 +20,6 @@ __all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "Nod
 _MOST_PER_CORE = 32
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077
-_SOURCES = (
-    "a hostfile",
-    "--hosts-from COMMAND",
-    "--dial-in PORT",
-    "--local N",
-    "--slurm",
-    "--slurm-job NAME",
-    "--ray",
-    "--kubernetes LABELS",
-)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*==?[A-Za-z0-9._-]*")
 
 
@@ -167,8 +157,15 @@ def read_source(
             raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
         _check_selector(kubernetes)
         dial_in = dial_in or str(_POD_PORT)
-    if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
-        raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
+    sources = {"a hostfile": hostfile, "--local": local, "--hosts-from": hosts_from, "--dial-in": dial_in}
+    named = [name for name, given in sources.items() if given is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} each name all nodes; leave all but one out")
+    if not named:
+        raise UsageError(
+            "no nodes are named; use a hostfile, --local N (virtual ones), --hosts-from COMMAND (which prints a "
+            "hostfile), --dial-in PORT, --slurm, --slurm-job NAME, --ray, or --kubernetes LABELS"
+        )
     if (dial_in is None) != (num_nodes is None):
         raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")
     if keys is not None and dial_in is None:
@@ -208,7 +205,7 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     from oobleck.runtime.launchers import SlurmJobs
 
     jobs = SlurmJobs.of_allocation() if job_name is None else SlurmJobs(name=job_name)
-    names = [node for nodes in trio.run(jobs.nodes).values() for node in nodes]
+    names = [node for job in trio.run(jobs.allocations) for node in job.nodes]
     host, port = _listening_place(place)
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
 

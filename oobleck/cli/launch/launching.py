@@ -28,7 +28,7 @@ def launch(
     base_dir: str | PathLike[str] | None = None,
     **options: object,
 ) -> Run:
-    """Start a run, as `oobleck up` does, and return once its job is accepted.
+    """Start a run, as `oobleck up` does, and return once its job is accepted. For example::
 
         run = oobleck.launch("train.py", hosts="hosts.txt")
         run = oobleck.launch({"model": "gpt2", "max_steps": 100}, local=4)

@@ -39,7 +39,7 @@ _ENDS_WELL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 
 
 class Run:
-    """A run that `oobleck.launch` has started.
+    """A run that `oobleck.launch` has started::
 
         for event in run: print(event)     # each thing that happens, until the run ends
         summary = run.wait()               # what it came to; raises what went wrong

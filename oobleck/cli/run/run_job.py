@@ -110,6 +110,7 @@ def _run_job(run: Run) -> int:
     with directory.lock():
         if run.owner:
             directory.note_owner(run.owner)
+        directory.note_command(["oobleck", *sys.argv[1:]])
         books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")

@@ -86,6 +86,7 @@ def run_ranks(run: RanksRun) -> int:
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), background_logging():
         directory.note_owner(identity_of(run.spec).script)
+        directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
     if end.exit_code != ExitCode.DONE:

@@ -70,7 +70,17 @@ from .run_entries import (
     WorkerError,
 )
 from .sentences import error_text, given_up_text, loss_text, sentence
-from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
+from .snapshot import (
+    EventLine,
+    NodeState,
+    NodeView,
+    PipelineView,
+    RunSnapshot,
+    RunState,
+    StageView,
+    WorkState,
+    state_at_end,
+)
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 from .summary import AccountImage, NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
@@ -188,6 +198,7 @@ __all__ = [
     "remedy_text",
     "response_text",
     "sentence",
+    "state_at_end",
     "summarize",
     "title",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
 from .plan_entries import PlanAdopted
+from .ranks import GenerationFormed, ScriptStarted
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 
@@ -42,6 +43,11 @@ class History:
     """The newest; of thousands nobody looks at all."""
     num_plans: int
     """All that there were."""
+    script: ScriptStarted | None = None
+    """In place of `started`, where a script was run."""
+    generations: tuple[GenerationFormed, ...] = ()
+    """The script's, the newest."""
+    num_generations: int = 0
 
 
 def history_of(entries: Iterable[JournalEntry], *, now_s: float | None = None) -> History:
@@ -63,6 +69,9 @@ class HistoryAccount:
         self._plans: deque[PlanAdopted] = deque(maxlen=MAX_PLANS)
         self._num_nodes: list[tuple[float, int]] = []
         self._elapsed_s = 0.0
+        self._script: ScriptStarted | None = None
+        self._generations: deque[GenerationFormed] = deque(maxlen=MAX_PLANS)
+        self._num_generations = 0
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry in; O(1) amortised."""
@@ -71,6 +80,11 @@ class HistoryAccount:
         match entry:
             case JobStarted():
                 self._started = entry
+            case ScriptStarted():
+                self._script = entry
+            case GenerationFormed():
+                self._generations.append(entry)
+                self._num_generations += 1
             case PlanAdopted():
                 self._plans.append(entry)
                 self._num_nodes.append((entry.t_s, len(entry.plan.nodes)))
@@ -95,6 +109,9 @@ class HistoryAccount:
             losses=thinned(self._losses.points),
             plans=tuple(self._plans),
             num_plans=len(self._num_nodes),
+            script=self._script,
+            generations=tuple(self._generations),
+            num_generations=self._num_generations,
         )
 
 

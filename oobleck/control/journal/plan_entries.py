@@ -55,6 +55,11 @@ class PlanCause(StrEnum):
         """No node was lost, and nothing is wrong but the speed of a node."""
         return self in (PlanCause.JOINED, PlanCause.DRAINED, PlanCause.SLOW, PlanCause.SCALED, PlanCause.RETRIED)
 
+    @property
+    def is_calm(self) -> bool:
+        """Nothing wrong had led to it: a change of the plan, and no recovery."""
+        return self.is_planned and self is not PlanCause.SLOW
+
 
 class Action(StrEnum):
     """How the plan was changed."""

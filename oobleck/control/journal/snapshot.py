@@ -1,6 +1,6 @@
 """What a person wants to see of a run at one moment: plain values, ready to be drawn or sent as JSON.
 
-It imports no other part of the package, so that commands which only show it start quickly.
+It imports next to nothing of the package, so that commands which only show it start quickly.
 """
 
 from __future__ import annotations
@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-__all__ = ["EventLine", "NodeState", "NodeView", "PipelineView", "RunSnapshot", "RunState", "StageView", "WorkState"]
+from oobleck.exit_codes import ExitCode
+
+__all__ = [
+    "EventLine",
+    "NodeState",
+    "NodeView",
+    "PipelineView",
+    "RunSnapshot",
+    "RunState",
+    "StageView",
+    "WorkState",
+    "state_at_end",
+]
 
 
 class RunState(StrEnum):
@@ -22,6 +34,16 @@ class RunState(StrEnum):
     DONE = "done"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+_RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+
+
+def state_at_end(exit_code: int, *, is_whole: bool) -> RunState:
+    """How a run has ended; one that was stopped on request ends as well as one that has done all (`is_whole`)."""
+    if exit_code == ExitCode.DONE:
+        return RunState.DONE if is_whole else RunState.STOPPED
+    return RunState.STOPPED if exit_code in _RESUMABLE else RunState.FAILED
 
 
 class WorkState(StrEnum):
@@ -120,6 +142,7 @@ class RunSnapshot:
     """Whether more failures than none are survived without loss of state."""
     fault_threshold: int = 0
     num_recoveries: int = 0
+    """Changes of the plan that something wrong had led to; nodes that join or leave in order do not count."""
     scaling: str = ""
     """How many nodes are to train, and why; empty where all do without a decision."""
     pipelines: tuple[PipelineView, ...] = ()

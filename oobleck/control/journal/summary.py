@@ -13,7 +13,8 @@ from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
 from .node_hours import NodeAccount, NodeHours, NodesImage
-from .plan_entries import PlanAdopted, RecoveryDone
+from .plan_entries import PlanAdopted, PlanCause, RecoveryDone
+from .ranks import ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap
 from .sentences import sentence
 from .state_entries import CheckpointSaved, SaveFailed
@@ -33,6 +34,8 @@ __all__ = [
     "Summary",
     "summarize",
 ]
+
+_CALM = frozenset(cause.value for cause in PlanCause if cause.is_calm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,11 @@ class Summary:
         """The newest step that is committed, by this run or by those that it continues from."""
         return self.begun_after + self.steps_committed
 
+    @property
+    def num_recoveries(self) -> int:
+        """Those of `recoveries` that something wrong had led to: nodes that join or leave in order do not count."""
+        return sum(done.cause not in _CALM for done in self.recoveries)
+
     def to_dict(self) -> dict[str, object]:
         """The summary as JSON-able values."""
         return asdict(self)
@@ -206,6 +214,8 @@ class RunAccount:
     def __init__(self) -> None:
         self._nodes = NodeAccount()
         self._job: JobStarted | None = None
+        self._script = ""
+        """The tag of a script's run."""
         self._end: JobEnded | None = None
         self._plan: PlanAdopted | None = None
         self._tally = StepTally()
@@ -251,6 +261,8 @@ class RunAccount:
         match entry:
             case JobStarted():
                 self._job = entry
+            case ScriptStarted(run=run):
+                self._script = run.tag
             case PlanAdopted():
                 self._adopt(entry)
             case Evaluated():
@@ -287,7 +299,7 @@ class RunAccount:
         step_time_s = tally.step_time_s()
         hours = self._nodes.at(self._elapsed_s)
         return Summary(
-            tag=job.job.tag if job else "",
+            tag=job.job.tag if job else self._script,
             exit_code=end.exit_code if end else None,
             reason=end.reason if end else "",
             max_steps=job.job.max_steps if job else 0,

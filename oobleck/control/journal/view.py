@@ -35,7 +35,17 @@ from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDo
 from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, RanksView, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .sentences import sentence
-from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
+from .snapshot import (
+    EventLine,
+    NodeState,
+    NodeView,
+    PipelineView,
+    RunSnapshot,
+    RunState,
+    StageView,
+    WorkState,
+    state_at_end,
+)
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
 
@@ -43,8 +53,6 @@ __all__ = ["RunView", "ViewImage", "level_of"]
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
-_RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-
 StageKey = tuple[str, int, int]
 
 
@@ -176,7 +184,7 @@ class RunView:
                 self._recovering.add(entry.generation)
             case RecoveryDone():
                 self._recovering = {g for g in self._recovering if g > entry.generation}
-                self._num_recoveries += 1
+                self._num_recoveries += not entry.cause.is_calm
                 self._changing = frozenset()
             case (
                 Notice()
@@ -244,11 +252,14 @@ class RunView:
             data=self._data.text(has_ended=self._ended is not None),
         )
 
+    @property
+    def _is_at_last_step(self) -> bool:
+        return self._job is not None and self._step >= self._job.max_steps
+
     def _state(self) -> RunState:
         if self._ended is not None:
-            if self._ended.exit_code == ExitCode.DONE:
-                return RunState.DONE
-            return RunState.STOPPED if self._ended.exit_code in _RESUMABLE else RunState.FAILED
+            is_whole = self._ranks.is_finished if self._ranks.state else self._job is None or self._is_at_last_step
+            return state_at_end(self._ended.exit_code, is_whole=is_whole)
         if self._ranks.state is not None:
             return self._ranks.state
         if self._generation and not self._plan.pipelines:

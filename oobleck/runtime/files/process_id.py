@@ -52,10 +52,15 @@ class ProcessId:
         return f"{self.pid} {self.started_ticks} {self.boot}"
 
     @property
+    def is_of_this_boot(self) -> bool:
+        """Whether it was started on this machine, since its last restart."""
+        return _boot() == self.boot
+
+    @property
     def lives(self) -> bool:
         """Whether it lives; one that has ended, and that was not waited for, does not."""
         found = _look(self.pid)
-        return found is not None and found[0] != "Z" and found[1] == self.started_ticks and _boot() == self.boot
+        return found is not None and found[0] != "Z" and found[1] == self.started_ticks and self.is_of_this_boot
 
     def send(self, number: int) -> bool:
         """Send it a signal; False when it is gone. Another process that has its number now is left alone.

@@ -5,10 +5,13 @@ metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
 host                 the machine of the first master
 owner                the script or job file of the first run of this tag
+command              the command that started the newest master, for people
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            where the agents of virtual nodes have their sockets
 agent<index>.log     one for each line of the hostfile
 profile/             measured profiles
+tensorboard/         the metrics again, where TensorBoard is installed
+dial-in/             keys for nodes that dial in, and what their scheduler says
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +152,30 @@ class RunDirectory:
         if self.owner is None:
             write_whole(self.path / "owner", f"{owner}\n")
 
+    @property
+    def command(self) -> str:
+        """The command that started the newest master, for people; empty where nobody has noted it."""
+        try:
+            return (self.path / "command").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return ""
+
+    def note_command(self, words: Sequence[str]) -> None:
+        """Note the command line of this process, without the values of variables and a script's arguments: those may
+        be secrets. Best effort, raises nothing.
+        """
+        shown = list(words)
+        for index, word in enumerate(words):
+            if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
+                shown = [*shown[: index + 1], *(["…"] if words[index + 1 :] else [])]
+                break
+            name, equals, value = word.removeprefix("--env=").partition("=")
+            if equals and value and (word.startswith("--env=") or words[index - 1 : index] == ["--env"]):
+                shown[index] = f"{'--env=' if word.startswith('--env=') else ''}{name}=…"
+        line = f"cd {shlex.quote(os.getcwd())} && {' '.join(map(_quoted, shown))}"
+        with suppress(OSError, UnicodeEncodeError):
+            write_whole(self.path / "command", f"{line}\n")
+
     def create(self) -> None:
         """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
 
@@ -218,6 +246,10 @@ class RunDirectory:
             os.pwrite(lock, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
         except OSError as error:
             raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
+
+
+def _quoted(word: str) -> str:
+    return word if word.endswith("…") else shlex.quote(word)
 
 
 def _short_directory() -> Path:

@@ -13,9 +13,11 @@ from oobleck.user_path import expand_user
 
 from .journal_file import decode_line
 
-__all__ = ["find_journal", "follow_journal"]
+__all__ = ["find_journal", "follow_journal", "has_end"]
 
 _POLL_S = 0.2
+_END = f'{{"@type":"{JobEnded.__name__}"'.encode()
+_LAST_BYTES = 1 << 16
 
 
 def find_journal(base_dir: Path, run: str | None) -> Path:
@@ -36,6 +38,17 @@ def find_journal(base_dir: Path, run: str | None) -> Path:
             return path
     known = ", ".join(sorted(path.parent.name for path in base_dir.glob("*/journal.jsonl"))) or "none"
     raise UsageError(f"no journal of {run!r}; runs in {base_dir}: {known}")
+
+
+def has_end(path: Path) -> bool:
+    """Whether the last entry of a journal is the end of its run; False where that cannot be read. O(1)."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    return bool(lines) and lines[-1].startswith(_END)
 
 
 def follow_journal(path: Path) -> Iterator[JournalEntry | None]:

@@ -18,7 +18,7 @@ from .launcher import Arrived, Launcher, Leaving, NodeChange, Reported
 from .listed import Hostfile, ListedNodes, NodeList
 from .local import VirtualNodes
 from .ray import RayActors, ray_nodes
-from .slurm import SlurmJobs, SlurmTasks
+from .slurm import SlurmAllocation, SlurmJobs, SlurmTasks
 
 __all__ = [
     "INTRODUCTION",
@@ -36,6 +36,7 @@ __all__ = [
     "PodFollower",
     "RayActors",
     "Reported",
+    "SlurmAllocation",
     "SlurmJobs",
     "SlurmTasks",
     "VirtualNodes",

@@ -280,9 +280,9 @@ class DialedInNodes:
         if node in {spec.name for spec in self.nodes}:
             self._tell(Leaving(node=node))
 
-    def report(self, text: str) -> None:
+    def report(self, text: str, *, level: str = "warning") -> None:
         """Have people read something."""
-        self._tell(Reported(level="warning", text=text))
+        self._tell(Reported(level=level, text=text))
 
     def _note_refused(self, text: str) -> None:
         if len(self._refused) < _MOST_REFUSALS and text not in self._refused:

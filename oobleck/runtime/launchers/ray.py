@@ -27,6 +27,9 @@ _PROCESS = module_command("oobleck.runtime.processes.ray_process")
 _JOIN_S = 60.0
 _AGAIN_S = 10.0
 _END_S = 15.0
+_END_SILENT_S = 3.0
+_SILENT_S = 15.0
+"""Ray has not answered for so long: each node is looked at within ten seconds."""
 _READ_BYTES = 1 << 16
 
 
@@ -43,15 +46,31 @@ async def ray_nodes() -> tuple[str, ...]:
 class RayActors:
     """Keeps an `oobleck node` on every node of the cluster."""
 
-    def __init__(self, run_id: str, file: Path, *, is_place_named: bool, log: Path, callers: DialedInNodes) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        file: Path,
+        *,
+        is_place_named: bool,
+        log: Path,
+        callers: DialedInNodes,
+        silent_s: float = _SILENT_S,
+        again_s: float = _AGAIN_S,
+    ) -> None:
         """`file` is what nodes need; where it does not name the master's place by a user's wish (`is_place_named`),
         they dial in to the address by which Ray knows this machine. `log` receives what Ray says.
+
+        What speaks to Ray is started again `again_s` after its end, and people know when Ray has not answered for
+        `silent_s`.
         """
         self._run_id = run_id
         self._file = file
         self._is_place_named = is_place_named
         self._log = log
         self._callers = callers
+        self._silent_s = silent_s
+        self._again_s = again_s
+        self._is_unanswered = False
         self._process: trio.Process | None = None
 
     async def run(self) -> None:
@@ -59,22 +78,41 @@ class RayActors:
         while True:
             try:
                 await self._keep()
+                self._note(f"what speaks to it has ended; see {self._log}")
             except OSError as error:
-                self._callers.report(f"Ray cannot be asked: {error.strerror or error}")
-            self._callers.report("no more nodes of Ray's are looked for; it is tried again, and the run continues")
-            await trio.sleep(_AGAIN_S)
+                self._note(error.strerror or str(error))
+            await trio.sleep(self._again_s)
+
+    def _note(self, problem: str) -> None:
+        """Report that Ray cannot be asked, once until it answers again."""
+        if not self._is_unanswered:
+            self._is_unanswered = True
+            self._callers.report(
+                f"Ray cannot be asked: {problem}. The run continues with the nodes that it has, and no others are "
+                "looked for until Ray answers again"
+            )
 
     async def end(self) -> None:
         """End all of them: Ray has its nodes back. Takes some seconds at most, and raises nothing."""
+        for node in self._callers.nodes:
+            await self._callers.release(node)  # it takes no Ray to do so
         process = self._process
         if process is None or process.stdin is None:
             return
-        with trio.move_on_after(_END_S):
+        with trio.move_on_after(_END_SILENT_S if self._is_unanswered else _END_S):
             try:
                 await process.stdin.send_all(b"end\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
             await process.wait()
+
+    def _take(self, lines: list[str]) -> None:
+        """Take what its process says: that Ray has answered, or what people should read."""
+        if "" in lines and self._is_unanswered:
+            self._is_unanswered = False
+            self._callers.report("Ray answers again", level="info")
+        for line in filter(None, lines):
+            self._callers.report("".join(each if each.isprintable() else "?" for each in line))
 
     async def _keep(self) -> None:
         """Have one process keep them, until its end."""
@@ -99,11 +137,18 @@ class RayActors:
         self._process = process
         try:
             await process.stdin.send_all(encode_json(known))
-            said = b""
-            while data := await process.stdout.receive_some(_READ_BYTES):
-                *lines, said = (said + data).split(b"\n")
-                for line in lines:
-                    self._callers.report(line.decode(errors="replace"))
+            said, patience_s = b"", _JOIN_S
+            while True:
+                with trio.move_on_after(patience_s) as waiting:
+                    data = await process.stdout.receive_some(_READ_BYTES)
+                if waiting.cancelled_caught:
+                    self._note(f"it has not answered for {patience_s:g} s; see {self._log}")
+                    continue
+                if not data:
+                    break
+                patience_s = self._silent_s
+                *lines, said = (said + bytes(data)).split(b"\n")
+                self._take([line.decode(errors="replace").strip() for line in lines])
         except trio.BrokenResourceError:
             pass  # its end says so as well
         finally:

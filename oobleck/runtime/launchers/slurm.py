@@ -2,11 +2,13 @@
 
 The tasks of a step that was started with --no-kill outlive other nodes of their job, and the `srun` that started them.
 So neither a lost node nor a lost master ends them. Slurm is asked which nodes there are; it learns of deaths after
-half a minute, and is never asked for those.
+half a minute, and is never asked for those. Where a time limit comes, nodes have notice before: without it Slurm ends
+the batch script first, and nothing is saved.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -23,11 +25,39 @@ from oobleck.runtime.python_process import module_command
 from .command import printed_by
 from .dial_in import DialedInNodes
 
-__all__ = ["SlurmJobs", "SlurmTasks"]
+__all__ = ["SlurmAllocation", "SlurmJobs", "SlurmTasks"]
 
 _TIMEOUT_S = 30.0
 _AGAIN_S = 30.0
+_NOTICE_S = 60.0
+_NOTICE_SHARE = 0.25
+"""Of a time limit: a job of a minute or two has to get something done before its notice."""
 _JOB_ID = re.compile(r"[0-9]+")
+_LISTED = "%i %A %L %l %N"
+_ID = re.compile(r"(?P<leader>[0-9]+)(\+(?P<component>[0-9]+)|_[0-9]+)?")
+"""A job by itself, a component of a heterogeneous one, or a task of an array."""
+_DURATION = re.compile(r"((?P<days>[0-9]+)-)?((?P<hours>[0-9]+):)?(?P<minutes>[0-9]+):(?P<seconds>[0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmAllocation:
+    """The nodes of a job that runs, or of one component of a heterogeneous job."""
+
+    shown_id: str
+    """As users write it: 17, 17_3 in an array, 17+1 in a heterogeneous job. Each of them is one allocation, while the
+    plain number may be the first of many."""
+    job_id: str
+    """What tasks find as SLURM_JOB_ID."""
+    component: str | None = None
+    nodes: tuple[str, ...]
+    limit_s: float = math.inf
+    left_s: float = math.inf
+    """Until the time limit."""
+
+    @property
+    def notice_s(self) -> float:
+        """How long before its time limit its nodes have notice."""
+        return min(_NOTICE_S, _NOTICE_SHARE * self.limit_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +81,42 @@ class SlurmJobs:
     def __str__(self) -> str:
         return f"Slurm's job {self.job_id}" if self.job_id is not None else f"Slurm's jobs of the name {self.name}"
 
-    async def nodes(self) -> dict[str, tuple[str, ...]]:
-        """The nodes of each job that runs. Raises ConfigError."""
+    async def allocations(self) -> tuple[SlurmAllocation, ...]:
+        """Ask Slurm what the jobs have that run. Raises ConfigError."""
         which = ["--jobs", self.job_id] if self.job_id is not None else ["--name", self.name or ""]
-        listed = await _ask("squeue", "--noheader", *which, "--states", "RUNNING", "--format", "%A %N")
-        found: dict[str, tuple[str, ...]] = {}
-        for line in listed.splitlines():
-            job_id, _, nodes = line.strip().partition(" ")
-            if not _JOB_ID.fullmatch(job_id) or not nodes:
-                raise ConfigError(f"squeue printed {line!r}, which is no job and its nodes")
-            found[job_id] = tuple((await _ask("scontrol", "show", "hostnames", nodes)).split())
+        listed = await _ask("squeue", "--noheader", *which, "--states", "RUNNING", "--format", _LISTED)
+        found = [await _allocation(line) for line in listed.splitlines()]
+        # The id of an array is that of one of its tasks as well, and squeue lists all of them for it.
+        found = [each for each in found if self.job_id in (None, each.job_id)]
         if not found:
             raise ConfigError(
                 f"{self}: none runs, by what squeue says; see `squeue --me` for the names of those that do"
             )
-        return found
+        return tuple(found)
+
+
+async def _allocation(line: str) -> SlurmAllocation:
+    """Read a line of squeue. Raises ConfigError."""
+    match line.split():
+        case [shown_id, job_id, left, limit, nodes] if (id_ := _ID.fullmatch(shown_id)) and _JOB_ID.fullmatch(job_id):
+            component = id_["component"]
+            return SlurmAllocation(
+                shown_id=shown_id,
+                job_id=job_id if component is None else id_["leader"],
+                component=component,
+                nodes=tuple((await _ask("scontrol", "show", "hostnames", nodes)).split()),
+                limit_s=_seconds(limit),
+                left_s=_seconds(left),
+            )
+    raise ConfigError(f"squeue printed {line!r}, which is no job and its nodes")
+
+
+def _seconds(text: str) -> float:
+    """Read a duration as Slurm prints it; infinite where there is no limit."""
+    if (parts := _DURATION.fullmatch(text)) is None:
+        return math.inf
+    days, hours, minutes, seconds = (int(parts[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
+    return ((24.0 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 class SlurmTasks:
@@ -93,6 +144,9 @@ class SlurmTasks:
         self._first_s = first_s
         self._again_s: dict[tuple[str, str], float] = {}
         """When a node of a job may be started again that was started before."""
+        self._limited: set[str] = set()
+        self._noticed: set[str] = set()
+        """Jobs of whose limit people were told, and those that have had notice."""
 
     async def run(self) -> None:
         """Ask which nodes there are, again and again, and start what is missing."""
@@ -101,7 +155,7 @@ class SlurmTasks:
         async with trio.open_nursery() as nursery:
             while True:
                 try:
-                    jobs = await self._jobs.nodes()
+                    jobs = await self._jobs.allocations()
                 except ConfigError as error:
                     if str(error) != said:
                         said = str(error)
@@ -110,27 +164,52 @@ class SlurmTasks:
                         )
                 else:
                     said = ""
-                    for job_id, nodes in sorted(jobs.items()):
-                        if missing := self._missing(job_id, nodes):
-                            nursery.start_soon(self._start, job_id, missing)
+                    for job in jobs:
+                        if job.left_s <= job.notice_s:
+                            await self._give_notice(job)
+                        elif missing := self._missing(job):
+                            nursery.start_soon(self._start, job, missing)
+                            self._tell_limit(job)
                 await trio.sleep(self._interval_s)
 
-    def _missing(self, job_id: str, nodes: tuple[str, ...]) -> tuple[str, ...]:
+    def _tell_limit(self, job: SlurmAllocation) -> None:
+        if job.limit_s < math.inf and job.shown_id not in self._limited:
+            self._limited.add(job.shown_id)
+            self._callers.report(
+                f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s / 60:.0f} min; its nodes get "
+                f"notice {job.notice_s:.0f} s before, or earlier if sbatch is given --signal TERM@SECONDS",
+                level="info",
+            )
+
+    async def _give_notice(self, job: SlurmAllocation) -> None:
+        """Tell all tasks of a job that its time limit is near, once, as Slurm does where --signal asks for it."""
+        if job.shown_id in self._noticed:
+            return
+        self._noticed.add(job.shown_id)
+        self._callers.report(f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s:.0f} s")
+        try:
+            await _ask("scancel", "--signal", "TERM", job.shown_id)
+        except ConfigError as error:
+            self._callers.report(f"its nodes get no notice: {error}")
+
+    def _missing(self, job: SlurmAllocation) -> tuple[str, ...]:
         """Those to start now: none that has left the job, and none too soon that may have died without Slurm's notice.
 
         Another job gives a node again that was given back under the one before.
         """
         here = {node.name for node in self._callers.nodes}
-        here |= {node for node, grant in self._callers.released.items() if grant in ("", job_id)}
+        here |= {node for node, grant in self._callers.released.items() if grant in ("", job.job_id)}
         now_s = trio.current_time()
-        missing = tuple(node for node in nodes if node not in here and self._again_s.get((job_id, node), 0) <= now_s)
-        self._again_s.update({(job_id, node): now_s + _AGAIN_S for node in missing})
+        again_s = {node: self._again_s.get((job.job_id, node), 0.0) for node in job.nodes}
+        missing = tuple(node for node in job.nodes if node not in here and again_s[node] <= now_s)
+        self._again_s.update({(job.job_id, node): now_s + _AGAIN_S for node in missing})
         return missing
 
-    async def _start(self, job_id: str, nodes: tuple[str, ...]) -> None:
+    async def _start(self, job: SlurmAllocation, nodes: tuple[str, ...]) -> None:
         """Start `oobleck node` on nodes of a job, and wait for its end: of all of them, or of srun alone."""
         count = str(len(nodes))
-        step = ["srun", "--jobid", job_id, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--input", "none"]
+        step = ["srun", "--jobid", job.job_id, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--input", "none"]
+        step += [] if job.component is None else ["--het-group", job.component]
         where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(nodes)]
         task = module_command("oobleck", "node", str(self._file))
         try:

@@ -1,9 +1,10 @@
 """Talks to a Ray cluster for the master: `python -m oobleck.runtime.processes.ray_process`.
 
 A process of its own, for Ray brings threads, signal handlers and a second of imports along. It keeps an actor on every
-node, whose process has `oobleck node` as its child, and writes a line for each thing that people should know. Actors
-are detached: they outlive this process and the master, and those of the next one find them by name. At a line `end`
-they are ended; where the input just ends, the master has died, and they stay.
+node, whose process has `oobleck node` as its child. It writes a line for each thing that people should know, and an
+empty one whenever Ray has answered: calls into Ray block for a minute where its head is gone. Actors are detached: they
+outlive this process and the master, and those of the next one find them by name. At a line `end` they are ended; where
+the input just ends, the master has died, and they stay.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -35,8 +36,14 @@ _INTERVAL_S = 1.0
 _AGAIN_S = 30.0
 _ANSWER_S = 10.0
 _STOP_S = 5.0
+_TURN_S = 1.0
+"""How long an end waits for a look at the nodes that is under way; one whose Ray is gone never returns."""
+_KILL_S = 3.0
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+
+
+_OUTPUT = 1
 
 
 class _NodeActor:
@@ -101,19 +108,26 @@ def _living_nodes() -> list[_RayNode]:
 class _Actors:
     """One on every node, started again where it has failed; none where the run has let the node go."""
 
-    def __init__(self, run_id: str, keys: str) -> None:
+    def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._keys = keys
+        self._keys = ""
         self._actors: dict[str, Any] = {}
         self._again_s: dict[str, float] = {}
         self._let_go: set[str] = set()
+        self._turn = threading.Lock()
 
-    def tend(self) -> None:
-        """Look at every node once."""
+    def tend(self, keys: str) -> None:
+        """Look at every node once; nodes need `keys`."""
+        with self._turn:
+            self._keys = keys
+            self._tend()
+
+    def _tend(self) -> None:
         nodes = {node.node_id: node for node in _living_nodes()}
         for node_id in self._actors.keys() - nodes.keys():
             del self._actors[node_id]  # with its node; connections have said so long before
         for node_id, node in nodes.items():
+            _say("")
             if node_id in self._actors:
                 self._look_after(node)
             elif node_id not in self._let_go and time.monotonic() >= self._again_s.get(node_id, 0.0):
@@ -158,17 +172,34 @@ class _Actors:
         del self._actors[node.node_id]
 
     def end(self) -> None:
-        """End all of them."""
-        if not self._actors:
+        """End all of them, also where Ray's head is gone: actors are called without it, and killed by it."""
+        self._turn.acquire(timeout=_TURN_S)
+        actors = list(self._actors.values())
+        if not actors:
             return
-        stopping = [actor.stop.remote() for actor in self._actors.values()]
+        stopping = [actor.stop.remote() for actor in actors]
         ray.wait(stopping, num_returns=len(stopping), timeout=2 * _STOP_S)
-        for actor in self._actors.values():
-            ray.kill(actor)
+        killing = threading.Thread(target=lambda: [ray.kill(actor) for actor in actors], daemon=True)
+        killing.start()
+        killing.join(_KILL_S)
+
+
+def _end_when_told(actors: _Actors) -> None:
+    """Wait for the line that ends all, or for the end of the input. In a thread, for Ray may hold the main one up."""
+    if sys.stdin.readline() == "end\n":
+        actors.end()
+    os._exit(0)  # Ray's own threads do not hold this up
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  for who has started us
+    os.write(_OUTPUT, f"{text}\n".encode())
+
+
+def _own_output() -> int:
+    """A descriptor for what we say: what Ray and its libraries print goes where errors go, and so into the log."""
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    return ours
 
 
 def main() -> None:
@@ -177,6 +208,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the nodes' names and end")
     parser.add_argument("--run", default="", help="id that distinguishes this run from others")
     arguments = parser.parse_args()
+    actors, keys = _Actors(arguments.run), ""
+    if not arguments.list:
+        keys = sys.stdin.readline()  # what nodes need; {ip} in it is this machine's address
+        threading.Thread(target=_end_when_told, args=[actors], daemon=True).start()
     try:
         ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError) as error:
@@ -185,18 +220,16 @@ def main() -> None:
         for node in _living_nodes():
             _say(node.name)
         return
-    keys = sys.stdin.readline()  # what nodes need; {ip} in it is this machine's address
-    actors = _Actors(arguments.run, keys.replace("{ip}", get_node_ip_address()))
+    keys = keys.replace("{ip}", get_node_ip_address())
     while True:
         try:
-            actors.tend()
+            actors.tend(keys)
+            _say("")
         except RayError as error:
             _say(f"Ray does not answer: {str(error).splitlines()[0]}")
-        if select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
-            if sys.stdin.readline() == "end\n":
-                actors.end()
-            return
+        time.sleep(_INTERVAL_S)
 
 
 if __name__ == "__main__":
+    _OUTPUT = _own_output()
     main()

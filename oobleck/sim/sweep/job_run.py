@@ -88,11 +88,11 @@ class JobRun:
         self.nodes = NodeStates(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
         self._crashed: set[WorkerId] = set()
+        """Workers that have ended, and may be started again."""
         self._asked: list[str] = []
         """The kinds of nodes whose profiles it has asked for."""
         self._pids: dict[WorkerId, int] = {}
         """The newest process of each worker."""
-        """Workers that have ended, and may be started again."""
         self._update: PlanUpdate | None = None
         self._fence = 0
         self._answered = 0

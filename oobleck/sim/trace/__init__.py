@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .convert import FORMATS, convert, detect_format
+from .convert import FORMATS, UNITS, convert, detect_format
 from .events import (
     AgentCrashed,
     AgentFrozen,
@@ -34,6 +34,7 @@ from .trace_file import trace_from_json, trace_to_json
 __all__ = [
     "FORMATS",
     "PRESETS",
+    "UNITS",
     "AgentCrashed",
     "AgentFrozen",
     "ClusterState",

@@ -2,7 +2,8 @@
 
     format       who                      what a file holds
     oobleck      Oobleck (SOSP'23)        `t_ms,add|remove,node`, a line each
-    bamboo       Bamboo (NSDI'23)         `t,count`, two lines a change; seconds, or hours where times have decimals
+    bamboo       Bamboo (NSDI'23)         `t,count`, two lines a change; the unit is a header's, or seconds, or hours
+                                          where times have decimals
     infinitehbd  InfiniteHBD (SIGCOMM'25) a JSON list of fault_start and fault_end, in days
     parcae       Parcae (NSDI'24)         a JSON array a line: [t_ms, "add" | "remove" | …, {"nodes": […]}]
     skypilot     SkyPilot's spot traces   {"metadata": {"gap_seconds": g}, "data": [count, …]}
@@ -27,9 +28,18 @@ from oobleck.json_table import JsonTable, parse_json
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace
 
-__all__ = ["FORMATS", "convert", "detect_format"]
+__all__ = ["FORMATS", "UNITS", "convert", "detect_format"]
 
 _DAY_S = 86_400.0
+_UNITS_S = {"ms": 0.001, "s": 1.0, "h": 3600.0}
+"""What times may be in, for those who name it, and seconds of each."""
+_UNIT_WORDS = {
+    **dict.fromkeys(("ms", "msec", "millis", "millisecond", "milliseconds"), "ms"),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), "s"),
+    **dict.fromkeys(("h", "hour", "hours"), "h"),
+}
+_LONGEST_GUESSED_S = 30 * _DAY_S
+"""Published counts last some days: what seems to last longer is in milliseconds, most likely."""
 _LANL_TIMES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
 
 
@@ -41,16 +51,28 @@ class _Source:
     name: str
     seed: int
     num_nodes: int | None
+    unit: str | None
 
 
-def convert(text: str, *, format_name: str, name: str, seed: int = 0, num_nodes: int | None = None) -> Trace:
+def convert(
+    text: str,
+    *,
+    format_name: str,
+    name: str,
+    seed: int = 0,
+    num_nodes: int | None = None,
+    unit: str | None = None,
+) -> Trace:
     """Read a public trace's text.
 
     `name` names the file in errors and in the trace. `num_nodes` is the size of the cluster where the file says
-    only of nodes that fail. Raises ConfigError that names the line.
+    only of nodes that fail, `unit` what its times are in (`UNITS`) where the format leaves that open. Raises
+    ConfigError that names the line.
     """
     try:
-        return FORMATS[format_name](_Source(text, name, seed, num_nodes))
+        if unit is not None and format_name != "bamboo":
+            raise ConfigError(f"times of the format {format_name} have a unit of their own; leave --unit out")
+        return FORMATS[format_name](_Source(text, name, seed, num_nodes, unit))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -70,7 +92,15 @@ def detect_format(text: str) -> str | None:
     fields = first.split(",")
     if len(fields) == 3 and fields[1].strip() in ("add", "remove"):
         return "oobleck"
-    return "bamboo" if len(fields) == 2 and _is_number(fields[0]) and _is_number(fields[1]) else None
+    if len(fields) == 2 and (_unit_named(first) is not None or (_is_number(fields[0]) and _is_number(fields[1]))):
+        return "bamboo"
+    return None
+
+
+def _unit_named(header: str) -> str | None:
+    """The unit that the header of a file of counts names: `ms` of `time_ms,count` or `milliseconds,count`."""
+    words = header.partition(",")[0].lower().replace("_", " ").replace("(", " ").replace(")", " ").split()
+    return _UNIT_WORDS.get(words[-1]) if words else None
 
 
 def _is_number(text: str) -> bool:
@@ -204,17 +234,29 @@ def _trace_of_faults(faults: list[Change], source: _Source, words: str, *, begin
 def _bamboo(source: _Source) -> Trace:
     rows: list[tuple[float, int]] = []
     in_hours = False
+    unit = source.unit
     for where, line in _lines(source.text):
         fields = line.split(",")
         if len(fields) != 2:
             raise ConfigError(f"{where}: {line!r} is not `time,count`")
+        if not rows and (named := _unit_named(line)) is not None:
+            if unit not in (None, named):
+                raise ConfigError(f"{where}: it says that times are in {named}, and --unit says {unit}")
+            unit = named
+            continue
         in_hours = in_hours or "." in fields[0]
         rows.append((_number(fields[0], where), _count(fields[1], where)))
         if len(rows) > 1 and rows[-1][0] < rows[-2][0]:
             raise ConfigError(f"{where}: time goes backwards")
     if not rows:
         raise ConfigError("the file is empty")
-    unit_s = 3600.0 if in_hours else 1.0
+    unit_s = _UNITS_S[unit or ("h" if in_hours else "s")]
+    if unit is None and rows[-1][0] * unit_s > _LONGEST_GUESSED_S:
+        guessed = "hours" if in_hours else "seconds"
+        raise ConfigError(
+            f"nothing says what its times are in, and in {guessed} it would last "
+            f"{rows[-1][0] * unit_s / _DAY_S:,.0f} days; name the unit with --unit ms, s or h"
+        )
     counts = [(t * unit_s, count) for t, count in rows]
     words = f"{source.name} (Bamboo, NSDI'23)"
     return trace_of_counts(counts, seed=source.seed, source=words, duration_s=counts[-1][0])
@@ -239,6 +281,9 @@ def _count(text: object, where: str) -> int:
         raise ConfigError(f"{where}: {shown(text)} is not a number of nodes, from 0 to {MAX_NODES:,}")
     return int(value)
 
+
+UNITS = tuple(_UNITS_S)
+"""What `convert` takes as a unit."""
 
 FORMATS: Mapping[str, Callable[[_Source], Trace]] = {
     "oobleck": _oobleck,

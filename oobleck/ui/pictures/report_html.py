@@ -5,6 +5,7 @@ Everything that comes from elsewhere (names, errors, reasons) is escaped; there 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
@@ -12,19 +13,30 @@ from html import escape
 from oobleck.control.journal import (
     History,
     Incident,
+    NodeRanks,
     PlanAdopted,
     PlanCause,
     RecoverySummary,
+    RunState,
     Summary,
     advice,
     evidence_detail,
     evidence_text,
     response_text,
+    state_at_end,
     title,
 )
 from oobleck.planner import Pipeline
-from oobleck.ui.formatting import bytes_text, chunks_text, count_text, duration_text, percent_text, seconds_text
-from oobleck.ui.node_hours_text import node_hours_text
+from oobleck.ui.formatting import (
+    bytes_text,
+    chunks_text,
+    count_text,
+    duration_text,
+    layers_text,
+    percent_text,
+    seconds_text,
+)
+from oobleck.ui.summary_words import node_hours_text, recoveries_text, steps_text
 
 from .axes import time_ticks
 from .report_charts import Marker, Series, chart
@@ -33,9 +45,11 @@ from .report_style import STYLE
 __all__ = ["report_html"]
 
 _MAX_ROWS = 200
+_MAX_NODES = 16
 
-_CALM = frozenset(cause for cause in PlanCause if cause.is_planned and cause is not PlanCause.SLOW)
-"""Of changes that nothing wrong had led to."""
+_CALM = frozenset(cause for cause in PlanCause if cause.is_calm)
+_COMMAND = re.compile(r"`([^`]+)`")
+_STATE_COLOURS = {RunState.DONE: "well", RunState.STOPPED: "on", RunState.FAILED: "failed"}
 _STATE_WORDS = {
     "useful": "useful steps",
     "redone": "steps made again",
@@ -55,12 +69,13 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
     body = "".join(
         (
             _header(history, summary),
-            _time(history, summary),
+            _time(history, summary) if history.script is None else "",
             _throughput(history, summary),
             _losses(history),
             _incidents(told),
             _recoveries(summary.recoveries),
             _plans(history),
+            _generations(history),
             _footer(history),
         )
     )
@@ -72,34 +87,59 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
 
 
 def _header(history: History, summary: Summary) -> str:
-    job = history.started.job if history.started else None
-    began = f", started {_moment_text(history.started.started_at)}" if history.started else ""
-    model = f"{job.model.type} on {len(history.started.nodes)} nodes" if job and history.started else ""
-    facts = (
-        ("steps", f"{count_text(summary.steps_committed)} of {count_text(summary.max_steps)}"),
+    started = history.started or history.script
+    facts, what = _job_facts(summary), ""
+    if history.script is not None:
+        facts, what = _script_facts(history, summary), history.script.run.kinds
+    elif history.started is not None:
+        what = history.started.job.model.type
+    if started is not None:
+        count = len(started.nodes)
+        what += f" on {count} node{'' if count == 1 else 's'}, started {_moment_text(started.started_at)}"
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return (
+        f"<header><h1>{escape(summary.tag)}</h1><p>{escape(what)}</p>"
+        f'{_state(history, summary)}<dl class="facts">{items}</dl></header>'
+    )
+
+
+def _job_facts(summary: Summary) -> tuple[tuple[str, str], ...]:
+    return (
+        ("steps", steps_text(summary)),
         ("loss", f"{summary.losses[-1]:.4f}" if summary.losses else "–"),
         ("tokens/s", count_text(summary.tokens_per_s)),
         ("step time", seconds_text(summary.step_time_s.median if summary.step_time_s else None)),
         ("goodput", percent_text(summary.goodput)),
         ("elapsed", duration_text(summary.elapsed_s)),
-        ("recoveries", count_text(len(summary.recoveries))),
+        ("recoveries", recoveries_text(summary)),
         ("steps lost", count_text(summary.steps_lost)),
     )
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+
+
+def _script_facts(history: History, summary: Summary) -> tuple[tuple[str, str], ...]:
+    """Steps, losses and where the time went are a script's own: nobody here knows them."""
+    newest = history.generations[-1] if history.generations else None
     return (
-        f"<header><h1>{escape(summary.tag)}</h1><p>{escape(model + began)}</p>"
-        f'{_state(summary)}<dl class="facts">{items}</dl></header>'
+        ("generations", count_text(history.num_generations)),
+        ("ranks", count_text(newest.world_size if newest else 0)),
+        ("elapsed", duration_text(summary.elapsed_s)),
     )
 
 
-def _state(summary: Summary) -> str:
+def _state(history: History, summary: Summary) -> str:
     """How the run stands, in a word's colour and its own words."""
     if summary.exit_code is None:
         kind, text = "on", "continues"
     else:
-        kind = "well" if summary.exit_code == 0 else "failed"
+        is_whole = history.script is not None or summary.last_step >= summary.max_steps
+        kind = _STATE_COLOURS[state_at_end(summary.exit_code, is_whole=is_whole)]
         text = summary.reason.splitlines()[0] if summary.reason else "ended"
-    return f'<p class="state {kind}">{escape(text)}</p>'
+    return f'<p class="state {kind}">{_with_commands(text)}</p>'
+
+
+def _with_commands(text: str) -> str:
+    """A text as HTML; what stands between backticks is a command."""
+    return _COMMAND.sub(r"<code>\1</code>", escape(text))
 
 
 def _moment_text(moment: str) -> str:
@@ -111,7 +151,8 @@ def _moment_text(moment: str) -> str:
 
 
 def _footer(history: History) -> str:
-    version = f" {escape(history.started.version)}" if history.started else ""
+    started = history.started or history.script
+    version = f" {escape(started.version)}" if started else ""
     return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
 
 
@@ -230,7 +271,7 @@ def _incident(incident: Incident) -> str:
         ("cost", f"{seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
         ("to do", advice(incident)),
     )
-    items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
+    items = "".join(f"<dt>{name}</dt><dd>{_with_commands(text)}</dd>" for name, text in rows if text)
     when = duration_text(incident.root.t_s)
     return f'<div class="incident"><h3>{when} {escape(title(incident))}</h3><dl>{items}</dl></div>'
 
@@ -254,7 +295,7 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
         for done in recoveries[-_MAX_ROWS:]
     )
     return (
-        f"<section><h2>Recoveries</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
+        f"<section><h2>Recoveries and planned changes</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
         f'<div class="scroll"><table class="recoveries"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></section>"
     )
@@ -294,6 +335,28 @@ def _plan(adopted: PlanAdopted, *, is_open: bool) -> str:
         f'<p class="caption">predicted step: {seconds_text(adopted.predicted_step_s)}</p>'
         f'<div class="scroll">{pipelines or "no pipeline: too few nodes"}</div>{spares}</details>'
     )
+
+
+def _generations(history: History) -> str:
+    """A script's generations: when each was formed and why, and its ranks on each node."""
+    if not history.generations:
+        return ""
+    rows = "".join(
+        f"<tr><td>{duration_text(formed.t_s)}</td><td>{formed.generation}: "
+        f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td></tr>"
+        for formed in history.generations
+    )
+    left_out = _left_out(history.num_generations, len(history.generations))
+    head = "<th>at</th><th>generation</th><th>ranks</th>"
+    return (
+        f'<section><h2>Generations</h2>{left_out}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _ranks_text(nodes: tuple[NodeRanks, ...]) -> str:
+    parts = [f"{each.node}: {layers_text(each.first_rank, each.first_rank + each.num_ranks)}" for each in nodes]
+    return _names_text(tuple(parts), _MAX_NODES)
 
 
 def _pipeline(index: int, pipeline: Pipeline) -> str:

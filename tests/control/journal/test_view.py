@@ -8,6 +8,8 @@ import pytest
 from oobleck.control.journal import (
     Action,
     ConnectionLost,
+    GenerationCause,
+    GenerationEnded,
     JobEnded,
     LossCause,
     NodeAdded,
@@ -23,7 +25,15 @@ from oobleck.control.journal.snapshot import NodeState, RunSnapshot, RunState, W
 from oobleck.control.journal.summary import summarize
 from oobleck.control.journal.view import RunView, level_of
 from oobleck.job import NodeSpec
-from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
+from tests.control.journals import (
+    adopted,
+    committed,
+    job_started,
+    plan,
+    recovered,
+    run_with_a_loss,
+    script_with_a_failure,
+)
 
 NODES = ("node0", "node1", "node2", "node3")
 TWO = plan(("node0", "node1"), ("node2", "node3"))
@@ -155,13 +165,37 @@ def test_a_plan_without_pipelines_is_waiting():
 
 @pytest.mark.parametrize(
     ("exit_code", "state"),
-    [(0, RunState.DONE), (1, RunState.FAILED), (75, RunState.STOPPED), (130, RunState.STOPPED)],
+    [(0, RunState.STOPPED), (1, RunState.FAILED), (75, RunState.STOPPED), (130, RunState.STOPPED)],
 )
 def test_the_end_is_kept_and_stops_the_clock(exit_code, state):
     snapshot = seen(*START, JobEnded(t_s=3.5, exit_code=exit_code, reason="ended"), now_s=99.0)
     assert (snapshot.state, snapshot.elapsed_s, snapshot.exit_code) == (state, 3.5, exit_code)
     assert snapshot.remaining_s is None
     assert stage_states(snapshot) == [[WorkState.ENDED] * 2] * 2
+
+
+def test_a_run_is_done_once_all_its_steps_are_and_stopped_before():
+    last = committed(3.4, seen(*START).max_steps)
+    ended = JobEnded(t_s=3.5, exit_code=0, reason="stopped on request")
+    assert seen(*START, last, ended).state is RunState.DONE
+    assert seen(*START, committed(3.4, 7), ended).state is RunState.STOPPED
+
+
+def test_nodes_that_join_are_no_recovery_of_anything():
+    joined = recovered(3.4, 2, "node3", cause=PlanCause.JOINED)
+    slow = recovered(3.4, 2, "node3", cause=PlanCause.SLOW)
+    assert seen(*START, joined).num_recoveries == 0
+    assert seen(*START, joined, slow, recovered(3.5, 3, "node2")).num_recoveries == 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "state"), [(GenerationCause.FINISHED, RunState.DONE), (GenerationCause.STOPPED, RunState.STOPPED)]
+)
+def test_a_script_that_was_stopped_is_not_done(cause, state):
+    over = GenerationEnded(t_s=50.0, generation=2, cause=cause)
+    ended = JobEnded(t_s=51.0, exit_code=0, reason="ended")
+    snapshot = seen(*script_with_a_failure(), over, ended)
+    assert (snapshot.state, snapshot.num_recoveries, snapshot.generation) == (state, 1, 2)
 
 
 def test_heartbeats_are_noted_without_a_journal_entry():

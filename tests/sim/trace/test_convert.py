@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ ALL = {
 DATA = Path(__file__).parents[4] / "shared" / "data" / "traces"
 
 
-def read(format_name: str, text: str | None = None, **options: int) -> Trace:
+def read(format_name: str, text: str | None = None, **options: Any) -> Trace:
     return convert(ALL[format_name] if text is None else text, format_name=format_name, name="file", **options)
 
 
@@ -79,6 +80,29 @@ def test_counts_choose_the_node_that_goes_by_the_seed() -> None:
 
 def test_times_with_decimals_are_hours() -> None:
     assert read("bamboo", "0.000,2\n1.500,2\n1.500,1\n").events[0].t_s == 5400
+
+
+@pytest.mark.parametrize("header", ["milliseconds,count", "time_ms,nodes", "Time (ms),instances", "t_ms, n"])
+def test_a_header_names_the_unit_of_times(header: str) -> None:
+    text = f"{header}\n0,2\n60000,2\n60000,1\n"
+    assert detect_format(text) == "bamboo"
+    assert read("bamboo", text).events[0].t_s == 60
+    assert read("bamboo", text.replace(header, "seconds,count")).events[0].t_s == 60_000
+
+
+def test_counts_for_longer_than_any_published_need_a_unit() -> None:
+    text = "0,2\n41040000,2\n41040000,1\n"  # 11.4 hours in milliseconds, 475 days in seconds
+    with pytest.raises(ConfigError, match="in seconds it would last 475 days; name the unit with --unit"):
+        read("bamboo", text)
+    assert read("bamboo", text, unit="ms").events[0].t_s == 41_040
+    assert read("bamboo", text, unit="s").events[0].t_s == 41_040_000
+
+
+def test_a_unit_is_refused_where_the_format_has_one() -> None:
+    with pytest.raises(ConfigError, match="leave --unit out"):
+        read("oobleck", unit="s")
+    with pytest.raises(ConfigError, match="line 1: it says that times are in ms, and --unit says s"):
+        read("bamboo", "time_ms,count\n0,2\n", unit="s")
 
 
 def test_a_parcae_trace_ends_with_its_last_line() -> None:

@@ -10,12 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import JobEnded, NodeLost, Unreachable, diagnose
+from oobleck.control.journal import JobEnded, NodeLost, PlanCause, Unreachable, diagnose
 from oobleck.control.journal.history import history_of, mean_rates, thinned
 from oobleck.control.journal.summary import summarize
 from oobleck.ui.pictures import report_html
 from oobleck.ui.pictures.axes import ticks, time_ticks
-from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
+from tests.control.journals import (
+    adopted,
+    committed,
+    job_started,
+    plan,
+    recovered,
+    run_with_a_loss,
+    script_with_a_failure,
+)
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -70,6 +78,47 @@ def test_a_run_with_a_loss_is_shown_whole():
     assert "generation 2" in page.text
     assert sum(tag == "svg" for tag, _ in page.tags) == 3
     assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("mark") == 2
+
+
+def test_a_run_that_continues_an_earlier_one_counts_the_steps_of_both():
+    start = [job_started(("node0",)), adopted(1.0, 1, plan(("node0",)), restored_step=49)]
+    entries = [*start, *(committed(step - 40.0, step) for step in range(50, 102))]
+    text = Page(page_of(entries)).text
+    assert "101 of 120, 52 of them in this run" in text
+    assert "52 of 120" not in text
+
+
+def test_a_script_has_its_name_and_generations_and_nothing_that_only_training_has():
+    entries = script_with_a_failure()
+    page = Page(page_of(entries))
+    assert "<title>Oobleck: my-script</title>" in page_of(entries)
+    for words in ("train.py on 2 nodes, started 2026-01-02 03:04:05 UTC", "Generations", "node1: 2-3", "rank failed"):
+        assert words in page.text
+    for words in ("0 of 0", "steps", "loss", "goodput", "Where the time went", "starting"):
+        assert words not in page.text
+
+
+def test_commands_are_set_as_such_and_stay_escaped():
+    error = "see `oobleck events <tag>` or not"
+    page = page_of([*run_with_a_loss(), JobEnded(t_s=99.0, exit_code=1, reason=error)])
+    assert "see <code>oobleck events &lt;tag&gt;</code> or not" in page
+    assert "`" not in Page(page).text
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "last_step", "kind"), [(0, 120, "well"), (0, 52, "on"), (75, 52, "on"), (1, 52, "failed")]
+)
+def test_a_run_that_was_stopped_is_neither_done_nor_failed(exit_code, last_step, kind):
+    entries = [entry for entry in run_with_a_loss() if not isinstance(entry, JobEnded)]
+    entries = [entry for entry in entries if getattr(getattr(entry, "record", None), "step", 0) <= last_step]
+    text = page_of([*entries, JobEnded(t_s=99.0, exit_code=exit_code, reason="because")])
+    assert f'<p class="state {kind}">because</p>' in text
+
+
+def test_nodes_that_join_are_counted_apart_from_recoveries():
+    joined = recovered(80.0, 3, "node3", cause=PlanCause.JOINED)
+    text = Page(page_of([*run_with_a_loss(), joined])).text
+    assert "1, and 1 planned change of nodes" in text
 
 
 def test_nothing_is_fetched_from_elsewhere():

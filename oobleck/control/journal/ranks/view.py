@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from oobleck.control.journal.snapshot import RunState
 
-from .entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
+from .entries import (
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    RankDown,
+    RanksHung,
+    ScriptStarted,
+)
 
 __all__ = ["RanksView"]
 
@@ -19,6 +27,8 @@ class RanksView:
         """None for a run that is of no script."""
         self.generation = 0
         self.num_restarts = 0
+        self.is_finished = False
+        """All ranks have ended well."""
 
     def apply(
         self, entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded
@@ -27,12 +37,13 @@ class RanksView:
         match entry:
             case ScriptStarted(run=run):
                 self.tag, self.command, self.state = run.tag, run.kinds, RunState.STARTING
-            case GenerationFormed(generation=generation):
-                self.num_restarts += self.generation > 0
+            case GenerationFormed(generation=generation, cause=cause):
+                self.num_restarts += cause.is_failure
                 self.generation = generation
             case GenerationRuns():
                 self.state = RunState.TRAINING
-            case GenerationEnded():
+            case GenerationEnded(cause=cause):
                 self.state = RunState.RECONFIGURING
+                self.is_finished = cause is GenerationCause.FINISHED
             case RankDown() | RanksHung():
                 pass
