@@ -2,15 +2,16 @@
 
 Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
 each other. Or a worker computes, or sleeps, for ever: all wait for it, and it waits for none. One that is only slow, on
-a machine that is busy or was suspended, comes on within seconds: to end it would help nobody.
+a machine that is busy or was suspended, comes on within seconds: to end it would help nobody. Nor would it help to end
+one whose process uses the processor, or has compilers that do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from oobleck.control.protocol import Status
+from oobleck.control.protocol import Activity, Status
 from oobleck.planner import WorkerId
 
 __all__ = ["cut_off_nodes", "stuck_workers"]
@@ -36,13 +37,18 @@ def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
     return tuple(sorted(cut_off))
 
 
-def stuck_workers(statuses: Mapping[WorkerId, Status]) -> tuple[WorkerId, ...]:
-    """The workers that others wait for, and that neither wait for any nor come on; O(workers²)."""
-    awaited = {other for status in statuses.values() for other in status.waits_for}
+def stuck_workers(
+    answers: Mapping[WorkerId, Status | Activity], busy: Collection[WorkerId] = ()
+) -> tuple[WorkerId, ...]:
+    """The workers that others wait for, and that neither wait for any nor come on; O(workers²).
+
+    The processes of `busy` workers use the processor.
+    """
+    awaited = {other for answer in answers.values() for other in answer.waits_for}
     return tuple(
         sorted(
             worker_id
-            for worker_id, status in statuses.items()
-            if worker_id in awaited and not status.waits_for and not status.has_come_on
+            for worker_id, answer in answers.items()
+            if worker_id in awaited and not answer.waits_for and not answer.has_come_on and worker_id not in busy
         )
     )

@@ -148,6 +148,7 @@ class Reconfiguration:
             fence=fence,
             asked=self._members.ready_worker_ids,
             heard_s=max((self._members.heard_s[member.spec.name] for member in survivors), default=now_s),
+            busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
         return self.give(begun, now_s)

@@ -60,6 +60,7 @@ from .requests import (
     KnowCheckpoints,
     LinksWanted,
     LocateCheckpoints,
+    MoreTime,
     NodeDropped,
     NodeHere,
     NodeTakenIn,
@@ -151,6 +152,8 @@ class Routing:
             # Steps and plans
             case ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
+            case MoreTime(until_s=until_s):
+                parts.progress.allow(until_s)
             case LinksWanted(network=network):
                 self.carry_out(parts.link_timing.go_on(network), now_s)
                 if not parts.link_timing.is_needed(network):

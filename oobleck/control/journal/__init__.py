@@ -72,7 +72,7 @@ from .run_entries import (
 from .sentences import error_text, given_up_text, loss_text, sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 from .summary import AccountImage, NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .tally import LossTally
 from .view import RunView, ViewImage, level_of
@@ -159,6 +159,7 @@ __all__ = [
     "Silent",
     "StageView",
     "StepDone",
+    "StepRunsLong",
     "StepTime",
     "StepsDone",
     "Summary",

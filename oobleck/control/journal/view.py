@@ -37,7 +37,7 @@ from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice
 from .sentences import sentence
 from .snapshot import EventLine, NodeState, NodeView, PipelineView, RunSnapshot, RunState, StageView, WorkState
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
 __all__ = ["RunView", "ViewImage", "level_of"]
 
@@ -181,6 +181,7 @@ class RunView:
             case (
                 Notice()
                 | LayersArriving()
+                | StepRunsLong()
                 | StepsDone()
                 | Evaluated()
                 | MasterResumed()

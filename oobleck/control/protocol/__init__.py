@@ -50,6 +50,7 @@ from .ends import (
 from .manifest import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of, what_is_wrong
 from .master_messages import (
     PROTOCOL_VERSION,
+    AskActivity,
     Configure,
     Fence,
     FinishStep,
@@ -128,6 +129,7 @@ from .shard_messages import (
     StepRecords,
 )
 from .worker_messages import (
+    Activity,
     Evaluating,
     EvaluationDone,
     Finished,
@@ -135,6 +137,7 @@ from .worker_messages import (
     LinkTimed,
     Pace,
     PeerFailed,
+    ProcessorUse,
     Profiled,
     Resumed,
     Status,
@@ -150,8 +153,10 @@ __all__ = [
     "NOTHING",
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
+    "Activity",
     "AgentMessage",
     "AgentStopped",
+    "AskActivity",
     "BecomeRank",
     "BecomeRelay",
     "CheckpointCommitted",
@@ -218,6 +223,7 @@ __all__ = [
     "PlanOrder",
     "PlanUpdate",
     "ProcessEnd",
+    "ProcessorUse",
     "ProfileRequest",
     "Profiled",
     "Raised",

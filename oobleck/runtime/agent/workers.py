@@ -19,6 +19,7 @@ from oobleck.runtime.files import AgentDir
 from oobleck.wire import FrameDecoder
 
 from .fork_client import ForkedProcess, ForkServer
+from .processor_time import processor_s
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
@@ -45,6 +46,9 @@ class Worker:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def processor_s(self) -> float:
+        return processor_s(self.pid)
 
     async def aclose(self) -> None:
         """Listen no longer; a worker that lives ends by that."""

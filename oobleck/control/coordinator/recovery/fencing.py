@@ -100,6 +100,7 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
         lost_s=now_s,
         asked=begun.asked,
         explains=explains,
+        busy=begun.busy,
     )
 
 
@@ -168,7 +169,7 @@ def use_answers(state: Fencing | Overdue | Settling, now_s: float) -> Step:
         return to_deciding(state)
     statuses = _of_asked(state)
     cut_off = cut_off_nodes(statuses)
-    stuck = () if cut_off else stuck_workers(statuses)
+    stuck = () if cut_off else stuck_workers(statuses, recovery.busy)
     explained = Record(
         entry=HangExplained(
             t_s=now_s,

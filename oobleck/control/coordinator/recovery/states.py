@@ -86,6 +86,8 @@ class Recovery:
     """Who is to answer, in the order of the nodes."""
     explains: bool
     """Nobody knows why nothing moves: all are asked what they wait for."""
+    busy: tuple[WorkerId, ...] = ()
+    """The workers that compute, whatever they answer."""
     found_by_s: float = math.inf
     """Until then checkpoints are looked for; infinity before anybody is asked."""
     returns_by_s: float = math.inf
@@ -270,6 +272,8 @@ class RecoveryBegun:
     """When something was last heard of any of them. A master that takes over has to reach them first."""
     num_regroups: int
     """How often all regrouped since the newest committed step because nothing moved, this time included."""
+    busy: tuple[WorkerId, ...] = ()
+    """They compute, whatever they answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,6 +412,8 @@ class BeginRecovery:
     loss: LossCause | None = None
     """Why the nodes were lost, if they were."""
     detect_s: float = 0.0
+    busy: tuple[WorkerId, ...] = ()
+    """The workers whose processes use the processor, as far as their agents have said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
