@@ -1,9 +1,10 @@
 """Who blocks the others: read from what all survivors wait for, and from whom they can reach.
 
 Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
-each other. Or a worker computes, or sleeps, for ever: all wait for it, and it waits for none. One that is only slow, on
-a machine that is busy or was suspended, comes on within seconds: to end it would help nobody. Nor would it help to end
-one whose process uses the processor, or has compilers that do.
+each other. If too many are cut off, the network has failed and not the nodes, and it comes back. Or a worker computes,
+or sleeps, for ever: all wait for it, and it waits for none. One that is only slow, on a machine that is busy or was
+suspended, comes on within seconds: to end it would help nobody. Nor would it help to end one whose process uses the
+processor, or has compilers that do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 from oobleck.control.protocol import Activity, Status
 from oobleck.planner import WorkerId
 
-__all__ = ["cut_off_nodes", "stuck_workers"]
+__all__ = ["cut_off_nodes", "is_network_down", "stuck_workers"]
 
 
 def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
@@ -35,6 +36,21 @@ def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
         cut_off.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return tuple(sorted(cut_off))
+
+
+def is_network_down(statuses: Mapping[WorkerId, Status], cut_off: Collection[str], fault_threshold: int) -> bool:
+    """Whether the network is to be suspected, rather than the nodes that are cut off; O(workers · layers).
+
+    It is where more of those that hold layers are cut off than may be lost at once, or where the others do not hold all
+    layers. Before anybody holds any, all nodes count.
+    """
+    holders = {worker_id.node for worker_id, status in statuses.items() if status.layers}
+    concerned = (holders or {worker_id.node for worker_id in statuses}).intersection(cut_off)
+    others = {
+        layer for worker_id, status in statuses.items() if worker_id.node not in cut_off for layer in status.layers
+    }
+    layers = {layer for status in statuses.values() for layer in status.layers}
+    return len(concerned) > fault_threshold or layers != others
 
 
 def stuck_workers(

@@ -39,6 +39,11 @@ class Decider:
         self._replanning = replanning
         self._going_back = going_back
 
+    @property
+    def exit_code(self) -> int:
+        """Of a run that cannot go on now: it can be resumed if there is a checkpoint."""
+        return self._going_back.exit_code
+
     def decide(self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
         """Find what is committed, and a plan for the nodes that are left, or what a plan needs first."""
         recovery = deciding.recovery

@@ -17,6 +17,7 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NetworkDown,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -182,6 +183,7 @@ Effect = (
     | LinksWanted
     | LocateCheckpoints
     | MoreTime
+    | NetworkDown
     | NodeDropped
     | NodeGone
     | NodeHere

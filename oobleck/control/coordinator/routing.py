@@ -45,6 +45,7 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NetworkDown,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -172,6 +173,8 @@ class Routing:
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
+            case NetworkDown():
+                self._carry_out(parts.reconfiguration.network_down(effect), now_s)
             case NodeDrained(node=node):
                 self.carry_out(parts.saving.node_left(node, now_s), now_s)
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)

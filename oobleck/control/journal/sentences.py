@@ -260,6 +260,8 @@ def _recovering(cause: PlanCause, names: str) -> str:
             return f"planning again for the pace of {names}"
         case PlanCause.RETRIED:
             return f"trying again whether {names} is slow"
+        case PlanCause.NETWORK:
+            return "asking all nodes again whether they reach each other"
         case PlanCause.CORRUPTION:
             return f"making the layers of {names} equal to their other copies"
         case (
@@ -304,6 +306,7 @@ def _happened(cause: PlanCause) -> str:
             PlanCause.LOSS
             | PlanCause.PEER_FAILED
             | PlanCause.HANG
+            | PlanCause.NETWORK
             | PlanCause.MASTER_LOST
             | PlanCause.CHECKPOINT_BROKEN
             | PlanCause.DATA_UNREADABLE

@@ -17,6 +17,7 @@ from oobleck.control.coordinator.recovery.states import (
     Accusing,
     Adopting,
     Answered,
+    AwaitingNetwork,
     AwaitingWorkers,
     CheckpointReported,
     CheckpointWanted,
@@ -80,6 +81,8 @@ STATUS = Status(
 WAITS = replace(STATUS, waits_for=(A, B))
 """Somebody waits for `a` and `b`, who wait for nobody."""
 CUT = replace(STATUS, unreachable=(A, B))
+DOWN = replace(STATUS, layers=(1,), unreachable=(A, B))
+"""Nobody but the one that its peers do not reach holds this layer: it is the network that has failed."""
 RESUMED = Resumed(device=0, generation=GENERATION, transfer_s=0.0, received_bytes=0, resumed_s=0.0, busy_s=())
 ORDERED = PlanOrdered(worker_ids=ALL, action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0)
 FENCE = Fence(device=0, generation=GENERATION, lost=(), probe_addresses=())
@@ -90,6 +93,7 @@ PLAIN = Recovery(
     loss=LossCause.CONNECTION_LOST,
     nodes=("d",),
     control=CONTROL,
+    fault_threshold=1,
     fence=FENCE,
     fenced_s=FENCED_S,
     lost_s=FENCED_S,
@@ -104,6 +108,7 @@ BEGUN = RecoveryBegun(
     loss=LossCause.CONNECTION_LOST,
     detect_s=0.0,
     control=CONTROL,
+    fault_threshold=1,
     fence=replace(FENCE, generation=GENERATION + 1),
     asked=(A, C),
     heard_s=FENCED_S,
@@ -126,7 +131,7 @@ def states() -> Iterator[State]:
     for training in trained:
         yield Suspecting(training=training, since_s=FENCED_S, until_s=SETTLED_S)
     for recovery in RECOVERIES:
-        for said in (STATUS, WAITS, CUT):
+        for said in (STATUS, WAITS, CUT, DOWN):
             statuses = {worker_id: said if worker_id == C else STATUS for worker_id in recovery.asked if worker_id != A}
             for awaited in {recovery.asked, (A,)}:
                 waits = {worker_id: status for worker_id, status in statuses.items() if worker_id not in awaited}
@@ -136,6 +141,8 @@ def states() -> Iterator[State]:
             yield Settling(recovery=recovery, statuses=complete, until_s=FENCED_S + 0.01)
         statuses = dict.fromkeys(recovery.asked, STATUS)
         yield Accusing(recovery=recovery, statuses=statuses, stuck=(A,), until_s=FENCED_S + 30)
+        waited = replace(recovery, explains=True, cut_off=("b", "c"), cut_since_s=FENCED_S)
+        yield AwaitingNetwork(recovery=waited, until_s=FENCED_S + 3)
         for is_unexplained in (False, True):
             yield Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
             limited = replace(recovery, returns_by_s=FENCED_S + 60, found_by_s=FENCED_S + 30)
@@ -150,7 +157,7 @@ def inputs() -> Iterator[Input]:
             yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
     for nodes in (("a",), ("b",), ("a", "b", "c")):
         yield MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes))
-    for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
+    for status in (STATUS, WAITS, CUT, DOWN, replace(STATUS, generation=GENERATION - 1)):
         for worker_ids in ((A,), (B,), ALL):
             yield Answered(worker_ids=worker_ids, status=status)
     yield from (FailureSuspected(generation=generation, num_workers=2) for generation in (GENERATION - 1, GENERATION))
@@ -406,7 +413,9 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: not isinstance(self.state, Preparing))
     @rule(
-        cause=st.sampled_from((PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.JOINED)),
+        cause=st.sampled_from(
+            (PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.NETWORK, PlanCause.JOINED)
+        ),
         asked=st.sampled_from((ALL, ALL, (A, C), (B,), ())),
         num_regroups=st.integers(0, 4),
     )
@@ -419,7 +428,11 @@ class Walk(RuleBasedStateMachine):
     def lose_more(self, nodes: tuple[str, ...]) -> None:
         self.give(MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes)))
 
-    @rule(worker_id=st.sampled_from(ALL), said=st.sampled_from((STATUS, WAITS, CUT)), age=st.sampled_from((0, 0, 0, 1)))
+    @rule(
+        worker_id=st.sampled_from(ALL),
+        said=st.sampled_from((STATUS, WAITS, CUT, DOWN)),
+        age=st.sampled_from((0, 0, 0, 1)),
+    )
     def answer(self, worker_id: WorkerId, said: Status, age: int) -> None:
         status = replace(said, generation=self.generation - age)
         self.give(Answered(worker_ids=(worker_id,), status=status))
