@@ -204,7 +204,8 @@ def use_answers(state: _Asking, now_s: float) -> Step:
         return _await_network(recovery, cut_off, explained, now_s)
     if not cut_off and not stuck:
         deciding, effects = to_deciding(state, is_unexplained=True)
-        return deciding, (explained, *effects)
+        back = (notice(now_s, "info", f"the network is back after {now_s - recovery.cut_since_s:.1f} s"),)
+        return deciding, (*(back if recovery.awaits_network else (explained,)), *effects)
     until_s = now_s + recovery.control.lease_s
     accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
     if stuck:
