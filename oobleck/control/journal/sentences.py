@@ -346,7 +346,8 @@ def _doing(entry: StepRunsLong) -> str:
         return "its workers exchange data"
     first, num_others = entry.computing[0], len(entry.computing) - 1
     what = "computes" if entry.microbatch is None else f"computes microbatch {entry.microbatch}"
-    return f"{first}'s worker {what}{f', and {num_others} more compute' if num_others else ''}"
+    worker = f"{first.node}'s worker{f' {first.device}' if first.device else ''}"
+    return f"{worker} {what}{f', and {num_others} more compute' if num_others else ''}"
 
 
 def _of_the_state(
