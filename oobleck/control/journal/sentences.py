@@ -321,7 +321,7 @@ def _of_a_step(entry: StepDone | StepRunsLong | StepsDone | Evaluated | Replicas
         case StepDone(record=record):
             return f"step {record.step} committed: loss {record.loss:.4f}"
         case StepRunsLong():
-            return f"step {entry.step} has been running for {_while(entry.running_s)}; {_doing(entry)}"
+            return f"still running step {entry.step} after {_while(entry.running_s)}: {_doing(entry)}"
         case StepsDone(record=record):
             return f"steps {entry.first_step} to {record.step} committed, {record.duration_s:.3f} s each"
         case Evaluated():

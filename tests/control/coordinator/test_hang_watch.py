@@ -127,7 +127,7 @@ def test_who_waits_for_one_that_uses_the_processor_hangs_in_nothing():
     found = watched.judge()
     assert isinstance(found, StepRunsLong)
     assert (found.step, found.computing, found.microbatch) == (1, (worker("n2"),), 0)
-    assert sentence(found) == "step 1 has been running for 2 min; n2's worker computes microbatch 0"
+    assert sentence(found) == "still running step 1 after 2 min: n2's worker computes microbatch 0"
 
 
 def test_who_cannot_answer_but_uses_the_processor_computes():
@@ -197,7 +197,7 @@ def test_the_limit_doubles_while_workers_come_on_up_to_ten_minutes(num_looks: in
 def test_the_sentence_counts_those_that_compute_besides():
     entry = StepRunsLong(t_s=1.0, step=7, running_s=45.0, computing=ALL, microbatch=3)
     assert sentence(entry).endswith("n0's worker computes microbatch 3, and 2 more compute")
-    assert sentence(entry).startswith("step 7 has been running for 45 s")
+    assert sentence(entry).startswith("still running step 7 after 45 s: ")
     assert sentence(replace(entry, microbatch=None)).endswith("n0's worker computes, and 2 more compute")
     of_two = replace(entry, computing=(WorkerId(node="n0", device=1),))
     assert sentence(of_two).endswith("n0's worker 1 computes microbatch 3")
