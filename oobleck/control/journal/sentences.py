@@ -261,7 +261,7 @@ def _recovering(cause: PlanCause, names: str) -> str:
         case PlanCause.RETRIED:
             return f"trying again whether {names} is slow"
         case PlanCause.NETWORK:
-            return "asking all nodes again whether they reach each other"
+            return f"asking all nodes again whether they reach each other{f'; {names} lost' if names else ''}"
         case PlanCause.CORRUPTION:
             return f"making the layers of {names} equal to their other copies"
         case (
