@@ -204,7 +204,7 @@ class Coordinator:
                 self._do(parts.link_timing.take_found(event, now_s), now_s)
                 self._reports.train_when_ready(now_s)
             case StopRequested():
-                self._do((event,), now_s)
+                self._stop_requested(event, now_s)
             case AddRequested(spec=spec, by_itself=by_itself):
                 self._do(parts.lifecycle.add(spec, now_s, by_itself=by_itself), now_s)
             case DrainRequested(node=node):
@@ -267,6 +267,14 @@ class Coordinator:
         self._do(parts.shutdown.follow_up(generations, now_s, is_training=is_training), now_s)
 
     # --- the end -----------------------------------------------------------------------------------------------
+
+    def _stop_requested(self, event: StopRequested, now_s: float) -> None:
+        if event.now or not self._parts.reconfiguration.is_begun:
+            self._do((EndRun(exit_code=event.exit_code, reason=event.reason),), now_s)
+        self._parts.shutdown.stop(event)
+        self._parts.sharding.stop()
+        self._parts.replanning.stop()
+        self._do((notice(now_s, "info", "stopping after the step in flight"),), now_s)
 
     def _end(self, end: EndRun, now_s: float) -> None:
         parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know

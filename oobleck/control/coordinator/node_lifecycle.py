@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Connect, Disconnect, EndRun, NodeUp, Record, Send, StopRequested, notice
+from oobleck.control.events import Connect, Disconnect, EndRun, NodeUp, Record, Send, notice
 from oobleck.control.journal import (
     AgentLeft,
     AgentLost,
@@ -27,7 +27,6 @@ from oobleck.control.journal import (
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, MemberState, NodeRetry
 from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
-from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
@@ -207,12 +206,8 @@ class NodeLifecycle:
         return ()
 
     def noticed(self, member: Member, now_s: float, *, is_begun: bool) -> Effects:
-        """A node will be taken away: drain it, now or once it trains; if all will be, stop."""
+        """A node will be taken away: drain it, now or once it trains."""
         self._members.note_notice(member.spec.name)
-        if self._members.are_taken_away:
-            for each in self._members.living:
-                self._members.drain(each.spec.name, is_draining=False)  # nobody is left to hand over to
-            return (StopRequested(now=False, exit_code=ExitCode.RESUMABLE, reason="all nodes are being taken away"),)
         if is_begun and member.is_ready:
             return self.drain(member.spec.name, now_s, is_begun=is_begun)
         self._members.note_leaving(member.spec.name, is_leaving=True)

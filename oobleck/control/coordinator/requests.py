@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oobleck.control.checkpoints import Candidate, KnownCheckpoint
-from oobleck.control.events import Command, EndRun, ExpectSteps, NodeUp, Repair, StopRequested
+from oobleck.control.events import Command, EndRun, ExpectSteps, NodeUp, Repair
 from oobleck.control.journal import Loss, LossCause
 from oobleck.control.protocol import Raised
 from oobleck.planner import NetworkProfile, NodeKind, WorkerId
@@ -196,7 +196,6 @@ Effect = (
     | Repair
     | ReportProblems
     | StartAgain
-    | StopRequested
     | WorkerDropped
     | WorkerRaised
     | WorkerRestarted

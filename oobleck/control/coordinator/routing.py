@@ -24,7 +24,6 @@ from oobleck.control.events import (
     Send,
     SendAll,
     SendOrders,
-    StopRequested,
     StoreLink,
     StoreProfile,
     notice,
@@ -151,8 +150,6 @@ class Routing:
                 self._drop_worker(worker_id, now_s)
             case KeepDraining(nodes=nodes):
                 self.carry_out(parts.lifecycle.keep(nodes, now_s), now_s)
-            case StopRequested():
-                self._stop(effect, now_s)
             # Steps and plans
             case ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
@@ -205,14 +202,6 @@ class Routing:
                 self.carry_out(parts.saving.know(complete, unfinished), now_s)
             case _:
                 assert_never(effect)
-
-    def _stop(self, stop: StopRequested, now_s: float) -> None:
-        if stop.now or not self._parts.reconfiguration.is_begun:
-            self._carry_out(EndRun(exit_code=stop.exit_code, reason=stop.reason), now_s)
-        self._parts.shutdown.stop(stop)
-        self._parts.sharding.stop()
-        self._parts.replanning.stop()
-        self._carry_out(notice(now_s, "info", "stopping after the step in flight"), now_s)
 
     # --- losses ------------------------------------------------------------------------------------------------
 

@@ -274,6 +274,7 @@ class RanksCoordinator:
                 self._give(Finished(node=node, generation=generation), now_s)
             case Leaving(reason=reason):
                 self._record(TerminationNoticed(t_s=now_s, node=node, reason=reason))
+                self._members.note_notice(node)
                 self._take_in(DrainRequested(node=node), now_s)
             case ForkServerEnded(end=end, is_restarted=is_restarted):
                 self._record(ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from oobleck.control.events import AddRequested
-from oobleck.control.journal import LossCause, NodeLost, Notice
-from oobleck.control.protocol import FinishStep, Leaving
+from oobleck.control.journal import LossCause, NodeLost
+from oobleck.control.protocol import Leaving
 from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from tests.control.bench import Bench
@@ -21,30 +23,9 @@ def training(shape: Shape = SINGLES) -> Bench:
     return bench
 
 
-def held(bench: Bench, node: str) -> tuple[int, ...]:
-    return tuple(
-        layer
-        for worker_id, layers in bench.updates[0].plan.layers_at.items()
-        if worker_id.node == node
-        for layer in layers
-    )
-
-
 def give_notice(bench: Bench, *nodes: str) -> None:
     for node in nodes:
         bench.say(node, Leaving(reason="SIGTERM"))
-
-
-def test_notices_of_all_nodes_stop_the_run_after_the_step_in_flight_so_that_it_can_be_resumed():
-    bench = training()
-    give_notice(bench, *NODES)
-    for node in NODES:
-        bench.answer(node, adopted=1, layers=held(bench, node), applied=1)
-    bench.wait(0.1)
-    asked = [message for message in bench.messages(bench.commands) if isinstance(message, FinishStep)]
-    assert len(asked) >= 3
-    assert bench.updates[-1].plan.nodes == NODES, "nobody is left to hand over to"
-    assert "stopping after the step in flight" in [entry.text for entry in bench.journal(Notice)]
 
 
 def test_nodes_that_end_after_their_notice_are_an_end_that_can_be_resumed():
@@ -70,20 +51,23 @@ def test_nodes_that_fall_silent_after_their_notice_are_not_waited_for():
     assert bench.ended.exit_code == ExitCode.RESUMABLE
 
 
-def test_a_notice_of_all_nodes_before_training_ends_the_run_at_once():
-    bench = Bench(SINGLES)
-    for node in NODES:
-        bench.up(node)
-    give_notice(bench, *NODES)
-    assert bench.ended is not None
-    assert bench.ended.exit_code == ExitCode.RESUMABLE
+def test_the_silence_of_most_is_judged_by_those_that_stay():
+    """Two of four have had notice: their silence says nothing of this master, and that of the others does."""
+    bench = training(replace(SINGLES, num_nodes=4))
+    give_notice(bench, "n0")
+    bench.beat_until(bench.now_s + 4.0, "n1", "n2", "n3")
+    assert [entry.node for entry in bench.journal(NodeLost)] == ["n0"]
+    bench.beat_until(bench.now_s + 4.0, "n3")
+    assert [entry.node for entry in bench.journal(NodeLost)] == ["n0"], "most of those that stay are silent"
 
 
-def test_a_node_that_stays_is_trained_on():
+def test_nodes_that_are_lost_without_notice_are_a_failure():
     bench = training()
     give_notice(bench, "n0", "n1")
-    assert bench.ended is None
-    assert not [message for message in bench.messages(bench.commands) if isinstance(message, FinishStep)]
+    for node in NODES:
+        bench.fail(node)
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, bench.ended.reason) == (ExitCode.FAILED, "all nodes are lost")
 
 
 # --- nodes on their way ----------------------------------------------------------------------------------------------
