@@ -254,6 +254,8 @@ class ControlSpec:
     """How long a node may take from its connection to a worker that is ready."""
     orphan_timeout_s: float = bounded(600.0, 0, _MAX_SECONDS)
     """How long agents train on without a master before they stop, and how long a master that hears of none waits."""
+    network_timeout_s: float = bounded(1800.0, 0, _MAX_SECONDS)
+    """How long a run waits for the network where more nodes do not reach each other than it can lose."""
     rejoin_after_s: float = bounded(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
     relay_nodes: int = bounded(64, 0, 1_000_000, note="0: never")

@@ -78,6 +78,17 @@ class Network:
         for source, target in ((one, other), (other, one)):
             ip("-n", self._namespace(source), "route", "del", "blackhole", f"{self.addresses[target]}/32")
 
+    def drop(self, source: str, target: str) -> None:
+        """Lose what one machine sends to another; the other way all goes through."""
+        self._change_filter("-A", source, target)
+
+    def let_through(self, source: str, target: str) -> None:
+        self._change_filter("-D", source, target)
+
+    def _change_filter(self, action: str, source: str, target: str) -> None:
+        rule = ("iptables", action, "OUTPUT", "-d", self.addresses[target], "-j", "DROP")
+        subprocess.run([*self.on(source), *rule], check=True, capture_output=True, text=True, timeout=10)
+
     def _namespace(self, machine: str) -> str:
         return f"{self.prefix}-{machine}"
 

@@ -16,6 +16,7 @@ import trio
 
 from oobleck.control.protocol import (
     AgentStopped,
+    AskActivity,
     BecomeRelay,
     CommitCheckpoint,
     Configure,
@@ -33,6 +34,7 @@ from oobleck.control.protocol import (
     Pace,
     PersistState,
     PlanOrder,
+    ProcessorUse,
     Raised,
     RankOutput,
     RanksOrder,
@@ -357,6 +359,10 @@ class Agent:
             case PlanOrder(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
+            case AskActivity(device=device):
+                self._tell(device, message)
+                if device in self._workers:
+                    nursery.start_soon(self._watch_processor, self._workers[device], message)
             case ForWorker():
                 self._tell(message.device, message)
             case StopAgent(reason=reason):
@@ -456,6 +462,15 @@ class Agent:
         self._resend_queue.add(WorkerExited(device=device, pid=handle.pid, end=worker.error or end))
         self._worker_ended.set()
         self._worker_ended = trio.Event()
+
+    async def _watch_processor(self, worker: _Worker, asked: AskActivity) -> None:
+        """Report how much processor time a worker's process uses while it may come on."""
+        began_s, before_s = trio.current_time(), worker.handle.processor_s()
+        await trio.sleep(asked.patience_s)
+        used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
+        if self._workers.get(asked.device) is worker:
+            use = ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
+            self._resend_queue.add(use)
 
     async def _end_listening(self, worker: _Worker, listening: trio.CancelScope) -> None:
         await worker.handle.wait()

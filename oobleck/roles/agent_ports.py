@@ -105,6 +105,10 @@ class WorkerHandle(Protocol):
         """SIGKILL; nothing when it is gone already."""
         ...
 
+    def processor_s(self) -> float:
+        """Processor time that it has used so far, and the processes that it has started; 0 when it is gone."""
+        ...
+
 
 class WorkerHost(Protocol):
     """Where an agent starts workers."""

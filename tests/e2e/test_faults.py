@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from oobleck.exit_codes import ExitCode
 from oobleck.runtime.files.run_dir import RunDirectory
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
@@ -247,3 +248,23 @@ def test_a_master_is_crashed_under_a_run_that_somebody_else_has_started(runner: 
         "on request: node1 takes 1 times as long",
     ]
     assert runner.left_over() == []
+
+
+@pytest.mark.slow
+def test_nodes_that_vanish_after_their_notice_end_the_run_soon_and_resumably(runner: Runner) -> None:
+    """As at a time limit: a scheduler gives notice, and ends everything moments later. Nobody closes a connection."""
+    nodes = ("node0", "node1", "node2")
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.save_steps=100000")
+    with runner.up(*options, nodes=("--local", "3")) as up:
+        up.wait_for_step(5)
+        for node in nodes:
+            runner.signal(node, "worker*", signal.SIGSTOP)  # so the step in flight is not finished in time
+            runner.signal(node, "agent", signal.SIGTERM)
+        for node in nodes:
+            up.wait_until_said(f"{node} is to be terminated")
+            runner.signal(node, "agent", signal.SIGSTOP)
+        outcome = up.finish(timeout_s=30.0)
+        for node in nodes:
+            runner.signal(node)
+    assert outcome.exit_code == ExitCode.RESUMABLE, outcome.output
+    assert "most nodes have fallen silent" not in outcome.output

@@ -32,7 +32,7 @@ class Block(nn.Module):
             return hidden + self.linear(hidden)
         until_s = time.monotonic() + @SECONDS@
         while time.monotonic() < until_s:
-            time.sleep(1)
+            @WORK@
         return hidden + self.linear(hidden)
 
 def layers():
@@ -59,12 +59,17 @@ def job():
 """
 
 
-def trapped(tmp_path: Path, *, seconds: float) -> tuple[Path, Path]:
-    """A trap to be set, and a script of which one worker then sleeps so long."""
+COMPUTING = {"python": "pass", "a-call-that-holds-the-interpreter": "sum(range(10**9))"}
+
+
+def trapped(tmp_path: Path, *, seconds: float, computes: str = "time.sleep(1)") -> tuple[Path, Path]:
+    """A trap to be set, and a script of which one worker then sleeps or computes so long."""
     trap, script = tmp_path / "trap", tmp_path / "train.py"
-    script.write_text(
-        SCRIPT.replace("@TRAP@", str(trap)).replace("@STEPS@", str(ENDLESS)).replace("@SECONDS@", str(seconds))
-    )
+    words = {"TRAP": trap, "STEPS": ENDLESS, "SECONDS": seconds, "WORK": computes}
+    source = SCRIPT
+    for word, value in words.items():
+        source = source.replace(f"@{word}@", str(value))
+    script.write_text(source)
     return trap, script
 
 
@@ -107,5 +112,30 @@ def test_a_worker_that_is_slow_alone_is_not_taken_for_stuck(runner: Runner, tmp_
     assert_nothing_lost(outcome, len(outcome.losses))
     (explained,) = (entry for entry in runner.journal() if entry["@type"] == "HangExplained")
     assert (explained["stuck"], explained["cut_off"]) == ([], [])
+    assert worker_pids(runner) == before
+    assert runner.left_over() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["python", "a-call-that-holds-the-interpreter"])
+def test_a_worker_that_computes_for_longer_than_any_limit_is_waited_for(
+    runner: Runner, tmp_path: Path, way: str
+) -> None:
+    """As where a step compiles. Of two such looks, the second finds it at work as the first did."""
+    trap, script = trapped(tmp_path, seconds=25.0, computes=COMPUTING[way])
+    with runner.up(nodes=(*NODES, str(script), *OPTIONS)) as up:
+        up.wait_for_step(5)
+        before = worker_pids(runner)
+        trap.touch()
+        up.wait_for("after 10 s: ")
+        up.wait_for("after 20 s: ")
+        up.wait_for_steps(5)
+        outcome = stopped(runner, up)
+    assert_nothing_lost(outcome, len(outcome.losses))
+    assert outcome.recoveries == []
+    (sprung,) = tmp_path.glob("trap.*")
+    culprit = next(node for node, pid in before.items() if pid == int(sprung.suffix[1:]))
+    long = [entry for entry in runner.journal() if entry["@type"] == "StepRunsLong"]
+    assert [[worker_id["node"] for worker_id in entry["computing"]] for entry in long] == [[culprit]] * 2
     assert worker_pids(runner) == before
     assert runner.left_over() == []

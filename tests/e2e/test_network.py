@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from tests.network import MASTER, Network, needs_networks, serve_network
 
-from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries
+from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, nodes_of, recoveries, stopped
 from .harness import Runner, incidents, processes_with, started_at, worker_pids
 
 pytestmark = [needs_networks, pytest.mark.slow]
@@ -79,3 +81,37 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
     found = [(incident["root"]["failure"], incident["root"]["node"]) for incident in incidents(runner)]
     assert found == [("frozen", "gamma"), ("frozen", "beta"), ("cut_off", "gamma")]
     assert not any(processes_with(f"TMPDIR={network.temporary / node}") for node in NODES)
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    yield from combinations(NODES, 2)
+
+
+@pytest.mark.parametrize("is_one_way", [False, True], ids=["both-ways", "one-way"])
+def test_a_network_that_fails_between_all_nodes_is_waited_for_and_costs_no_step(
+    runner: Runner, endless_reference: Reference, network: Network, hosts: tuple[str, ...], is_one_way: bool
+) -> None:
+    """The master reaches all nodes, and they do not reach each other: as when their switch is started again."""
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "control.connect_timeout_s=4")
+    with runner.up(*options, nodes=hosts, within=network.on(MASTER)) as up:
+        up.wait_for_step(5)
+        before = worker_pids(runner)
+        for one, other in pairs():
+            if is_one_way:
+                network.drop(one, other)
+            else:
+                network.cut(one, other)
+        up.wait_for("the network is waited for")
+        time.sleep(10.0)
+        for one, other in pairs():
+            if is_one_way:
+                network.let_through(one, other)
+            else:
+                network.heal(one, other)
+        up.wait_for("the network is back after")
+        up.wait_for_steps(5)
+        assert worker_pids(runner) == before
+        outcome = stopped(runner, up)
+    assert_all_is_right(outcome, endless_reference)
+    assert outcome.exit_code == 0
+    assert [entry for entry in runner.journal() if entry["@type"] == "NodeLost"] == []

@@ -15,6 +15,7 @@ from oobleck.control.plans import orders_of
 from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
+    AskActivity,
     ErrorKind,
     Exited,
     Fence,
@@ -24,9 +25,11 @@ from oobleck.control.protocol import (
     Heartbeat,
     Hello,
     Killed,
+    KillWorker,
     Leaving,
     PlanOrder,
     PlanUpdate,
+    ProcessorUse,
     Raised,
     SavedState,
     StartWorker,
@@ -211,6 +214,37 @@ async def test_words_for_a_worker_reach_that_worker(autojump_clock: MockClock):
         await other.hears(FinishStep)
         assert other.told == [fence, order, FinishStep(device=1)]
         assert (await desk.host.worker(0)).told == []
+
+
+@pytest.mark.parametrize("computes", [False, True])
+async def test_an_agent_measures_a_worker_that_is_asked_what_it_does(autojump_clock: MockClock, computes: bool):
+    """It does so whether or not the worker answers: a call may hold the interpreter of one that computes."""
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        await hear(link, WorkerStarted)
+        worker = await desk.host.worker()
+        worker.computes = computes
+        ask = AskActivity(device=0, inquiry=3, patience_s=1.5)
+        await link.master.send([ask, replace(ask, device=7)])
+        await worker.hears(AskActivity)
+        use = await hear(link, ProcessorUse)
+        assert use == ProcessorUse(device=0, inquiry=3, used_s=pytest.approx(1.5 * computes), within_s=1.5)
+
+
+async def test_a_worker_that_ends_while_it_is_measured_is_not_reported(autojump_clock: MockClock):
+    async with running() as desk:
+        link = await desk.connect()
+        await link.master.send([StartWorker(device=0)])
+        await hear(link, WorkerStarted)
+        await link.master.send([AskActivity(device=0, inquiry=3, patience_s=5.0)])
+        worker = await desk.host.worker()
+        await worker.hears(AskActivity)
+        await link.master.send([KillWorker(device=0)])
+        await hear(link, WorkerExited)
+        with trio.move_on_after(8.0):
+            await hear(link, ProcessorUse)
+            raise AssertionError("the process is gone")
 
 
 async def test_an_agent_tells_a_new_master_the_generation_it_trains_in(autojump_clock: MockClock):

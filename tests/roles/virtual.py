@@ -73,6 +73,8 @@ class VirtualWorker:
         self.told: list[WorkerBound] = []
         self.reads = True
         self.is_killed = False
+        self.computes = False
+        """Its process uses one core."""
         self._say, self._said = trio.open_memory_channel[WorkerMessage | Exception](1000)
         self._ended = trio.Event()
         self._end: ProcessEnd = Unseen()
@@ -96,6 +98,9 @@ class VirtualWorker:
     async def wait(self) -> ProcessEnd:
         await self._ended.wait()
         return self._end
+
+    def processor_s(self) -> float:
+        return trio.current_time() if self.computes else 0.0
 
     def kill(self) -> None:
         if not self._ended.is_set():

@@ -8,7 +8,7 @@ from .commit_tree import Neighbours, commit_tree, hops_up
 from .follower import Follower
 from .generations import Generations
 from .groups import Committee, GroupKey, PlaceInPlan, regrouped, transfer_key
-from .hangs import cut_off_nodes, stuck_workers
+from .hangs import cut_off_nodes, is_network_down, stuck_workers
 from .judgement import NO_SECTION, Verdict, broken_pipelines, distinct, judge, microbatches_redone, uncovered, without
 from .partial_commit import PartialCommit
 from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
@@ -120,6 +120,7 @@ __all__ = [
     "distinct",
     "drive",
     "hops_up",
+    "is_network_down",
     "judge",
     "microbatches_redone",
     "regrouped",

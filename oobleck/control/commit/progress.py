@@ -119,6 +119,10 @@ class Progress:
         usual_s = max([self._predicted_s, *self._step_times_s])
         self.hangs_s = now_s + max(least_s, _HANG_FACTOR * usual_s)
 
+    def allow(self, until_s: float) -> None:
+        """The step in flight may take until then: its workers come on."""
+        self.hangs_s = until_s
+
     def give_time(self, now_s: float) -> None:
         """Steps may be committed that have not been told yet: nothing hangs before they had time to be."""
         if math.isfinite(self.hangs_s):

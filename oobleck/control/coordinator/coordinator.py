@@ -143,7 +143,7 @@ class Coordinator:
                 parts.startup.deadline_s,
                 parts.link_timing.deadline_s,
                 parts.reconfiguration.deadline_s,
-                parts.progress.hangs_s,
+                parts.hang_watch.due_s,
                 parts.lifecycle.retries_s,
                 parts.saving.due_s,
                 parts.shutdown.due_s,
@@ -235,10 +235,10 @@ class Coordinator:
             self._reports.train_when_ready(now_s)
         self._do(parts.startup.handle_deadline(now_s), now_s)
         self._do(recovery.give(TimePassed(is_suspicious=silence.is_suspicious), now_s), now_s)
-        if now_s >= progress.hangs_s and silence.is_suspicious:
+        if now_s >= parts.hang_watch.due_s and silence.is_suspicious:
             progress.give_time(now_s)  # steps may be committed that nobody can report to us
-        elif now_s >= progress.hangs_s:
-            self._routing.begin(PlanCause.HANG, now_s, detect_s=now_s - progress.progressed_s)
+        elif now_s >= parts.hang_watch.due_s:
+            self._do(parts.hang_watch.handle_deadline(recovery.training_places(), now_s), now_s)
         if now_s >= parts.saving.due_s:
             self._do(parts.saving.handle_deadline(now_s), now_s)
         if now_s >= parts.replanning.rescales_s:

@@ -39,12 +39,18 @@ class Decider:
         self._replanning = replanning
         self._going_back = going_back
 
+    @property
+    def exit_code(self) -> int:
+        """Of a run that cannot go on now: it can be resumed if there is a checkpoint."""
+        return self._going_back.exit_code
+
     def decide(self, deciding: Deciding, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
         """Find what is committed, and a plan for the nodes that are left, or what a plan needs first."""
         recovery = deciding.recovery
         may_wait = bool(self._members.returning) and now_s < recovery.returns_by_s
         if not recovery.asked:
-            return (WorkersWanted() if may_wait else self._nobody_left(recovery.control.start_timeout_s),)
+            is_expected = may_wait or (bool(self._members.connecting) and now_s < recovery.returns_by_s)
+            return (WorkersWanted() if is_expected else self._nobody_left(recovery.control.start_timeout_s),)
         statuses = lineage.since_restored(deciding.statuses)
         found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
         verdict = self._confirm(found, statuses, generations)
@@ -88,11 +94,13 @@ class Decider:
 
     def _nobody_left(self, limit_s: float) -> EndRun:
         exit_code = self._going_back.exit_code
-        if returning := self._members.returning:
+        if returning := (*self._members.connecting, *self._members.returning):
             names = ", ".join(member.spec.name for member in returning)
             text = f"no worker is left, and none was ready again within {limit_s:g} s: {names}"
             return EndRun(exit_code=exit_code, reason=text)
         given_up = [member for member in self._members.all if member.last_words]
+        if self._members.are_taken_away:
+            return EndRun(exit_code=exit_code, reason="all nodes were taken away")
         if not given_up:
             return EndRun(exit_code=exit_code, reason="all nodes are lost")
         words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)

@@ -72,8 +72,9 @@ class GoingBack:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has too few nodes left: it can be resumed if there is a checkpoint."""
-        return ExitCode.RESUMABLE if self._saving.complete else ExitCode.FAILED
+        """Of a run that has too few nodes left: it can be resumed with a checkpoint, or if they were taken away."""
+        can_resume = bool(self._saving.complete) or self._members.are_taken_away
+        return ExitCode.RESUMABLE if can_resume else ExitCode.FAILED
 
     def choose(
         self, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage, now_s: float
@@ -110,7 +111,7 @@ class GoingBack:
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
         if not lineage.began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
-            return EndRun(reason=f"{cannot_go_on(recovery.nodes, error)}{nothing}")
+            return EndRun(exit_code=self.exit_code, reason=f"{cannot_go_on(recovery.nodes, error)}{nothing}")
         decision = self._replan(base, dict.fromkeys(recovery.asked, frozenset(range(base.num_layers))), recovery)
         if isinstance(decision, EndRun):
             return decision

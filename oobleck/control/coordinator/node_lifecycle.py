@@ -207,6 +207,7 @@ class NodeLifecycle:
 
     def noticed(self, member: Member, now_s: float, *, is_begun: bool) -> Effects:
         """A node will be taken away: drain it, now or once it trains."""
+        self._members.note_notice(member.spec.name)
         if is_begun and member.is_ready:
             return self.drain(member.spec.name, now_s, is_begun=is_begun)
         self._members.note_leaving(member.spec.name, is_leaving=True)

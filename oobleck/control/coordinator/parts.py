@@ -17,6 +17,7 @@ from oobleck.planner import WorkerId
 
 from .deciding import Decider
 from .going_back import GoingBack
+from .hang_watch import HangWatch
 from .node_lifecycle import NodeLifecycle
 from .planning import planner_for
 from .preparation import Preparation
@@ -51,6 +52,7 @@ class Parts:
     lifecycle: NodeLifecycle
     workers: WorkerLifecycle
     silence: Silence
+    hang_watch: HangWatch
 
 
 def make_parts(
@@ -93,4 +95,5 @@ def make_parts(
         ),
         workers=WorkerLifecycle(members, progress),
         silence=Silence(job.control, Leases(job.control, members)),
+        hang_watch=HangWatch(job.control, progress),
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oobleck.control.commit import Generations, Progress, distinct, regrouped
-from oobleck.control.events import SendOrders
+from oobleck.control.events import EndRun, SendOrders
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import Membership
 from oobleck.control.plans import PARTIAL_COMMIT_COPIES, sections_wanted
@@ -33,6 +33,7 @@ from .recovery.states import (
     Deciding,
     Input,
     MoreLost,
+    NetworkDown,
     Preparing,
     RecoveryBegun,
     State,
@@ -127,7 +128,9 @@ class Reconfiguration:
             self.generations.begin()
         survivors = self._members.ready
         # Only a regrouping may ask which worker reaches which: thousands of addresses are not gathered for each loss.
-        is_unexplained = wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED)
+        is_unexplained = (
+            wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.NETWORK) or self._awaits_network
+        )
         ready = (worker for member in (survivors if is_unexplained else ()) for worker in member.ready.values())
         fence = Fence(
             device=0,
@@ -145,12 +148,24 @@ class Reconfiguration:
             loss=wanted.loss,
             detect_s=wanted.detect_s,
             control=self._job.control,
+            fault_threshold=self._job.fault_threshold,
             fence=fence,
             asked=self._members.ready_worker_ids,
             heard_s=max((self._members.heard_s[member.spec.name] for member in survivors), default=now_s),
+            busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
         return self.give(begun, now_s)
+
+    @property
+    def _awaits_network(self) -> bool:
+        return isinstance(self._state, FENCED) and self._state.recovery.awaits_network
+
+    def network_down(self, down: NetworkDown) -> EndRun:
+        """The network did not come back in time. What the nodes have saved is there when it does."""
+        nodes = ", ".join(down.nodes)
+        reason = f"the network between {nodes} and their peers has been down for {down.waited_s:.0f} s"
+        return EndRun(exit_code=self._decider.exit_code, reason=reason)
 
     def _lost(self) -> tuple[str, ...]:
         """The nodes of plans that survivors may have adopted that are gone, or have new workers."""
@@ -246,6 +261,8 @@ class Reconfiguration:
 
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
-    """Return the newest step, and how often all have regrouped since it was committed."""
+    """Return the newest step, and how often all have regrouped since it was committed for a reason nobody knows."""
+    if cause is PlanCause.NETWORK:
+        return last_step, 0
     step, count = regroups
     return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))

@@ -34,6 +34,7 @@ from oobleck.control.membership import (
     is_of_worker_that_ends,
 )
 from oobleck.control.protocol import (
+    Activity,
     AgentMessage,
     AgentStopped,
     CheckpointCommitted,
@@ -53,6 +54,7 @@ from oobleck.control.protocol import (
     Pace,
     PeerFailed,
     PlanNeeded,
+    ProcessorUse,
     Profiled,
     RecordsFailed,
     ReplicaDigests,
@@ -170,6 +172,8 @@ class Reports:
                 self._evaluating(message, now_s)
             case Status() | Resumed() | Pace():
                 self._understand_plan([WorkerId(node=node, device=message.device)], message, now_s)
+            case Activity() | ProcessorUse():
+                parts.hang_watch.answered(WorkerId(node=node, device=message.device), message)
             case LayersMoving():
                 self._layers_moving(node, message, now_s)
             case Finished():

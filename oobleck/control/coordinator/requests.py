@@ -17,6 +17,7 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NetworkDown,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -33,6 +34,7 @@ __all__ = [
     "KnowCheckpoints",
     "LinksWanted",
     "LocateCheckpoints",
+    "MoreTime",
     "NodeDropped",
     "NodeHere",
     "NodeTakenIn",
@@ -153,6 +155,13 @@ class BeginTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoreTime:
+    """The step in flight may take until then before its lack is a hang."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeepDraining:
     """The run cannot go on without nodes that were to leave: keep them."""
 
@@ -173,6 +182,8 @@ Effect = (
     | KnowCheckpoints
     | LinksWanted
     | LocateCheckpoints
+    | MoreTime
+    | NetworkDown
     | NodeDropped
     | NodeGone
     | NodeHere

@@ -45,6 +45,7 @@ from .recovery.states import (
     CheckpointWanted,
     Decide,
     GiveUp,
+    NetworkDown,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -60,6 +61,7 @@ from .requests import (
     KnowCheckpoints,
     LinksWanted,
     LocateCheckpoints,
+    MoreTime,
     NodeDropped,
     NodeHere,
     NodeTakenIn,
@@ -151,6 +153,8 @@ class Routing:
             # Steps and plans
             case ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
+            case MoreTime(until_s=until_s):
+                parts.progress.allow(until_s)
             case LinksWanted(network=network):
                 self.carry_out(parts.link_timing.go_on(network), now_s)
                 if not parts.link_timing.is_needed(network):
@@ -169,6 +173,8 @@ class Routing:
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
+            case NetworkDown():
+                self._carry_out(parts.reconfiguration.network_down(effect), now_s)
             case NodeDrained(node=node):
                 self.carry_out(parts.saving.node_left(node, now_s), now_s)
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)

@@ -104,6 +104,7 @@ from .states import (
     Running,
     StopAsked,
     TimePassed,
+    TooFew,
 )
 
 __all__ = ["RanksCoordinator"]
@@ -273,6 +274,7 @@ class RanksCoordinator:
                 self._give(Finished(node=node, generation=generation), now_s)
             case Leaving(reason=reason):
                 self._record(TerminationNoticed(t_s=now_s, node=node, reason=reason))
+                self._members.note_notice(node)
                 self._take_in(DrainRequested(node=node), now_s)
             case ForkServerEnded(end=end, is_restarted=is_restarted):
                 self._record(ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
@@ -431,6 +433,10 @@ class RanksCoordinator:
                 case GiveUpSilent(nodes=nodes, waited_s=waited_s):
                     loss = Silent(silent_s=waited_s, is_worker=True)
                     self._do((GiveUp(nodes=nodes, loss=loss),), now_s)
+                case TooFew(num_missing=missing, until_s=until_s):
+                    what = f"{missing} more node{'' if missing == 1 else 's'}"
+                    text = f"waiting for {what}, for {until_s - now_s:.0f} s at most"
+                    self._do((notice(now_s, "info", text),), now_s)
                 case EndRun():
                     self._end(effect, now_s)
                 case _:

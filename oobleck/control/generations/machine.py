@@ -41,6 +41,7 @@ from .states import (
     State,
     StopAsked,
     TimePassed,
+    TooFew,
 )
 
 __all__ = ["TRANSITIONS", "Transition", "deadline", "start", "step"]
@@ -77,19 +78,23 @@ TRANSITIONS = (
 
 Step = tuple[State, tuple[Effect, ...]]
 
+_CONNECTING_S = 10.0
+"""At a start, nodes that are still being reached are not missing."""
+_TELL_S = 60.0
+
 
 def start(now_s: float) -> State:
     """The state of a run that begins."""
-    return Gathering(past=Past(), cause=GenerationCause.START, since_s=now_s)
+    return Gathering(past=Past(), cause=GenerationCause.START, since_s=now_s, tells_s=now_s + _CONNECTING_S)
 
 
 def deadline(state: State, rules: Rules) -> float:
     """When `TimePassed` is due; infinity for never."""
     match state:
         case Gathering(since_s=since_s, cause=GenerationCause.START):
-            return since_s + min(rules.waits_for_all_s, rules.waits_for_min_s)
+            return min(state.tells_s, since_s + min(rules.waits_for_all_s, rules.waits_for_min_s))
         case Gathering(since_s=since_s):
-            return since_s + rules.waits_for_min_s
+            return min(state.tells_s, since_s + rules.waits_for_min_s)
         case Ending(due_s=due_s):
             return due_s
         case Running() | Over():
@@ -137,13 +142,18 @@ def _form(state: Gathering, now_s: float, roster: Roster, rules: Rules) -> Step:
     waited_s = now_s - state.since_s
     is_start = state.cause is GenerationCause.START
     is_worth_waiting = is_start and roster.num_expected > 0 and waited_s < rules.waits_for_all_s
-    are_enough = len(chosen) >= max(rules.min_nodes, rules.node_unit)
+    are_enough = len(roster.candidates) >= rules.fewest_nodes
     if are_enough and (len(chosen) == rules.most_nodes or not is_worth_waiting):
         return _begin(state, chosen)
     is_hopeless = is_start and not roster.num_expected
     if not are_enough and (is_hopeless or waited_s >= rules.waits_for_min_s):
         return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
-    return state, ()
+    if now_s < state.tells_s:
+        return state, ()
+    told = replace(state, tells_s=now_s + _TELL_S)
+    num_missing = rules.fewest_nodes - len(roster.candidates)
+    missing = TooFew(num_missing=num_missing, until_s=state.since_s + rules.waits_for_min_s)
+    return told, () if are_enough else (missing,)
 
 
 def _begin(state: Gathering, chosen: tuple[Candidate, ...]) -> Step:
@@ -209,7 +219,7 @@ def _lose(state: Running, node: str, now_s: float, rules: Rules) -> Step:
         return state, ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)
     if isinstance(ending, Ending) and not ending.waits_for:
-        return Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s), effects
+        return Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
 
 
@@ -274,7 +284,7 @@ def _cleared(state: Ending, node: str, now_s: float, roster: Roster, rules: Rule
         return replace(state, waits_for=waits_for), ()
     if state.then is not None:
         return _over(state, state.then)
-    return _form(Gathering(past=state.past, cause=state.cause, since_s=now_s), now_s, roster, rules)
+    return _form(Gathering(past=state.past, cause=state.cause, since_s=now_s, tells_s=now_s), now_s, roster, rules)
 
 
 def _over(state: State, end: EndRun) -> Step:

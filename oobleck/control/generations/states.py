@@ -33,6 +33,7 @@ __all__ = [
     "State",
     "StopAsked",
     "TimePassed",
+    "TooFew",
 ]
 
 
@@ -58,6 +59,11 @@ class Rules:
     def most_nodes(self) -> int:
         """The largest generation."""
         return self.most_of(self.max_nodes)
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The smallest generation: the least multiple of `node_unit` that is not below `min_nodes`."""
+        return max(1, -(-self.min_nodes // self.node_unit)) * self.node_unit
 
     def most_of(self, num_nodes: int) -> int:
         """How many of so many nodes can take part."""
@@ -104,6 +110,8 @@ class Gathering:
     cause: GenerationCause
     """Of the generation to come."""
     since_s: float
+    tells_s: float
+    """When it is told next how many nodes are missing, if any are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,4 +251,12 @@ class GiveUpSilent:
     waited_s: float
 
 
-Effect = Begin | Clear | LetGo | GiveUpSilent | EndRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooFew:
+    """So many more nodes are waited for, until then."""
+
+    num_missing: int
+    until_s: float
+
+
+Effect = Begin | Clear | LetGo | GiveUpSilent | TooFew | EndRun

@@ -82,7 +82,7 @@ from .snapshot import (
     state_at_end,
 )
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 from .summary import AccountImage, NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .tally import LossTally
 from .view import RunView, ViewImage, level_of
@@ -169,6 +169,7 @@ __all__ = [
     "Silent",
     "StageView",
     "StepDone",
+    "StepRunsLong",
     "StepTime",
     "StepsDone",
     "Summary",

@@ -232,7 +232,7 @@ class Diagnosis:
             case PlanCause.SLOW:
                 for node in slow:
                     self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
-            case PlanCause.LOSS | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
+            case PlanCause.LOSS | PlanCause.NETWORK | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
                 pass  # an entry of its own, before this one, says it
             case PlanCause.JOINED | PlanCause.DRAINED | PlanCause.SCALED | PlanCause.RETRIED:
                 pass  # nothing is wrong

@@ -23,7 +23,7 @@ from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDo
 from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
 __all__ = ["JournalEntry"]
 
@@ -47,6 +47,7 @@ JournalEntry = (
     | LayersArriving
     | RecoveryDone
     | StepDone
+    | StepRunsLong
     | StepsDone
     | Evaluated
     | ReplicasDiffer

@@ -189,6 +189,7 @@ def _regrouping_text(cause: PlanCause) -> str:
             return "copies of a layer differ"
         case (
             PlanCause.LOSS
+            | PlanCause.NETWORK
             | PlanCause.MASTER_LOST
             | PlanCause.CHECKPOINT_BROKEN
             | PlanCause.SLOW

@@ -31,6 +31,8 @@ class PlanCause(StrEnum):
     """A collective failed under a survivor, and no node was lost."""
     HANG = "hang"
     """No step was committed for many times as long as one takes, and no node was lost."""
+    NETWORK = "network"
+    """More nodes do not reach each other than may be lost: they are asked again until the network is back."""
     MASTER_LOST = "master_lost"
     """The master was lost in the middle of a recovery: its successor begins that again."""
     CHECKPOINT_BROKEN = "checkpoint_broken"

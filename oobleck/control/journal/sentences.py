@@ -59,7 +59,7 @@ from .run_entries import (
     WorkerError,
 )
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
 __all__ = [
     "error_text",
@@ -92,7 +92,7 @@ def sentence(entry: JournalEntry) -> str:
             return _of_a_node(entry)
         case PlanAdopted() | HangExplained() | RecoveryStarted() | LayersArriving() | RecoveryDone():
             return _of_a_plan(entry)
-        case StepDone() | StepsDone() | Evaluated() | ReplicasDiffer():
+        case StepDone() | StepRunsLong() | StepsDone() | Evaluated() | ReplicasDiffer():
             return _of_a_step(entry)
         case CheckpointSaved() | SaveFailed() | ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
             return _of_the_state(entry)
@@ -260,6 +260,8 @@ def _recovering(cause: PlanCause, names: str) -> str:
             return f"planning again for the pace of {names}"
         case PlanCause.RETRIED:
             return f"trying again whether {names} is slow"
+        case PlanCause.NETWORK:
+            return f"asking all nodes again whether they reach each other{f'; {names} lost' if names else ''}"
         case PlanCause.CORRUPTION:
             return f"making the layers of {names} equal to their other copies"
         case (
@@ -304,6 +306,7 @@ def _happened(cause: PlanCause) -> str:
             PlanCause.LOSS
             | PlanCause.PEER_FAILED
             | PlanCause.HANG
+            | PlanCause.NETWORK
             | PlanCause.MASTER_LOST
             | PlanCause.CHECKPOINT_BROKEN
             | PlanCause.DATA_UNREADABLE
@@ -313,10 +316,12 @@ def _happened(cause: PlanCause) -> str:
             assert_never(cause)
 
 
-def _of_a_step(entry: StepDone | StepsDone | Evaluated | ReplicasDiffer) -> str:
+def _of_a_step(entry: StepDone | StepRunsLong | StepsDone | Evaluated | ReplicasDiffer) -> str:
     match entry:
         case StepDone(record=record):
             return f"step {record.step} committed: loss {record.loss:.4f}"
+        case StepRunsLong():
+            return f"still running step {entry.step} after {_while(entry.running_s)}: {_doing(entry)}"
         case StepsDone(record=record):
             return f"steps {entry.first_step} to {record.step} committed, {record.duration_s:.3f} s each"
         case Evaluated():
@@ -329,6 +334,20 @@ def _of_a_step(entry: StepDone | StepsDone | Evaluated | ReplicasDiffer) -> str:
             return f"{text}; nobody can tell which is right: {odd} takes it from the others; check all of these nodes"
         case _:
             assert_never(entry)
+
+
+def _while(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _doing(entry: StepRunsLong) -> str:
+    """What a step that runs long waits for: `node2's worker computes microbatch 0`."""
+    if not entry.computing:
+        return "its workers exchange data"
+    first, num_others = entry.computing[0], len(entry.computing) - 1
+    what = "computes" if entry.microbatch is None else f"computes microbatch {entry.microbatch}"
+    worker = f"{first.node}'s worker{f' {first.device}' if first.device else ''}"
+    return f"{worker} {what}{f', and {num_others} more compute' if num_others else ''}"
 
 
 def _of_the_state(

@@ -11,6 +11,7 @@ __all__ = [
     "Evaluated",
     "ReplicasDiffer",
     "StepDone",
+    "StepRunsLong",
     "StepsDone",
 ]
 
@@ -36,6 +37,20 @@ class StepsDone:
     @property
     def num_steps(self) -> int:
         return self.record.step - self.first_step + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRunsLong:
+    """A step takes far longer than usual, and its workers come on: it is waited for."""
+
+    t_s: float
+    step: int
+    running_s: float
+    """Since the step before was committed, or the plan was ordered."""
+    computing: tuple[WorkerId, ...]
+    """The workers that others wait for; none where all exchange something, and come on with that."""
+    microbatch: int | None
+    """What the first of these computes, counted from 0; None where it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ from .snapshot import (
     state_at_end,
 )
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepsDone
+from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
 __all__ = ["RunView", "ViewImage", "level_of"]
 
@@ -189,6 +189,7 @@ class RunView:
             case (
                 Notice()
                 | LayersArriving()
+                | StepRunsLong()
                 | StepsDone()
                 | Evaluated()
                 | MasterResumed()

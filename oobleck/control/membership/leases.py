@@ -89,7 +89,7 @@ class Leases:
 
     def heard(self, now_s: float) -> float | None:
         """Somebody was heard of. Returns how long most were silent, where they are not any more."""
-        if not self.is_suspicious or self._are_most(now_s):
+        if not self.is_suspicious or self._suspects(self._silent(now_s)):
             return None
         silent_s = now_s - self._silent_since_s
         self._trust_again(now_s, silent_s)
@@ -110,7 +110,7 @@ class Leases:
             if not lapsed:
                 return {}
         silent = self._silent(now_s)
-        if not are_most(len(silent), len(living)):
+        if not self._suspects(silent):
             if self.is_suspicious:
                 self._trust_again(now_s, now_s - self._silent_since_s)
                 return {}
@@ -141,8 +141,10 @@ class Leases:
         since_s, heard_s = now_s - self._silent_after_s, self._members.heard_s
         return [node for node in self._members.living_names if heard_s[node] <= since_s]
 
-    def _are_most(self, now_s: float) -> bool:
-        return are_most(len(self._silent(now_s)), len(self._members.living_names))
+    def _suspects(self, silent: Sequence[str]) -> bool:
+        """Whether this master is to be suspected: no silence of nodes that have had notice of their end says so."""
+        silent = [node for node in silent if not self._members[node].has_notice]
+        return are_most(len(silent), sum(not member.has_notice for member in self._members.living))
 
     def _judged_s(self, node: str) -> float:
         last_s = self._members.heard_s[node]

@@ -64,6 +64,8 @@ class Member:
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
     is_draining: bool = False
+    has_notice: bool = False
+    """It says that it is about to be taken away."""
     is_leaving: bool = False
     """It has had notice of its end, and is to be drained as soon as it trains."""
     is_dismissed: bool = False
@@ -279,6 +281,10 @@ class Membership:
         """Its workers are given up, and why."""
         self._put(replace(self._members[node], last_words=words))
 
+    def note_notice(self, node: str) -> None:
+        """A node says that it is about to be taken away."""
+        self._put(replace(self._members[node], has_notice=True))
+
     def note_leaving(self, node: str, *, is_leaving: bool) -> None:
         """A node has had notice of its end, and is to be drained as soon as it trains; or it is drained now."""
         self._put(replace(self._members[node], is_leaving=is_leaving))
@@ -407,6 +413,17 @@ class Membership:
     def returning(self) -> tuple[Member, ...]:
         """Those whose workers are on their way."""
         return tuple(member for member in self.in_state(MemberState.CONNECTED) if member.is_returning)
+
+    @property
+    def connecting(self) -> tuple[Member, ...]:
+        """Those whose agents are being reached."""
+        return self.in_state(MemberState.CONNECTING)
+
+    @property
+    def are_taken_away(self) -> bool:
+        """Whether all that are left have had notice of their end; where none is left, those that were lost last."""
+        left = self.living or tuple(member for member in self._members.values() if member.state is MemberState.LOST)
+        return bool(left) and all(member.has_notice for member in left)
 
     @property
     def ready(self) -> tuple[Member, ...]:

@@ -62,6 +62,7 @@ from .manifest import (
 )
 from .master_messages import (
     PROTOCOL_VERSION,
+    AskActivity,
     Configure,
     Fence,
     FinishStep,
@@ -141,6 +142,7 @@ from .shard_messages import (
     StepRecords,
 )
 from .worker_messages import (
+    Activity,
     Evaluating,
     EvaluationDone,
     Finished,
@@ -148,6 +150,7 @@ from .worker_messages import (
     LinkTimed,
     Pace,
     PeerFailed,
+    ProcessorUse,
     Profiled,
     Resumed,
     Status,
@@ -163,9 +166,11 @@ __all__ = [
     "NOTHING",
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
+    "Activity",
     "Age",
     "AgentMessage",
     "AgentStopped",
+    "AskActivity",
     "BecomeRank",
     "BecomeRelay",
     "CheckpointCommitted",
@@ -232,6 +237,7 @@ __all__ = [
     "PlanOrder",
     "PlanUpdate",
     "ProcessEnd",
+    "ProcessorUse",
     "ProfileRequest",
     "Profiled",
     "Raised",

@@ -31,6 +31,7 @@ from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "AskActivity",
     "Configure",
     "Fence",
     "FinishStep",
@@ -140,6 +141,19 @@ class Fence(ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskActivity(ForWorker):
+    """Say what you do: no step was committed for long. Nothing is interrupted by it.
+
+    The worker answers with an `Activity`, and its agent reports the `ProcessorUse` of its process beside that.
+    """
+
+    inquiry: int
+    """The answers have its number."""
+    patience_s: float
+    """How long the worker may take to come on before it says that it does not, and its process is watched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanUpdate:
     """Resolve what is in flight; then adopt the plan and train on.
 
@@ -235,6 +249,7 @@ class UseShare:
 WorkerCommand = (
     ProfileRequest
     | TimeLink
+    | AskActivity
     | Fence
     | PlanOrder
     | FinishStep

@@ -15,6 +15,7 @@ from .records import CommitRecord, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
 __all__ = [
+    "Activity",
     "Evaluating",
     "EvaluationDone",
     "Finished",
@@ -22,6 +23,7 @@ __all__ = [
     "LinkTimed",
     "Pace",
     "PeerFailed",
+    "ProcessorUse",
     "Profiled",
     "Resumed",
     "Status",
@@ -147,6 +149,31 @@ class Status(FromWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activity(FromWorker):
+    """What a worker does, on request."""
+
+    inquiry: int
+    microbatches_done: int
+    """Of the step in flight, those that it has taken backward."""
+    waits_for: tuple[WorkerId, ...]
+    """The workers whose part it waits for; none while it computes."""
+    has_come_on: bool
+    """Since it was asked, it has computed what it was at, or had what it waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorUse(FromWorker):
+    """How much processor time a worker's process used, its children included; its agent says so.
+
+    So a worker is known to compute that cannot answer: a call into a compiler or a kernel may hold the interpreter.
+    """
+
+    inquiry: int
+    used_s: float
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(FromWorker):
     """A worker has adopted a plan, and computes again (or waits as a spare)."""
 
@@ -211,6 +238,8 @@ WorkerReport = (
     | Evaluating
     | EvaluationDone
     | Status
+    | Activity
+    | ProcessorUse
     | Resumed
     | Pace
     | LayersMoving

@@ -20,6 +20,7 @@ from oobleck.wire import FrameDecoder
 
 from .fork_client import ForkedProcess, ForkServer
 from .oom_kills import OomKills
+from .processor_time import processor_s
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
@@ -49,6 +50,9 @@ class Worker:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def processor_s(self) -> float:
+        return processor_s(self.pid)
 
     async def aclose(self) -> None:
         """Listen no longer; a worker that lives ends by that."""

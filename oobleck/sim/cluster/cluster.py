@@ -36,6 +36,8 @@ _CONNECT_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 15.0
 """After so long without an answer a connection is given up by the master's side, as SSH does."""
+_CONNECTION_OUTLIVES_S = 6.0
+"""So long a connection is silent, and up to twice as long, before one of its ends finds that it is cut."""
 _CLOCKS_APART_S = 1000.0
 _MEMORY_BYTES = 1 << 40
 _NUM_CORES = 8
@@ -373,6 +375,16 @@ class VirtualCluster:
             for link in machine.agent.links if machine.agent else ():
                 link.hold()
             self._nursery.start_soon(self._give_up_links, machine)
+
+    def cut_links(self, names: Iterable[str]) -> None:
+        """From now on these nodes reach one another and the master, but no other nodes.
+
+        Connections outlive that for a while, and then fail.
+        """
+        self._world.fabric.separate(names)
+        self._relays.settle()
+        fails_s = self._world.time.now_s + _CONNECTION_OUTLIVES_S + self._world.up_to(_CONNECTION_OUTLIVES_S)
+        self._world.time.call_at(fails_s, self._world.fabric.break_connections)
 
     def heal(self) -> None:
         """End all partitions."""

@@ -83,6 +83,8 @@ class Fabric:
         """Who has brought a part to the latest agreements, of a generation each."""
         self._islands: dict[str, int] = {}
         """Nodes that are cut off from the others; those with the same number reach one another."""
+        self._breaks = False
+        """Connections from island to island have failed."""
         self._watchers: dict[WorkerId, Callable[[], None]] = {}
         self._met: defaultdict[GroupKey, set[WorkerAddress]] = defaultdict(set)
         """Who has come to form a group, of those that are not formed by all yet."""
@@ -135,7 +137,14 @@ class Fabric:
     def heal(self) -> None:
         """End all partitions."""
         self._islands.clear()
+        self._breaks = False
         self._tell(self._watchers)
+
+    def break_connections(self) -> None:
+        """Have connections fail that are cut, if any still is."""
+        if self._islands:
+            self._breaks = True
+            self._tell(self._watchers)
 
     def reaches(self, node: str, other: str) -> bool:
         """Return whether two nodes reach one another."""
@@ -146,6 +155,8 @@ class Fabric:
         return not self._islands or len({self._islands.get(worker_id.node, 0) for worker_id in worker_ids}) <= 1
 
     def lacks_a_member(self, key: GroupKey) -> bool:
+        if self._breaks and not self.is_whole(key.members):
+            return True
         if self._newest_end < key.generation:
             return False
         return any(self.is_gone(member, key.generation) for member in key.members)

@@ -91,6 +91,8 @@ class Faults:
                 self._crash_master(down_s)
             case MasterFrozen(frozen_s=frozen_s):
                 self._freeze_master(frozen_s)
+            case Partitioned(nodes=nodes, spares_master=True):
+                cluster.cut_links(nodes)
             case Partitioned(nodes=nodes):
                 cluster.separate(nodes)
             case Healed():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import assert_never
 
 from oobleck.control.commit import (
@@ -55,6 +56,8 @@ from oobleck.control.commit import (
     WorkerEffects,
 )
 from oobleck.control.protocol import (
+    Activity,
+    AskActivity,
     CommitMessage,
     Fence,
     Finished,
@@ -151,9 +154,20 @@ class VirtualWorker:
         if self.is_stuck:
             return
         match message:
-            case Fence():
+            case Fence(probe_addresses=probed):
                 self._programs.note_microbatches()
-                self._ports.say(self.commit_state.answer(message))
+                unreachable = tuple(each.worker_id for each in probed if not self._reaches(each.worker_id))
+                self._ports.say(replace(self.commit_state.answer(message), unreachable=unreachable))
+            case AskActivity(inquiry=inquiry):
+                self._programs.note_microbatches()
+                activity = Activity(
+                    device=self.worker_id.device,
+                    inquiry=inquiry,
+                    microbatches_done=self.commit_state.microbatches_done,
+                    waits_for=(),  # a wait does not know for whom it is; that a worker computes, its agent sees
+                    has_come_on=False,
+                )
+                self._ports.say(activity)
             case PlanOrder():
                 self._given_s = self._ports.clock()
                 self._groups.know(message.common.addresses)
@@ -176,6 +190,9 @@ class VirtualWorker:
                 self._ports.announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
+
+    def _reaches(self, other: WorkerId) -> bool:
+        return self._ports.fabric.reaches(self.worker_id.node, other.node)
 
     def hear(self, source: WorkerId, message: CommitMessage) -> None:
         """Handle one message of another worker; like `take`, whatever the training thread does."""

@@ -53,6 +53,10 @@ class WorkerProcess:
         self._ended = trio.Event()
         self._woken = trio.lowlevel.ParkingLot()
         self._alarm_s = 0.0
+        self._worked_s = 0.0
+        """How long its training thread has computed, moved layers, or summed, up to the newest move."""
+        self._works_since_s = math.inf
+        """While it does."""
         self._untold: list[WorkerBound] = []
         """What waits in the socket of a process that is frozen, or not set up yet."""
         self._letters: list[tuple[float, WorkerId, CommitMessage]] = []
@@ -89,6 +93,9 @@ class WorkerProcess:
         if self._worker is not None:
             self._world.fabric.end(self.worker_id, self._world.fabric.newest)
             del self._world.peers[self.worker_id]
+
+    def processor_s(self) -> float:
+        return self._worked_s + max(0.0, self._world.time.now_s - self._works_since_s)
 
     # --- the world's hold on it ------------------------------------------------------------------------------
 
@@ -213,7 +220,8 @@ class WorkerProcess:
             self._hear(worker)
             is_ready = wait.ready()
             if is_ready and due_s == math.inf:
-                due_s = self._world.time.now_s + wait.takes_s
+                self._works_since_s = self._world.time.now_s
+                due_s = self._works_since_s + wait.takes_s
             if not is_ready and wait.interrupted():
                 worker.step()
             elif wait.can_fail() and (not is_ready or self._world.rng.random() < 0.5):
@@ -227,6 +235,7 @@ class WorkerProcess:
                 await self._pause_until(due_s if is_ready else math.inf)
                 continue
             wait, due_s = worker.wait, math.inf
+            self._worked_s, self._works_since_s = self.processor_s(), math.inf
             await trio.lowlevel.checkpoint()
 
 

@@ -169,11 +169,15 @@ class AgentFrozen(Stays):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partitioned:
-    """From now on these nodes reach one another, but neither the other nodes nor the master."""
+    """From now on these nodes reach one another, but neither the other nodes nor the master.
+
+    With `spares_master` the master reaches them all the same: the network between nodes is cut, and no other.
+    """
 
     kind: ClassVar[str] = "partition"
     t_s: float
     nodes: tuple[str, ...]
+    spares_master: bool = False
 
     def __post_init__(self) -> None:
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):

@@ -9,7 +9,8 @@
     frozen              thawed                                                  here
     frozen              lost                                                    away
 
-A node that is there, frozen or not, may be cut off as well, until all partitions end.
+A node that is there, frozen or not, may be cut off as well, until all partitions end. A partition that spares the
+master leaves the nodes as they are: it is their network that fails.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ class ClusterState:
             case Stays(node=node):
                 pass
             case MasterCrashed() | MasterFrozen():
+                return ()
+            case Partitioned(spares_master=True):
+                self._is_partitioned = True
                 return ()
             case Partitioned(nodes=nodes):
                 self._is_partitioned = True

@@ -87,7 +87,7 @@ def _read_event(value: object, index: int) -> TraceEvent:
         raise ConfigError(f"{table.where}: {error}") from None
 
 
-_OPTIONAL = frozenset({"device", "down_s"})
+_OPTIONAL = frozenset({"device", "down_s", "spares_master"})
 
 
 def _read_value(table: JsonTable, name: str) -> str | int | float | tuple[str, ...]:
@@ -98,5 +98,7 @@ def _read_value(table: JsonTable, name: str) -> str | int | float | tuple[str, .
             return table.integer(name)
         case "nodes":
             return table.texts(name)
+        case "spares_master":
+            return table.flag(name)
         case _:
             return table.number(name)

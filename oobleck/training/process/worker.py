@@ -23,6 +23,8 @@ import torch
 
 from oobleck.control.commit import CommitState, Interrupted, PeerLost
 from oobleck.control.protocol import (
+    Activity,
+    AskActivity,
     Fence,
     FindCheckpoints,
     FinishStep,
@@ -206,6 +208,8 @@ class _Worker:
     def _handle(self, message: WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
+            case AskActivity():
+                self._tell_activity(message)
             case Fence() if message.probe_addresses:
                 self._explain(message)
             case Fence():
@@ -300,6 +304,28 @@ class _Worker:
             self._link.send(replace(found, unreachable=unreachable, stack=stack))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
+
+    def _tell_activity(self, asked: AskActivity) -> None:
+        """Say what the training thread does, once it has come on or could have; on a thread of its own."""
+        asked_s, mark, done = time.monotonic(), self._waiter.mark, self._commit_state.microbatches_done
+
+        def has_come_on() -> bool:
+            return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != done
+
+        def tell() -> None:
+            while not has_come_on() and time.monotonic() < asked_s + asked.patience_s:
+                time.sleep(_LOOK_S)
+            activity = Activity(
+                device=self._device,
+                inquiry=asked.inquiry,
+                microbatches_done=self._commit_state.microbatches_done,
+                waits_for=self._waiter.waits_for,
+                has_come_on=has_come_on(),
+            )
+            self._log.info("is late; waits for %s", ", ".join(map(str, activity.waits_for)) or "nobody")
+            self._link.send(activity)
+
+        threading.Thread(target=tell, daemon=True, name="activity").start()
 
     def _next_order(self) -> PlanUpdate:
         while True:

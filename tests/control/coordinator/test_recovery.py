@@ -17,7 +17,9 @@ from oobleck.control.coordinator.recovery.states import (
     Accusing,
     Adopting,
     Answered,
+    AwaitingNetwork,
     AwaitingWorkers,
+    BeginRecovery,
     CheckpointReported,
     CheckpointWanted,
     Decide,
@@ -31,6 +33,7 @@ from oobleck.control.coordinator.recovery.states import (
     Input,
     LocatingCheckpoint,
     MoreLost,
+    NetworkDown,
     NodeDrained,
     NodeGone,
     NodeReached,
@@ -51,8 +54,8 @@ from oobleck.control.coordinator.recovery.states import (
     WorkersResumed,
     WorkersWanted,
 )
-from oobleck.control.events import SendAll
-from oobleck.control.journal import Action, CutOff, LossCause, PlanCause, Silent
+from oobleck.control.events import Record, SendAll
+from oobleck.control.journal import Action, CutOff, HangExplained, LossCause, Notice, PlanCause, Silent
 from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
@@ -80,6 +83,8 @@ STATUS = Status(
 WAITS = replace(STATUS, waits_for=(A, B))
 """Somebody waits for `a` and `b`, who wait for nobody."""
 CUT = replace(STATUS, unreachable=(A, B))
+DOWN = replace(STATUS, layers=(1,), unreachable=(A, B))
+"""Nobody but the one that its peers do not reach holds this layer: it is the network that has failed."""
 RESUMED = Resumed(device=0, generation=GENERATION, transfer_s=0.0, received_bytes=0, resumed_s=0.0, busy_s=())
 ORDERED = PlanOrdered(worker_ids=ALL, action=Action.REINSTANTIATE, layers_moved=0, microbatches_redone=0, steps_lost=0)
 FENCE = Fence(device=0, generation=GENERATION, lost=(), probe_addresses=())
@@ -90,6 +95,7 @@ PLAIN = Recovery(
     loss=LossCause.CONNECTION_LOST,
     nodes=("d",),
     control=CONTROL,
+    fault_threshold=1,
     fence=FENCE,
     fenced_s=FENCED_S,
     lost_s=FENCED_S,
@@ -104,6 +110,7 @@ BEGUN = RecoveryBegun(
     loss=LossCause.CONNECTION_LOST,
     detect_s=0.0,
     control=CONTROL,
+    fault_threshold=1,
     fence=replace(FENCE, generation=GENERATION + 1),
     asked=(A, C),
     heard_s=FENCED_S,
@@ -126,7 +133,7 @@ def states() -> Iterator[State]:
     for training in trained:
         yield Suspecting(training=training, since_s=FENCED_S, until_s=SETTLED_S)
     for recovery in RECOVERIES:
-        for said in (STATUS, WAITS, CUT):
+        for said in (STATUS, WAITS, CUT, DOWN):
             statuses = {worker_id: said if worker_id == C else STATUS for worker_id in recovery.asked if worker_id != A}
             for awaited in {recovery.asked, (A,)}:
                 waits = {worker_id: status for worker_id, status in statuses.items() if worker_id not in awaited}
@@ -136,6 +143,8 @@ def states() -> Iterator[State]:
             yield Settling(recovery=recovery, statuses=complete, until_s=FENCED_S + 0.01)
         statuses = dict.fromkeys(recovery.asked, STATUS)
         yield Accusing(recovery=recovery, statuses=statuses, stuck=(A,), until_s=FENCED_S + 30)
+        waited = replace(recovery, explains=True, cut_off=("b", "c"), cut_since_s=FENCED_S)
+        yield AwaitingNetwork(recovery=waited, until_s=FENCED_S + 3)
         for is_unexplained in (False, True):
             yield Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
             limited = replace(recovery, returns_by_s=FENCED_S + 60, found_by_s=FENCED_S + 30)
@@ -150,7 +159,7 @@ def inputs() -> Iterator[Input]:
             yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
     for nodes in (("a",), ("b",), ("a", "b", "c")):
         yield MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes))
-    for status in (STATUS, WAITS, CUT, replace(STATUS, generation=GENERATION - 1)):
+    for status in (STATUS, WAITS, CUT, DOWN, replace(STATUS, generation=GENERATION - 1)):
         for worker_ids in ((A,), (B,), ALL):
             yield Answered(worker_ids=worker_ids, status=status)
     yield from (FailureSuspected(generation=generation, num_workers=2) for generation in (GENERATION - 1, GENERATION))
@@ -300,6 +309,95 @@ def test_a_node_that_its_peers_do_not_reach_is_given_up():
     assert effects[-1] == GiveUp(nodes=("a",), loss=CutOff())
 
 
+def awaiting(**fields) -> AwaitingNetwork:
+    """Two nodes have been cut off since all were fenced; all are asked again in three seconds."""
+    waited = replace(HANG, cause=PlanCause.NETWORK, cut_off=("b", "c"), cut_since_s=FENCED_S, **fields)
+    return AwaitingNetwork(recovery=waited, until_s=FENCED_S + 3.0)
+
+
+def asked_again(statuses: dict[WorkerId, Status], now_s: float) -> tuple[State, tuple[RecoveryEffect, ...]]:
+    """All are asked again while the network is waited for, and have answered."""
+    look = replace(BEGUN, cause=PlanCause.NETWORK, loss=None, nodes=(), asked=ALL)
+    state, _ = step(awaiting(), look, now_s)
+    for worker_id, status in statuses.items():
+        said = Answered(worker_ids=(worker_id,), status=replace(status, generation=GENERATION + 1))
+        state, effects = step(state, said, now_s)
+    return (
+        step(state, TimePassed(is_suspicious=False), now_s + 0.02) if isinstance(state, Settling) else (state, effects)
+    )
+
+
+def entries_in(effects: tuple[RecoveryEffect, ...]) -> list[object]:
+    return [effect.entry for effect in effects if isinstance(effect, Record)]
+
+
+HOLDS = replace(STATUS, layers=(1,))
+CUT_OFF_FROM_A = {A: HOLDS, B: replace(HOLDS, unreachable=(A, C)), C: replace(HOLDS, unreachable=(A,))}
+"""No two of them reach each other."""
+
+
+def test_more_nodes_that_are_cut_off_than_may_be_lost_are_waited_for():
+    state = Settling(recovery=HANG, statuses=Gathered(CUT_OFF_FROM_A), until_s=SETTLED_S)
+    after, effects = step(state, TimePassed(is_suspicious=False), SETTLED_S)
+    assert isinstance(after, AwaitingNetwork)
+    assert (after.recovery.cut_off, after.recovery.cut_since_s) == (("b", "c"), SETTLED_S)
+    assert deadline(after) == SETTLED_S + CONTROL.lease_s
+    assert [type(entry) for entry in entries_in(effects)] == [HangExplained, Notice]
+    after, effects = step(after, TimePassed(is_suspicious=False), deadline(after))
+    assert effects == (BeginRecovery(cause=PlanCause.NETWORK),)
+
+
+def test_all_are_asked_again_at_growing_intervals_and_nothing_is_told_twice():
+    after, effects = asked_again(CUT_OFF_FROM_A, FENCED_S + 100.0)
+    assert isinstance(after, AwaitingNetwork)
+    assert deadline(after) == pytest.approx(FENCED_S + 110.0, abs=0.1)
+    assert effects == ()
+    after, _ = asked_again(CUT_OFF_FROM_A, FENCED_S + 1000.0)
+    assert deadline(after) == pytest.approx(FENCED_S + 1030.0, abs=0.1)
+
+
+def test_a_network_that_is_back_is_gone_on_with_and_no_group_is_trusted():
+    after, effects = asked_again(dict.fromkeys(ALL, HOLDS), FENCED_S + 20.0)
+    assert isinstance(after, Deciding)
+    assert after.is_unexplained
+    (entry,) = entries_in(effects)
+    assert isinstance(entry, Notice)
+    assert "back after 20.0 s" in entry.text
+
+
+def test_a_network_that_comes_back_in_parts_is_waited_for_once_more():
+    """One node is less than may be lost; but the next look may find it well."""
+    nearly = {A: HOLDS, B: HOLDS, C: replace(HOLDS, unreachable=(A, B))}
+    after, _ = asked_again(nearly, FENCED_S + 20.0)
+    assert isinstance(after, AwaitingNetwork)
+    assert after.recovery.cut_off == ("c",)
+    state = Settling(recovery=after.recovery, statuses=Gathered(nearly), until_s=SETTLED_S)
+    after, effects = step(state, TimePassed(is_suspicious=False), FENCED_S + 24.0)
+    assert isinstance(after, Accusing)
+    assert effects[-1] == GiveUp(nodes=("c",), loss=CutOff())
+
+
+def test_a_network_that_does_not_come_back_ends_the_run():
+    _, effects = asked_again(CUT_OFF_FROM_A, FENCED_S + CONTROL.network_timeout_s)
+    (down,) = effects
+    assert isinstance(down, NetworkDown)
+    assert (down.nodes, round(down.waited_s)) == (("b", "c"), CONTROL.network_timeout_s)
+
+
+def test_a_loss_while_the_network_is_waited_for_does_not_end_the_wait():
+    after, _ = step(awaiting(), BEGUN, FENCED_S + 10.0)
+    assert isinstance(after, Fencing)
+    assert (after.recovery.explains, after.recovery.cut_since_s) == (True, FENCED_S)
+    after, _ = step(after, MoreLost(nodes=("d",), fence=FENCE), FENCED_S + 10.5)
+    assert isinstance(after, Fencing)
+    assert after.recovery.explains
+
+
+def test_nobody_is_asked_about_the_network_by_a_master_that_may_be_cut_off_itself():
+    after, effects = step(awaiting(), TimePassed(is_suspicious=True), FENCED_S + 3.0)
+    assert (deadline(after), effects) == (FENCED_S + 3.0 + CONTROL.lease_s, ())
+
+
 def test_a_recovery_that_another_one_overtakes_is_accounted_for():
     adopting = Adopting(recovery=PLAIN, ordered=ORDERED, ordered_s=101.0)
     after, effects = step(adopting, BEGUN, 110.0)
@@ -406,7 +504,9 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: not isinstance(self.state, Preparing))
     @rule(
-        cause=st.sampled_from((PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.JOINED)),
+        cause=st.sampled_from(
+            (PlanCause.LOSS, PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.NETWORK, PlanCause.JOINED)
+        ),
         asked=st.sampled_from((ALL, ALL, (A, C), (B,), ())),
         num_regroups=st.integers(0, 4),
     )
@@ -419,7 +519,11 @@ class Walk(RuleBasedStateMachine):
     def lose_more(self, nodes: tuple[str, ...]) -> None:
         self.give(MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes)))
 
-    @rule(worker_id=st.sampled_from(ALL), said=st.sampled_from((STATUS, WAITS, CUT)), age=st.sampled_from((0, 0, 0, 1)))
+    @rule(
+        worker_id=st.sampled_from(ALL),
+        said=st.sampled_from((STATUS, WAITS, CUT, DOWN)),
+        age=st.sampled_from((0, 0, 0, 1)),
+    )
     def answer(self, worker_id: WorkerId, said: Status, age: int) -> None:
         status = replace(said, generation=self.generation - age)
         self.give(Answered(worker_ids=(worker_id,), status=status))

@@ -35,6 +35,7 @@ from oobleck.control.generations import (
     step,
 )
 from oobleck.control.generations.machine import start
+from oobleck.control.generations.states import TooFew
 from oobleck.control.journal import GenerationCause
 
 NODES = ("a", "b", "c", "d")
@@ -47,6 +48,7 @@ RULES = Rules(
     grace_s=5,
     patience_s=30,
 )
+PATIENT = replace(RULES, waits_for_all_s=100)
 STOP = EndRun(exit_code=130, reason="stopped")
 
 
@@ -86,6 +88,36 @@ def test_too_few_nodes_end_the_run_when_none_is_on_its_way():
     assert isinstance(state, Over)
     assert isinstance(end, EndRun)
     assert "at least 2 must be" in end.reason
+
+
+def test_missing_nodes_are_told_at_once_after_a_loss_and_every_minute_from_then_on():
+    state, _ = step(running("a", "b"), Gone(node="b"), 5, roster=Roster(), rules=RULES)
+    state, (missing,) = step(state, Ready(node="a", generation=1), 6, roster=there("a"), rules=RULES)
+    assert missing == TooFew(num_missing=1, until_s=66)
+    patient = replace(RULES, waits_for_min_s=600)
+    assert deadline(state, patient) == 66
+    assert step(state, TimePassed(), 65, roster=there("a"), rules=patient) == (state, ())
+    state, (missing,) = step(state, TimePassed(), 66, roster=there("a"), rules=patient)
+    assert missing == TooFew(num_missing=1, until_s=606)
+    state, (begin,) = step(state, Ready(node="c", generation=1), 67, roster=there("a", "c"), rules=patient)
+    assert isinstance(begin, Begin)
+
+
+def test_a_node_whose_loss_leaves_nobody_is_told_of_at_once_too():
+    alone = replace(RULES, min_nodes=1)
+    state, _ = step(running("a", rules=replace(alone, max_nodes=1)), Gone(node="a"), 5, roster=Roster(), rules=alone)
+    assert deadline(state, alone) == 5
+    state, (missing,) = step(state, TimePassed(), 5, roster=Roster(), rules=alone)
+    assert missing == TooFew(num_missing=1, until_s=65)
+    assert deadline(state, alone) == 65
+
+
+def test_a_start_that_waits_for_more_nodes_than_it_needs_tells_nothing():
+    state, effects = step(start(0), TimePassed(), 10, roster=there("a", "b", num_expected=1), rules=PATIENT)
+    assert (isinstance(state, Gathering), effects) == (True, ())
+    assert deadline(state, PATIENT) == 60
+    state, effects = step(start(0), TimePassed(), 10, roster=there("a", num_expected=1), rules=PATIENT)
+    assert effects == (TooFew(num_missing=1, until_s=60),)
 
 
 def test_a_failed_rank_ends_all_at_once_and_the_next_generation_begins_when_the_last_is_gone():
@@ -257,6 +289,13 @@ def test_a_lost_node_takes_its_unit_along() -> None:
     following, _ = step(ending, Ready(node="d", generation=1), 4.0, roster=there("a", "c", "d"), rules=UNITS)
     assert isinstance(following, Running)
     assert following.names == ("a", "c")
+
+
+def test_as_many_nodes_are_missing_as_make_a_unit_whole() -> None:
+    for min_nodes, num_missing in ((1, 1), (2, 1), (3, 3), (4, 3)):
+        rules = replace(UNITS, min_nodes=min_nodes)
+        _, effects = step(start(0), TimePassed(), 10.0, roster=there("a", num_expected=1), rules=rules)
+        assert effects == (TooFew(num_missing=num_missing, until_s=60.0),)
 
 
 def test_less_than_a_unit_is_too_few() -> None:

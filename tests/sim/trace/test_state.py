@@ -37,6 +37,14 @@ def test_a_loss_ends_all_that_was_wrong_with_a_node():
     assert back.factors == {}
 
 
+def test_a_partition_of_the_nodes_own_network_leaves_them_well_until_it_ends():
+    cluster = after(Partitioned(t_s=1, nodes=("a",), spares_master=True))
+    assert (cluster.well, cluster.problem(Healed(t_s=2))) == ({"a", "b", "c"}, None)
+    assert cluster.apply(Partitioned(t_s=1, nodes=("b",), spares_master=True)) == ()
+    assert cluster.apply(Healed(t_s=2)) == ()
+    assert cluster.problem(Healed(t_s=3)) == "there is no partition"
+
+
 def test_a_partition_is_told_of_nodes_that_it_newly_cuts_and_its_end_of_all():
     cluster = after(AgentCrashed(t_s=1, node="c"), Partitioned(t_s=2, nodes=("b",)))
     assert cluster.apply(Partitioned(t_s=3, nodes=("c", "b", "a"))) == ("a",)

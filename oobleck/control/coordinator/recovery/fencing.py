@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import assert_never
 
-from oobleck.control.commit import cut_off_nodes, stuck_workers
-from oobleck.control.events import Record, Send, SendAll
+from oobleck.control.commit import cut_off_nodes, is_network_down, stuck_workers
+from oobleck.control.events import Record, Send, SendAll, notice
 from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
 from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker, Status
@@ -21,7 +21,9 @@ from .states import (
     Accusing,
     Adopting,
     Answered,
+    AwaitingNetwork,
     AwaitingWorkers,
+    BeginRecovery,
     Decide,
     Deciding,
     Ended,
@@ -30,6 +32,7 @@ from .states import (
     GiveUp,
     LocatingCheckpoint,
     MoreLost,
+    NetworkDown,
     Overdue,
     Preparing,
     Recovery,
@@ -44,12 +47,16 @@ from .states import (
     Training,
 )
 
-__all__ = ["answered", "begin", "end_again", "left", "lose_more", "overdue", "to_deciding", "use_answers"]
+__all__ = ["answered", "begin", "end_again", "left", "look_again", "lose_more", "overdue", "to_deciding", "use_answers"]
 
-_Answering = Fencing | Overdue | Settling | Accusing | AwaitingWorkers | LocatingCheckpoint
+_Asking = Fencing | Overdue | Settling
+_Answering = _Asking | Accusing | AwaitingWorkers | LocatingCheckpoint
 
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
+_LOOK_SHARE = 0.1
+"""While the network is waited for, all are asked again after this share of the time so far."""
+_LONGEST_LOOK_S = 30.0
 
 
 def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
@@ -64,8 +71,17 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
         case Adopting():
             recovery = _recovery(begun, now_s)
             closed = (RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),)
-        case Fencing() | Overdue() | Settling() | Accusing() | Deciding() | AwaitingWorkers() | LocatingCheckpoint():
-            recovery = _again(state.recovery, _recovery(begun, now_s))
+        case (
+            Fencing()
+            | Overdue()
+            | Settling()
+            | Accusing()
+            | AwaitingNetwork()
+            | Deciding()
+            | AwaitingWorkers()
+            | LocatingCheckpoint()
+        ):
+            recovery = _again(state.recovery, _recovery(begun, now_s, is_cut=state.recovery.awaits_network))
         case _:
             assert_never(state)
     started = Record(
@@ -86,8 +102,9 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
 
 
-def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
-    explains = begun.cause is PlanCause.HANG or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
+def _recovery(begun: RecoveryBegun, now_s: float, *, is_cut: bool = False) -> Recovery:
+    is_hang = begun.cause in (PlanCause.HANG, PlanCause.NETWORK)
+    explains = is_cut or is_hang or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
     return Recovery(
         began_s=now_s,
         detect_s=begun.detect_s,
@@ -95,17 +112,20 @@ def _recovery(begun: RecoveryBegun, now_s: float) -> Recovery:
         loss=begun.loss,
         nodes=tuple(dict.fromkeys(begun.nodes)),
         control=begun.control,
+        fault_threshold=begun.fault_threshold,
         fence=begun.fence if explains else replace(begun.fence, probe_addresses=(), patience_s=0.0),
         fenced_s=now_s,
         lost_s=now_s,
         asked=begun.asked,
         explains=explains,
+        busy=begun.busy,
     )
 
 
 def _again(known: Recovery, begun: Recovery) -> Recovery:
     """A loss during a recovery belongs to it. If a hang led to the finding of a cut network, the cut is the cause."""
-    cause, loss = (begun if begun.loss is LossCause.CUT_OFF else known).why
+    is_cut = begun.loss is LossCause.CUT_OFF or begun.cause is PlanCause.NETWORK
+    cause, loss = (begun if is_cut else known).why
     return replace(
         begun,
         began_s=known.began_s,
@@ -114,6 +134,8 @@ def _again(known: Recovery, begun: Recovery) -> Recovery:
         loss=loss,
         nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
         returns_by_s=known.returns_by_s,
+        cut_off=known.cut_off,
+        cut_since_s=known.cut_since_s,
     )
 
 
@@ -126,7 +148,7 @@ def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
         nodes=tuple(dict.fromkeys((*state.recovery.nodes, *lost.nodes))),
         fence=replace(state.recovery.fence, lost=lost.fence.lost),
         lost_s=now_s,
-        explains=False,
+        explains=state.recovery.awaits_network,
     )
     if isinstance(state, Settling):
         state = replace(state, until_s=recovery.settles_s)
@@ -161,14 +183,14 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
     return Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
 
 
-def use_answers(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+def use_answers(state: _Asking, now_s: float) -> Step:
     """Decide; if no node is lost and nothing moves, first find out which workers others wait for or cannot reach."""
     recovery = state.recovery
     if not recovery.explains:
         return to_deciding(state)
     statuses = _of_asked(state)
     cut_off = cut_off_nodes(statuses)
-    stuck = () if cut_off else stuck_workers(statuses)
+    stuck = () if cut_off else stuck_workers(statuses, recovery.busy)
     explained = Record(
         entry=HangExplained(
             t_s=now_s,
@@ -178,14 +200,45 @@ def use_answers(state: Fencing | Overdue | Settling, now_s: float) -> Step:
             stacks=tuple((worker_id, status.stack) for worker_id, status in sorted(statuses.items()) if status.stack),
         )
     )
+    if 0 < len(cut_off) < len(recovery.cut_off) or is_network_down(statuses, cut_off, recovery.fault_threshold):
+        return _await_network(recovery, cut_off, explained, now_s)
     if not cut_off and not stuck:
         deciding, effects = to_deciding(state, is_unexplained=True)
-        return deciding, (explained, *effects)
+        back = (notice(now_s, "info", f"the network is back after {now_s - recovery.cut_since_s:.1f} s"),)
+        return deciding, (*(back if recovery.awaits_network else (explained,)), *effects)
     until_s = now_s + recovery.control.lease_s
     accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
     if stuck:
         return accusing, (explained, *end_again(stuck))
     return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
+
+
+def _await_network(recovery: Recovery, cut_off: tuple[str, ...], explained: Record, now_s: float) -> Step:
+    """Give nobody up: so many nodes do not fail at once, and what they hold lives. Say so when it begins or changes."""
+    control, since_s = recovery.control, min(recovery.cut_since_s, now_s)
+    gives_up_s = since_s + control.network_timeout_s
+    look_s = min(max(control.lease_s, _LOOK_SHARE * (now_s - since_s)), _LONGEST_LOOK_S)
+    effects: list[RecoveryEffect] = []
+    if cut_off != recovery.cut_off:
+        effects.append(explained)
+    if not recovery.awaits_network:
+        text = (
+            "more nodes are cut off than the run can lose: the network is waited for, for up to"
+            f" {control.network_timeout_s:g} s"
+        )
+        effects.append(notice(now_s, "warning", text))
+    if now_s >= gives_up_s:
+        effects.append(NetworkDown(nodes=cut_off, waited_s=now_s - since_s))
+    recovery = replace(recovery, cut_off=cut_off, cut_since_s=since_s)
+    until_s = max(now_s, min(now_s + look_s, gives_up_s))
+    return AwaitingNetwork(recovery=recovery, until_s=until_s), tuple(effects)
+
+
+def look_again(state: AwaitingNetwork, passed: TimePassed, now_s: float) -> Step:
+    """Ask all again whom they reach, under a newer generation."""
+    if passed.is_suspicious:  # it may be this master that nobody reaches
+        return replace(state, until_s=now_s + state.recovery.control.lease_s), ()
+    return state, (BeginRecovery(cause=PlanCause.NETWORK),)
 
 
 def end_again(stuck: tuple[WorkerId, ...]) -> tuple[RecoveryEffect, ...]:
@@ -218,6 +271,8 @@ def left(state: State, node: str, now_s: float) -> Step:
             return state, ()
         case Fencing() | Overdue() | Settling():
             return _go_on(replace(state, recovery=_without(state.recovery, (node,))), now_s)
+        case AwaitingNetwork():
+            return replace(state, recovery=_without(state.recovery, (node,)), until_s=now_s), ()
         case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
             return to_deciding(replace(state, recovery=_without(state.recovery, (node,))))
         case _:

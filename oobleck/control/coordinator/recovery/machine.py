@@ -17,11 +17,12 @@ from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import reading_s
 
-from .fencing import answered, begin, end_again, left, lose_more, overdue, to_deciding, use_answers
+from .fencing import answered, begin, end_again, left, look_again, lose_more, overdue, to_deciding, use_answers
 from .states import (
     Accusing,
     Adopting,
     Answered,
+    AwaitingNetwork,
     AwaitingWorkers,
     BeginRecovery,
     CheckpointReported,
@@ -71,7 +72,16 @@ class Transition:
 
 TRAINED = (Training, Adopting, Suspecting)
 """Steps are committed in these."""
-FENCED = (Fencing, Overdue, Settling, Accusing, Deciding, AwaitingWorkers, LocatingCheckpoint)
+FENCED = (
+    Fencing,
+    Overdue,
+    Settling,
+    Accusing,
+    AwaitingNetwork,
+    Deciding,
+    AwaitingWorkers,
+    LocatingCheckpoint,
+)
 """Nothing is committed in these."""
 _ASKED = (Fencing, Overdue)
 ASKING = (*_ASKED, Settling)
@@ -112,6 +122,14 @@ TRANSITIONS = (
     Transition((Settling,), TimePassed, (Deciding,), "losses have settled"),
     Transition((Settling,), TimePassed, (Accusing,), "losses have settled; the answers explain a hang"),
     Transition((Accusing,), TimePassed, (Deciding,), "the accused are still there: decide, and end them again"),
+    # Too many do not reach each other
+    Transition(_ASKED, Answered, (AwaitingNetwork,), "more nodes are cut off than may be lost"),
+    Transition(_ASKED, NodeDrained, (AwaitingNetwork,), "more nodes are cut off than may be lost"),
+    Transition((Settling,), Answered, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
+    Transition((Settling,), NodeDrained, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
+    Transition((Settling,), TimePassed, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
+    Transition((AwaitingNetwork,), TimePassed, _SAME, "have all asked again whom they reach"),
+    Transition((AwaitingNetwork,), NodeDrained, _SAME, "have the others asked again at once"),
     # What is decided
     Transition((Deciding,), PlanOrdered, (Adopting,), "all have their orders"),
     Transition((Deciding,), WorkersWanted, (AwaitingWorkers,), "the others cannot do it alone"),
@@ -127,6 +145,7 @@ TRANSITIONS = (
     Transition((Adopting, Suspecting), NodeReached, _SAME, "its orders may be lost: have all regroup"),
     # Anywhere
     Transition((Suspecting, Fencing, Overdue, Settling), HeldUp, _SAME, "what was said meanwhile is read first"),
+    Transition((AwaitingNetwork,), HeldUp, _SAME, "what was said meanwhile is read first"),
     Transition((Accusing, AwaitingWorkers, LocatingCheckpoint), HeldUp, _SAME, "what was said meanwhile is read first"),
     Transition((Preparing,), RunEnded, (Ended,), "it cannot begin"),
     Transition(TRAINED, RunEnded, (Ended,), "all steps are committed, or a stop was asked for"),
@@ -171,7 +190,7 @@ def deadline(state: State) -> float:
     match state:
         case Preparing() | Training() | Adopting() | Deciding() | Ended():
             return math.inf
-        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing():
+        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing() | AwaitingNetwork():
             return state.until_s
         case AwaitingWorkers():
             return state.recovery.returns_by_s
@@ -265,6 +284,8 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
         case Accusing(stuck=stuck):
             deciding, effects = to_deciding(state)
             return deciding, (*effects, *end_again(stuck))
+        case AwaitingNetwork():
+            return look_again(state, passed, now_s)
         case AwaitingWorkers() | LocatingCheckpoint():
             return to_deciding(state)
         case Preparing() | Training() | Adopting() | Deciding() | Ended():
@@ -275,7 +296,7 @@ def _late(state: State, passed: TimePassed, now_s: float) -> Step:
 
 def _wait(state: State, until_s: float) -> State:
     match state:
-        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing():
+        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing() | AwaitingNetwork():
             return replace(state, until_s=max(state.until_s, until_s))
         case AwaitingWorkers(recovery=recovery):
             return replace(state, recovery=replace(recovery, returns_by_s=max(recovery.returns_by_s, until_s)))
@@ -341,7 +362,16 @@ def _end(state: State) -> Step:
             return Ended(), (RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),)
         case Suspecting():
             return _end(state.training)
-        case Fencing() | Overdue() | Settling() | Accusing() | Deciding() | AwaitingWorkers() | LocatingCheckpoint():
+        case (
+            Fencing()
+            | Overdue()
+            | Settling()
+            | Accusing()
+            | AwaitingNetwork()
+            | Deciding()
+            | AwaitingWorkers()
+            | LocatingCheckpoint()
+        ):
             return Ended(), (RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),)
         case Ended():
             return state, ()

@@ -21,6 +21,7 @@ __all__ = [
     "Accusing",
     "Adopting",
     "Answered",
+    "AwaitingNetwork",
     "AwaitingWorkers",
     "BeginRecovery",
     "CheckpointReported",
@@ -36,6 +37,7 @@ __all__ = [
     "Input",
     "LocatingCheckpoint",
     "MoreLost",
+    "NetworkDown",
     "NodeDrained",
     "NodeGone",
     "NodeReached",
@@ -78,6 +80,8 @@ class Recovery:
     """Of the nodes that were lost first; None where none was."""
     nodes: tuple[str, ...]
     control: ControlSpec
+    fault_threshold: int
+    """So many nodes may be lost at once."""
     fence: Fence
     fenced_s: float
     lost_s: float
@@ -86,6 +90,12 @@ class Recovery:
     """Who is to answer, in the order of the nodes."""
     explains: bool
     """Nobody knows why nothing moves: all are asked what they wait for."""
+    busy: tuple[WorkerId, ...] = ()
+    """The workers that compute, whatever they answer."""
+    cut_off: tuple[str, ...] = ()
+    """The nodes that their peers did not reach when all were asked last, where these are too many to give up."""
+    cut_since_s: float = math.inf
+    """Since then the network between nodes is waited for; infinity where it is not."""
     found_by_s: float = math.inf
     """Until then checkpoints are looked for; infinity before anybody is asked."""
     returns_by_s: float = math.inf
@@ -98,6 +108,10 @@ class Recovery:
     @property
     def why(self) -> tuple[PlanCause, LossCause | None]:
         return self.cause, self.loss
+
+    @property
+    def awaits_network(self) -> bool:
+        return math.isfinite(self.cut_since_s)
 
     @property
     def settles_s(self) -> float:
@@ -196,6 +210,15 @@ class Accusing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitingNetwork:
+    """More nodes do not reach each other than may be lost: the network is waited for, and nobody is given up."""
+
+    recovery: Recovery
+    until_s: float
+    """Then all are asked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deciding:
     """A decision is being made. The state is left within the event that led to it."""
 
@@ -237,6 +260,7 @@ State = (
     | Overdue
     | Settling
     | Accusing
+    | AwaitingNetwork
     | Deciding
     | AwaitingWorkers
     | LocatingCheckpoint
@@ -263,6 +287,7 @@ class RecoveryBegun:
     loss: LossCause | None
     detect_s: float
     control: ControlSpec
+    fault_threshold: int
     fence: Fence
     """With the address of every worker where `cause` may need them, whether or not they are to be asked for."""
     asked: tuple[WorkerId, ...]
@@ -270,6 +295,8 @@ class RecoveryBegun:
     """When something was last heard of any of them. A master that takes over has to reach them first."""
     num_regroups: int
     """How often all regrouped since the newest committed step because nothing moved, this time included."""
+    busy: tuple[WorkerId, ...] = ()
+    """They compute, whatever they answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,6 +435,8 @@ class BeginRecovery:
     loss: LossCause | None = None
     """Why the nodes were lost, if they were."""
     detect_s: float = 0.0
+    busy: tuple[WorkerId, ...] = ()
+    """The workers whose processes use the processor, as far as their agents have said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +455,14 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkDown:
+    """The network between these nodes and their peers did not come back in time: end the run."""
+
+    nodes: tuple[str, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryEnded:
     """Record a recovery that is over, or that `overtaken_by` something will never be."""
 
@@ -440,7 +477,9 @@ class PlanInForce:
     """All compute under the newest plan: release whatever only the previous one needed."""
 
 
-RecoveryEffect = Record | Send | SendAll | BeginRecovery | Decide | GiveUp | RecoveryEnded | PlanInForce | EndRun
+RecoveryEffect = (
+    Record | Send | SendAll | BeginRecovery | Decide | GiveUp | NetworkDown | RecoveryEnded | PlanInForce | EndRun
+)
 """Journal entries and messages are the coordinator's own commands; the others concern its parts."""
 
 Step = tuple[State, tuple[RecoveryEffect, ...]]
