@@ -19,6 +19,7 @@ from oobleck.control.protocol import (
     MasterMessage,
     ProcessEnd,
     RankError,
+    RanksCold,
     RelayOpen,
     SetUpWorker,
     Shard,
@@ -212,8 +213,8 @@ class RankHost(Protocol):
         """Start a rank. Raises WorkersUnavailable where none can be started, ConfigError for a bad place for logs."""
         ...
 
-    async def server_ended(self) -> ForkServerEnded:
-        """Wait until the process that forks ranks ends; returns how it ended, and whether there is another."""
+    async def server_ended(self) -> ForkServerEnded | RanksCold:
+        """Wait until the process that forks ranks ends, or what it has imported ahead is lost; returns how."""
         ...
 
 

@@ -70,6 +70,7 @@ from oobleck.control.protocol import (
     Leaving,
     RankFailed,
     RankOutput,
+    RanksCold,
     RanksFinished,
     RanksQuiet,
     RanksReady,
@@ -265,6 +266,8 @@ class RanksCoordinator:
                 self._note_started(node, message, now_s)
             case RankFailed():
                 self._note_failed(node, message, now_s)
+            case RanksCold(problem=problem):
+                self._do((notice(now_s, "warning", f"{node}: ranks that start now start cold: {problem}"),), now_s)
             case RankOutput():
                 pass  # for people
             case RanksQuiet() | RankStacks():

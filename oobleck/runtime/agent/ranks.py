@@ -16,7 +16,7 @@ import trio
 
 from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError, RanksCold
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
@@ -28,6 +28,8 @@ from .rank_states import RankStates
 __all__ = ["Rank", "RankProcesses"]
 
 _MODULE = "oobleck.training.process.rank_server"
+_ROOM = " " * 2048
+"""For the names of its processes: the kernel shows them as what stands where the command line of their server did."""
 _CHUNK_BYTES = 1 << 15
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
@@ -73,14 +75,12 @@ class _Output:
 class Rank:
     """A rank's process, from its agent's side."""
 
-    def __init__(
-        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, is_warm: bool, can_trace: bool
-    ) -> None:
+    def __init__(self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, can_trace: bool) -> None:
         """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
         to show, and would end by the signal.
         """
         self.pid = process.pid
-        self.is_warm = is_warm
+        self.is_warm = process.is_warm
         self._process = process
         self._guard = guard
         self._error_file = logs / "error.json"
@@ -163,8 +163,8 @@ class RankProcesses:
             nursery.start_soon(self._states.run)
             await self._server.run()
 
-    async def server_ended(self) -> ForkServerEnded:
-        """Wait until the fork server ends; returns how it ended, and whether there is another."""
+    async def server_ended(self) -> ForkServerEnded | RanksCold:
+        """Wait until the fork server ends, or what it has imported ahead is lost; returns how."""
         await self._has_server.wait()
         assert self._server is not None
         return await self._server.server_ended()
@@ -181,8 +181,7 @@ class RankProcesses:
         environment = {**run.environment}
         if self._num_ranks > 1:  # libraries may read it when they are loaded
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-        files = (str(self._directory.fork_imports), str(self._directory.fork_warmth))
-        command = (sys.executable, "-P", "-m", _MODULE, *files)
+        command = (sys.executable, "-P", "-m", _MODULE, str(self._directory.fork_warmth), _ROOM)
         self._server = ForkServer(self._directory, command, environment=environment)
         self._has_server.set()
         return self._num_ranks
@@ -221,12 +220,11 @@ class RankProcesses:
                 (logs / name).touch(mode=0o600)
         except OSError as error:
             raise ConfigError(f"--log-dir: {logs}: {error.strerror}") from error
-        is_warm = self._directory.fork_warmth.exists()
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await guard.send_all(encode_frame(self._told(setup, logs)))
-        return Rank(process, guard, logs, is_warm=is_warm, can_trace=setup.run.entry != "program")
+        return Rank(process, guard, logs, can_trace=setup.run.entry != "program")
 
     def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
         run = setup.run

@@ -8,7 +8,6 @@ import fcntl
 import importlib
 import json
 import os
-import random
 import runpy
 import select
 import signal
@@ -22,6 +21,7 @@ from typing import NoReturn, TextIO
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
 from oobleck.wire import FrameDecoder
 
+from .generators import reseed_generators
 from .import_log import ImportLog
 
 __all__ = ["run_rank"]
@@ -35,8 +35,8 @@ _guard: socket.socket | None = None
 _stacks: TextIO | None = None
 
 
-def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
-    """Be what the agent says, until its end."""
+def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
+    """Be what the agent says, until its end. `imports` is the descriptor of a log of imports."""
     setup = _receive(sock)
     _end_with_agent(sock)
     os.setsid()
@@ -103,9 +103,7 @@ def _redirect(stdout: str, stderr: str) -> None:
 def _be_fresh() -> None:
     """Undo what all forks of a server would share."""
     importlib.invalidate_caches()
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    reseed_generators()
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
