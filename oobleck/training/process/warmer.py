@@ -50,6 +50,7 @@ class Warmer:
         server: ForkServerSide,
         *,
         import_s: float = _IMPORT_S,
+        quiet_s: float = _QUIET_S,
     ) -> None:
         """`log` is the descriptor of what ranks import, `warmth` a file that is there while the process is ready.
 
@@ -61,6 +62,7 @@ class Warmer:
         self._work = work
         self._server = server
         self._import_s = import_s
+        self._quiet_s = quiet_s
         self._refused: set[str] = set()
         self._sock: socket.socket | None = None
         self._pid = 0
@@ -141,7 +143,7 @@ class Warmer:
             self._since_s = self._grown_s = now_s
         elif size_bytes != self._size_bytes:
             self._grown_s = now_s
-        elif now_s - self._grown_s >= _QUIET_S or now_s - self._since_s >= _LONGEST_S:
+        elif now_s - self._grown_s >= self._quiet_s or now_s - self._since_s >= _LONGEST_S:
             self._learn(size_bytes)
         self._size_bytes = size_bytes
 
