@@ -29,6 +29,7 @@ from oobleck.ranks import RanksSpec
 from oobleck.roles.rank_keeper import RankKeeper
 
 _LAST_WORDS = "saved\n"
+_WELL = Exited(exit_code=0)
 
 
 @dataclass
@@ -37,7 +38,7 @@ class _Rank:
 
     pid: int
     is_warm: bool = False
-    end: ProcessEnd = Exited(exit_code=0)
+    end: ProcessEnd = _WELL
     ended: trio.Event = field(default_factory=trio.Event)
     unshown: str = ""
 
@@ -51,7 +52,7 @@ class _Rank:
         return self.end
 
     def ask_to_end(self) -> None:
-        self.leave(Exited(exit_code=0))
+        self.leave(_WELL)
 
     def kill(self) -> None:
         self.leave(Killed(signal=9))
@@ -113,7 +114,7 @@ class _Host:
     [
         (lambda host, keeper: keeper.take(EndRanks(generation=1, grace_s=30.0)), [RanksReady]),
         (lambda host, keeper: keeper.take(EndRanks(generation=1, grace_s=0.0)), [RanksReady]),
-        (lambda host, keeper: [rank.leave(Exited(exit_code=0)) for rank in host.ranks], [RanksFinished]),
+        (lambda host, keeper: [rank.leave(_WELL) for rank in host.ranks], [RanksFinished]),
         (lambda host, keeper: host.ranks[0].leave(Exited(exit_code=3)), [RankFailed, RanksReady]),
     ],
     ids=["asked", "killed", "finished", "failed"],
