@@ -146,8 +146,8 @@ class RankHandle(Protocol):
         """SIGKILL, to all that it has started and that is still of its process group."""
         ...
 
-    def error(self) -> RankError | None:
-        """Why it failed, as far as its error file or its standard error says."""
+    def error(self, end: ProcessEnd) -> RankError | None:
+        """Why it failed, as far as its error file says, or its standard error where that speaks of such an end."""
         ...
 
     def written_bytes(self) -> int:

@@ -192,7 +192,7 @@ class RankKeeper:
                     local_rank=setup.local_rank,
                     pid=rank.handle.pid,
                     end=end,
-                    error=rank.handle.error(),
+                    error=rank.handle.error(end),
                 )
             )
         rank.end = end

@@ -57,7 +57,7 @@ class _Rank:
     def kill(self) -> None:
         self.leave(Killed(signal=9))
 
-    def error(self) -> RankError | None:
+    def error(self, end: ProcessEnd) -> RankError | None:
         return None
 
     def written_bytes(self) -> int:

@@ -16,7 +16,7 @@ import trio
 
 from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError, RanksCold
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, Killed, ProcessEnd, RankError, RanksCold
 from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
@@ -31,6 +31,8 @@ _MODULE = "oobleck.training.process.rank_server"
 _ROOM = " " * 2048
 """For the names of its processes: the kernel shows them as what stands where the command line of their server did."""
 _CHUNK_BYTES = 1 << 15
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""By which a process ends over a fault of its own, of which native code may have written something before."""
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
@@ -105,13 +107,15 @@ class Rank:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def error(self) -> RankError | None:
+    def error(self, end: ProcessEnd) -> RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             said = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
             if isinstance(said, str):
                 return RankError(message=said, is_exception=True)
             detail = str(said.get("extraInfo", {}).get("py_callstack", ""))
             return RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
+        if isinstance(end, Killed) and end.signal not in _OWN_SIGNALS:
+            return None  # by others: what it has written last is not about it
         tail = self._output[True].tail().rstrip()
         return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
 

@@ -188,7 +188,7 @@ def clean_command(run_id: str, node: str) -> str:
     job = shlex.quote(run_id)
     has_nodes = "ls | grep -Eqvx 'fork[.](lock|pid|sock|warm)'"
     # A fork server without agents ends, unless somebody has stopped it.
-    left = f'rm -f fork.lock; kill -CONT $({_pids("fork")}) || rm -f fork.pid fork.sock fork.warm'
+    left = f"rm -f fork.lock; kill -CONT $({_pids('fork')}) || rm -f fork.pid fork.sock fork.warm"
     remove = f'(cd {job} && {{ {has_nodes} || {{ {left}; }}; }}); rmdir {job}; cd / && rmdir "$base"'
     return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import fcntl
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -16,6 +18,8 @@ import sys
 import threading
 import time
 import traceback
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
@@ -23,6 +27,7 @@ from oobleck.wire import FrameDecoder
 
 from .generators import reseed_generators
 from .import_log import ImportLog
+from .process_names import set_command_line, set_name
 
 __all__ = ["run_rank"]
 
@@ -56,6 +61,7 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         os._exit(127)
+    _be_named([sys.executable, "-u", *(["-m"] if setup.entry == "module" else []), *command])
     _be_fresh()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
     if setup.logs_imports:
@@ -95,9 +101,15 @@ def _redirect(stdout: str, stderr: str) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, encoding="utf-8")  # type: ignore[union-attr]  # typeshed: a TextIO
-    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typeshed: a TextIO
+    for stream in (sys.stdout, sys.stderr):  # with the encoding and its errors as Python has chosen them by itself
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: a TextIO
+
+
+def _be_named(words: list[str]) -> None:
+    """Be shown as torchrun's ranks are."""
+    sys.orig_argv = words
+    set_command_line(words)
+    set_name(os.path.basename(sys.executable))
 
 
 def _be_fresh() -> None:
@@ -124,13 +136,27 @@ def _run_python(command: list[str], *, is_module: bool) -> int:
         if is_module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(command[0], run_name="__main__")
+            _run_script(command[0])
     except SystemExit as end:
         return _status(end.code)
     except BaseException as error:  # noqa: BLE001  the script's own
         _tell(error)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _run_script(path: str) -> None:
+    """Run a file as the interpreter does, by its absolute name; a directory or an archive as runpy does."""
+    absolute = os.path.abspath(path)
+    if pkgutil.get_importer(absolute) is not None or absolute.endswith(".pyc"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    loader = SourceFileLoader("__main__", absolute)
+    code = loader.source_to_code(loader.get_data(absolute), absolute)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    kept = {"__file__": absolute, "__cached__": None, "__loader__": loader, "__builtins__": builtins}
+    main.__dict__.update(kept, __annotations__={})
+    exec(code, main.__dict__)  # noqa: S102  the user's own script
 
 
 def _status(code: object) -> int:

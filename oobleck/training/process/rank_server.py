@@ -14,6 +14,7 @@ from pathlib import Path
 
 from oobleck.training.process.fork_server import serve
 from oobleck.training.process.import_log import make_log
+from oobleck.training.process.process_names import set_command_line
 from oobleck.training.process.rank import run_rank
 from oobleck.training.process.supervisor import leave_ends_to_agents
 from oobleck.training.process.warmer import Warmer
@@ -24,6 +25,7 @@ __all__ = ["main"]
 def main() -> None:
     """Serve until the last agent has left."""
     warmth, _, descriptor = sys.argv[1:]
+    set_command_line([sys.executable, "-P", "-m", __spec__.name, warmth])
     leave_ends_to_agents()
     log = make_log()
     work = functools.partial(run_rank, imports=log)

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from .process_names import set_name
+
 __all__ = ["ENDED", "FORKED", "REPORT", "fork_supervised", "leave_ends_to_agents"]
 
 REPORT = struct.Struct(">III")
@@ -70,6 +72,7 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
         finally:
             os._exit(1)
     os.close(own)
+    set_name("oobleck-waits")
     with suppress(BrokenPipeError):  # the agent has ended: so does the process, which is still to be waited for
         os.write(report, REPORT.pack(FORKED, pid, is_warm))
     _, status = os.waitpid(pid, 0)

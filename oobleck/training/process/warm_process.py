@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
+from .process_names import set_name
 from .supervisor import fork_supervised
 
 __all__ = ["LEARN", "READY", "REFUSED", "TRYING", "be_warm"]
@@ -57,6 +58,7 @@ def be_warm(
     os.setsid()
     if os.getppid() != parent:  # it had ended before
         os._exit(0)
+    set_name("oobleck-warm")
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sock.setblocking(True)
