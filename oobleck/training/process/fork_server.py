@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .imports import quick_imports
-from .supervisor import fork_supervised, leave_ends_to_agents
+from .supervisor import ENDS, fork_supervised, leave_ends_to_agents
 
 __all__ = ["COLD", "ForkServerSide", "Forker", "serve"]
 
@@ -235,6 +235,7 @@ def serve(
 def _be_worker(sock: socket.socket) -> None:
     from .worker import run_worker
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # they are ignored, but not by what it starts itself
     run_worker(sock)
 
 

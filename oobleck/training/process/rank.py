@@ -28,6 +28,7 @@ from oobleck.wire import FrameDecoder
 from .generators import reseed_generators
 from .import_log import ImportLog
 from .process_names import set_command_line, set_name
+from .supervisor import ENDS
 
 __all__ = ["run_rank"]
 
@@ -42,12 +43,13 @@ _stacks: TextIO | None = None
 
 def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     """Be what the agent says, until its end. `imports` is the descriptor of a log of imports."""
-    setup = _receive(sock)
-    _end_with_agent(sock)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # it may have been asked to end before it began
+    setup = _receive(sock)
+    _end_with_agent(sock)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     _redirect(setup.stdout, setup.stderr)
     os.environ.clear()

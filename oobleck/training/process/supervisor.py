@@ -24,9 +24,11 @@ from typing import NoReturn
 
 from .process_names import set_name
 
-__all__ = ["ENDED", "FORKED", "REPORT", "fork_supervised", "leave_ends_to_agents"]
+__all__ = ["ENDED", "ENDS", "FORKED", "REPORT", "fork_supervised", "leave_ends_to_agents"]
 
 REPORT = struct.Struct(">III")
+ENDS = (signal.SIGINT, signal.SIGTERM)
+"""A forked process has them blocked: one that arrives early waits until the process has decided what it does then."""
 FORKED = 0
 ENDED = 1
 
@@ -62,6 +64,7 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     leave_ends_to_agents()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     pid = os.fork()
     if pid == 0:
         os.close(report)
@@ -86,5 +89,5 @@ def leave_ends_to_agents() -> None:
 
     The agent is told as well, and knows what has to be done before its workers may end.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
