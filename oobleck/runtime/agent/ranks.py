@@ -17,7 +17,7 @@ import trio
 from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, Killed, ProcessEnd, RankError, RanksCold
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.wire import encode_frame
@@ -182,13 +182,27 @@ class RankProcesses:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
         await trio.to_thread.run_sync(shutil.rmtree, self._logs, True)  # of a run before
+        _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
         if self._num_ranks > 1:  # libraries may read it when they are loaded
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         command = (sys.executable, "-P", "-m", _MODULE, str(self._directory.fork_warmth), _ROOM)
         self._server = ForkServer(self._directory, command, environment=environment)
         self._has_server.set()
+        await self._check_server(run)
         return self._num_ranks
+
+    async def _check_server(self, run: RanksSpec) -> None:
+        """Have a process forked that ends at once: what keeps ranks from starting is known before any does."""
+        assert self._server is not None
+        try:
+            process, guard = await self._server.fork()
+        except WorkersUnavailable as error:
+            named = sorted(name for name in run.environment if name.startswith(("PYTHON", "LD_")))
+            given = f"; it was given --env {', '.join(named)}" if named else ""
+            raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
+        guard.socket.close()
+        await process.ended.wait()
 
     def num_saved(self) -> int:
         """Return a number that grows with each save of a rank."""
@@ -218,12 +232,7 @@ class RankProcesses:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError where its files cannot be made."""
         assert self._server is not None
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
-        try:
-            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for name in ("stdout.log", "stderr.log"):
-                (logs / name).touch(mode=0o600)
-        except OSError as error:
-            raise ConfigError(f"--log-dir: {logs}: {error.strerror}") from error
+        _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
@@ -244,6 +253,16 @@ class RankProcesses:
             stderr=str(logs / "stderr.log"),
             logs_imports=run.is_warmed and setup.local_rank == 0,
         )
+
+
+def _make_logs(directory: Path) -> None:
+    """Make a directory with a rank's files. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in ("stdout.log", "stderr.log"):
+            (directory / name).touch(mode=0o600)
+    except OSError as error:
+        raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
 
 
 def _in_directory(run: RanksSpec, path: str) -> Path:
