@@ -174,7 +174,11 @@ class RanksCoordinator:
         """Begin: reach all nodes."""
         self._state = start(now_s)
         entry = ScriptStarted(
-            t_s=now_s, version=__version__, run=self._run, nodes=self._nodes, started_at=self._started_at
+            t_s=now_s,
+            version=__version__,
+            run=self._run.without_values(),
+            nodes=self._nodes,
+            started_at=self._started_at,
         )
         self._record(entry)
         self._commands += [Connect(node=spec) for spec in self._nodes]

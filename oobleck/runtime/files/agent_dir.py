@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,14 @@ class AgentDir:
         """Make the directory, readable by its user alone. Raises ConfigError where somebody else has put something."""
         for path in (self.job_path.parent, self.job_path, self.path):
             private_directory(path)
+
+    def remove(self) -> None:
+        """Remove what an agent leaves that ends; what other nodes or the fork server still use stays."""
+        with suppress(OSError):
+            for path in (self.socket, self.answer, *self.path.glob("*.pid")):
+                path.unlink(missing_ok=True)
+            for path in (self.path, self.job_path, self.job_path.parent):
+                path.rmdir()
 
 
 def _note(path: Path, pid: int) -> None:
