@@ -6,8 +6,9 @@ generation begins on the nodes that are there then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .bounds import bounded, check_spec, require
@@ -19,6 +20,11 @@ DEFAULT_RESTARTS = 3
 _MOST_RANKS = 1024
 _COUNTED = ("auto", "cpu", "gpu", "slots")
 _MOST_RESTARTS = 1_000_000
+
+
+def _digest(words: Iterable[str]) -> str:
+    """By which two are seen to be equal or not; too short to tell what they are."""
+    return f"sha256:{hashlib.sha256(chr(0).join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,13 @@ class RanksSpec:
             str(self.node_unit),
             f"a number of which a multiple is within --nnodes {limits}",
         )
+
+    def without_values(self) -> RanksSpec:
+        """Return it as it may be kept: names and a digest in place of arguments and variables, which may be secret."""
+        names = [word.partition("=")[0] for word in self.command[1:] if word.startswith("-")]
+        command = self.command[:1] if len(self.command) == 1 else (*self.command[:1], *names, _digest(self.command))
+        environment = {name: _digest((name, value)) for name, value in self.environment.items()}
+        return replace(self, command=command, environment=environment)
 
     @property
     def kinds(self) -> str:

@@ -19,6 +19,7 @@ from oobleck.control.protocol import (
     MasterMessage,
     ProcessEnd,
     RankError,
+    RanksCold,
     RelayOpen,
     SetUpWorker,
     Shard,
@@ -149,8 +150,8 @@ class RankHandle(Protocol):
         """SIGKILL, to all that it has started and that is still of its process group."""
         ...
 
-    def error(self) -> RankError | None:
-        """Why it failed, as far as its error file or its standard error says."""
+    def error(self, end: ProcessEnd) -> RankError | None:
+        """Why it failed, as far as its error file says, or its standard error where that speaks of such an end."""
         ...
 
     def written_bytes(self) -> int:
@@ -216,8 +217,8 @@ class RankHost(Protocol):
         """Start a rank. Raises WorkersUnavailable where none can be started, ConfigError for a bad place for logs."""
         ...
 
-    async def server_ended(self) -> ForkServerEnded:
-        """Wait until the process that forks ranks ends; returns how it ended, and whether there is another."""
+    async def server_ended(self) -> ForkServerEnded | RanksCold:
+        """Wait until the process that forks ranks ends, or what it has imported ahead is lost; returns how."""
         ...
 
 

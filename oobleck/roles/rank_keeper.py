@@ -192,7 +192,7 @@ class RankKeeper:
                     local_rank=setup.local_rank,
                     pid=rank.handle.pid,
                     end=end,
-                    error=rank.handle.error(),
+                    error=rank.handle.error(end),
                 )
             )
         rank.end = end
@@ -202,12 +202,12 @@ class RankKeeper:
     async def _finish(self, generation: _Generation) -> None:
         """All ranks are gone."""
         await self._host.keep_states(is_planned=generation.is_asked)
+        await self._show_rest(generation)  # before their end is reported, for the run may end over it
         if generation.is_ending:
             self._cleared = max(self._cleared, generation.number)
             self._current = None
             self._say_ready()
         else:
-            await self._show_rest(generation)
             self._say(RanksFinished(generation=generation.number))
         generation.gone.set()
 
@@ -220,7 +220,7 @@ class RankKeeper:
                 self._say_ready()
             return
         generation.is_ending = True
-        if not generation.living:  # all had ended well, and start once more
+        if generation.gone.is_set():  # all had ended well, and start once more
             self._cleared, self._current = number, None
             self._say_ready()
             return
@@ -265,7 +265,6 @@ class RankKeeper:
         while not generation.gone.is_set():
             self._take_output(generation, is_last=False)
             await trio.sleep(_LOOK_S)
-        await self._show_rest(generation)
 
     async def _show_rest(self, generation: _Generation) -> None:
         with trio.move_on_after(_LAST_WORDS_S):

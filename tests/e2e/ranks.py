@@ -118,7 +118,9 @@ class Ranks:
         states = list(memory.rglob("*"))
         shutil.rmtree(memory, ignore_errors=True)
         files = [str(path) for path in self.temporary.rglob("*") if path.is_file() or path.is_socket()]
+        directories = list(self.temporary.glob("oobleck-*/**"))
         shutil.rmtree(self.temporary)
         assert not left
         assert states == []
+        assert directories == []
         assert [file for file in files if "torchinductor" not in file and "_remote_module" not in file] == []

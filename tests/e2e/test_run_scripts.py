@@ -127,6 +127,39 @@ def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: Ranks) -> None:
         ranks.wait_until(lambda: not gone.exists() or "sleep" not in (gone / "cmdline").read_text())
 
 
+INTROSPECTIVE = """\
+import json, os, signal, subprocess, sys
+shown = subprocess.run(["ps", "-o", "args=", "-p", str(os.getpid())], capture_output=True, text=True).stdout.strip()
+said = {
+    "file": __file__, "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "package": __package__,
+    "loader": type(__loader__).__name__, "spec": __spec__, "shown": shown, "comm": open("/proc/self/comm").read(),
+    "streams": [[each.encoding, each.errors] for each in (sys.stdout, sys.stderr)], "path": sys.path[0],
+    "globals": sorted(globals()), "main": sys.modules["__main__"].__dict__ is globals(),
+}
+with open(sys.argv[1], "w") as file:
+    json.dump(said, file)
+print(os.fsdecode(b"\\xff"))
+print("an unrelated warning", file=sys.stderr)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_finds_itself_as_if_it_had_been_started_and_a_kill_is_not_put_down_to_its_last_words(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun does: an absolute `__file__`, streams that take any file name, its own command line in `ps`."""
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.chdir(ranks.out)
+    (ranks.out / "introspective.py").write_text(INTROSPECTIVE)
+    subprocess.run([sys.executable, "-u", "introspective.py", "said.json", "a b"], check=False, capture_output=True)
+    expected = json.loads((ranks.out / "said.json").read_text())
+    assert ranks.run("--max-restarts", "0", command=["introspective.py", "said.json", "a b"]) == 1
+    assert json.loads((ranks.out / "said.json").read_text()) == expected
+    (down,) = ranks.entries("RankDown")
+    assert down.error is None
+    assert "killed by signal 9: " not in ranks.said()
+
+
 FAILING = """\
 import os, pathlib, time
 begun = pathlib.Path(__file__).with_name("begun." + os.environ["TORCHELASTIC_RESTART_COUNT"])

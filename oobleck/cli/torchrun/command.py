@@ -11,16 +11,17 @@ from typing import Annotated
 
 import typer
 
+from oobleck.bounds import bounds_of, require
 from oobleck.checkpoint.scripts import identity_of
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
-from oobleck.errors import UsageError
+from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ControlSpec
 from oobleck.ranks import DEFAULT_RESTARTS, RanksSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_tag
 from oobleck.user_path import expand_user
 
-from .options import CommandLine, HelpAsked, options_text, parse_command_line
+from .options import LAUNCHER_OPTIONS, USED, CommandLine, HelpAsked, options_text, parse_command_line
 
 __all__ = ["run"]
 
@@ -50,8 +51,11 @@ def run(
     for text in line.unused:
         print(f"oobleck: {text}", file=sys.stderr)  # noqa: T201  before anything else runs
     source = _read_source(line)
+    try:
+        spec = _spec_of(line, source)
+    except ConfigError as error:
+        raise UsageError(_by_option(str(error))) from error
     base_dir = base_dir_of(_base_dir(given.get("--base-dir")))
-    spec = _spec_of(line, source)
     if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
         spec = replace(spec, tag=tag)
@@ -133,9 +137,11 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
     low, high = line.nodes if line.nodes is not None else (1, num_nodes)
     if low > num_nodes and not isinstance(source, DialIn):
         raise UsageError(f"--nnodes: at least {low} nodes are asked for, and there are {num_nodes}")
-    lease_s = _seconds("--lease", given.get("--lease", "3"))
+    lease_s, lease_bounds = _seconds("--lease", given.get("--lease", "3")), bounds_of(ControlSpec)["lease_s"]
+    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
+    unit = _count("--node-unit", given.get("--node-unit"))
     spec = RanksSpec(
-        tag=given.get("--tag") or _tag_of(line.command[0]),
+        tag=given.get("--tag", _tag_of(line.command[0])),
         is_tag_given="--tag" in given,
         entry=line.entry,
         command=line.command,
@@ -143,7 +149,7 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
         ranks_per_node=line.ranks_per_node,
         min_nodes=low,
         max_nodes=high,
-        node_unit=_count("--node-unit", given.get("--node-unit")) or 1,
+        node_unit=1 if unit is None else unit,
         max_restarts=DEFAULT_RESTARTS if line.max_restarts is None else line.max_restarts,
         run_id=line.run_id,
         role=line.role,
@@ -167,6 +173,13 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
     ):
         raise UsageError(f"{spec.command[0]}: there is no such script in {spec.directory}")
     return spec
+
+
+def _by_option(problem: str) -> str:
+    """What is wrong with a field of the specification, said of the option that gave it."""
+    field, colon, rest = problem.partition(": ")
+    option = f"--{field.removesuffix('_s').replace('_', '-')}"
+    return f"{option}{colon}{rest}" if option in (*LAUNCHER_OPTIONS, *USED) else problem
 
 
 def _tag_of(command: str) -> str:

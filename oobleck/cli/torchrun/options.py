@@ -16,7 +16,16 @@ from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES
 from oobleck.ranks import RankStreams, Redirection
 
-__all__ = ["LAUNCHER_OPTIONS", "REFUSED", "UNUSED", "CommandLine", "HelpAsked", "options_text", "parse_command_line"]
+__all__ = [
+    "LAUNCHER_OPTIONS",
+    "REFUSED",
+    "UNUSED",
+    "USED",
+    "CommandLine",
+    "HelpAsked",
+    "options_text",
+    "parse_command_line",
+]
 
 LAUNCHER_OPTIONS = {
     "--hostfile": ("FILE", "nodes, one per line; in place of HOSTFILE before the script"),
@@ -49,7 +58,7 @@ LAUNCHER_FLAGS = {
 }
 _REPEATED = ("--env",)
 
-_USED = {
+USED = {
     "--nnodes": "MIN:MAX",
     "--nproc-per-node": "N|gpu|cpu|auto|slots",
     "--rdzv-id": "ID",
@@ -86,6 +95,7 @@ REFUSED = {
     "--auto-tunning": "name the options",
 }
 """Options of torchrun and dlrover-run that are not there, and what there is instead."""
+_DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
 _TRUE = ("1", "true", "t", "yes", "y")
 
@@ -171,7 +181,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
 
 def _parser() -> _Parser:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in (*LAUNCHER_OPTIONS, *_USED, *UNUSED, *REFUSED):
+    for name in (*LAUNCHER_OPTIONS, *USED, *UNUSED, *REFUSED):
         if name in _REPEATED:
             parser.add_argument(name, action="append")
         else:
@@ -188,7 +198,20 @@ def _dashed(word: str) -> str:
     name, equals, value = word.partition("=")
     if name in _SHORT:
         return _SHORT[name] + equals + value
-    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
+    if not name.startswith("--") or name == "--":
+        return word
+    return f"{_whole_name(name.replace('_', '-'))}{equals}{value}"
+
+
+def _whole_name(name: str) -> str:
+    """An option of torchrun's may be shortened as long as it is like no other of them, as argparse has it."""
+    torchruns = (*USED, *_FLAGS, *UNUSED, *(each for each in REFUSED if each not in _DLROVERS), "--help")
+    if name in (*torchruns, *LAUNCHER_OPTIONS, *LAUNCHER_FLAGS, *REFUSED):
+        return name
+    meant = [each for each in torchruns if each.startswith(name)]
+    if len(meant) > 1:
+        raise UsageError(f"{name}: this may be {' or '.join(meant)}; write it out")
+    return meant[0] if meant else name
 
 
 def _until_command(words: Sequence[str]) -> Sequence[str]:
@@ -220,7 +243,7 @@ def _split_command(rest: tuple[str, ...], entry: str, said: Mapping[str, object]
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
     """torchrun's own variables: PET_NNODES is --nnodes."""
     said: dict[str, object] = {}
-    for name in (*_USED, *UNUSED, *REFUSED, *_FLAGS):
+    for name in (*USED, *UNUSED, *REFUSED, *_FLAGS):
         value = environment.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value is None or (name in _FLAGS and value.lower() not in _TRUE):
             continue
@@ -297,7 +320,7 @@ def options_text() -> str:
     return "\n".join(
         (
             "Options of torchrun, as in --nproc-per-node or --nproc_per_node, or PET_NPROC_PER_NODE:",
-            *(f"  {name} {value}" for name, value in _USED.items()),
+            *(f"  {name} {value}" for name, value in USED.items()),
             f"  {', '.join(_FLAGS)}",
             f"  in short: {', '.join(f'{short} {long}' for short, long in _SHORT.items())}",
             f"  accepted and not used: {', '.join(UNUSED)}",

@@ -70,6 +70,7 @@ from oobleck.control.protocol import (
     Leaving,
     RankFailed,
     RankOutput,
+    RanksCold,
     RanksFinished,
     RanksQuiet,
     RanksReady,
@@ -174,7 +175,11 @@ class RanksCoordinator:
         """Begin: reach all nodes."""
         self._state = start(now_s)
         entry = ScriptStarted(
-            t_s=now_s, version=__version__, run=self._run, nodes=self._nodes, started_at=self._started_at
+            t_s=now_s,
+            version=__version__,
+            run=self._run.without_values(),
+            nodes=self._nodes,
+            started_at=self._started_at,
         )
         self._record(entry)
         self._commands += [Connect(node=spec) for spec in self._nodes]
@@ -266,6 +271,8 @@ class RanksCoordinator:
                 self._note_started(node, message, now_s)
             case RankFailed():
                 self._note_failed(node, message, now_s)
+            case RanksCold(problem=problem):
+                self._do((notice(now_s, "warning", f"{node}: ranks that start now start cold: {problem}"),), now_s)
             case RankOutput():
                 pass  # for people
             case RanksQuiet() | RankStacks():

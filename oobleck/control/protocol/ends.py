@@ -64,7 +64,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """It is gone, and how is not known: the process that waits for it had ended before it."""
+    """It is gone, and how is not known: the process that waited for it had ended before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def end_text(end: WorkerEnd) -> str:
         case Raised(message=message):
             return message
         case Unseen():
-            return "nobody saw how: its fork server had ended before it"
+            return "how is not known: the process that waited for it had ended before it"
         case _:
             assert_never(end)
 

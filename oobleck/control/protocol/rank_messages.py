@@ -6,6 +6,7 @@ master ── StartRanks ──> agent ── RanksStarted ──> master
 agent  ── RankFailed ──> master         a rank has failed; the agent has killed the node's others already
 master ── EndRanks ──> agents ── RanksReady ──> master
 agent  ── RanksFinished ──> master      all ranks of the node have ended well
+agent  ── RanksCold ──> master          why later ranks of the node do not start warm
 agent  ── RanksQuiet ──> master         whether they have shown no sign of life for long
 master ── TraceRanks ──> agent ── RankStacks ──> master
 """
@@ -31,6 +32,7 @@ __all__ = [
     "RankFailed",
     "RankOutput",
     "RankStacks",
+    "RanksCold",
     "RanksFinished",
     "RanksOrder",
     "RanksQuiet",
@@ -150,6 +152,13 @@ class RanksFinished(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksCold(FromRanks):
+    """The process that had imported ahead what ranks import is lost: until there is another, they start cold."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksQuiet(FromRanks):
     """Whether the node's ranks have shown no sign of life for as long as is allowed; said when it changes."""
 
@@ -203,4 +212,4 @@ class BecomeRank:
 
 
 RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks
-RanksReport = RanksReady | RanksStarted | RankFailed | RanksFinished | RanksQuiet | RankStacks | RankOutput
+RanksReport = RanksReady | RanksStarted | RankFailed | RanksFinished | RanksCold | RanksQuiet | RankStacks | RankOutput

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -85,7 +84,10 @@ def _become_agent(arguments: argparse.Namespace) -> None:
     # Absolute: the fork server of the workers may have been started by another job, in another directory.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
-    trio.run(_serve, arguments, directory, listener, cache_dir, log_path.parent, checkpoints, clock=PatientClock())
+    try:
+        trio.run(_serve, arguments, directory, listener, cache_dir, log_path.parent, checkpoints, clock=PatientClock())
+    finally:
+        directory.remove()
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -202,9 +204,6 @@ async def _serve(
         reason = await agent.run()
         _log.info("stops: %s", reason)
         nursery.cancel_scope.cancel()
-    for path in (directory.socket, directory.answer, *directory.path.glob("*.pid")):
-        with suppress(FileNotFoundError):
-            path.unlink()
 
 
 async def _watch_for_notice(agent: Agent) -> None:

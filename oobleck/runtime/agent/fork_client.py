@@ -1,4 +1,4 @@
-"""What a fork server does for an agent: it forks processes, and says how they end.
+"""What a fork server does for an agent: it forks processes, whose ends other processes report (see `_REPORT`).
 
 The first agent of a job on a machine that needs the server starts it; it ends with its last client. Where it ends
 before, the processes that it has forked live on, and the first agent that notices starts another one.
@@ -7,13 +7,15 @@ before, the processes that it has forked live on, and the first agent that notic
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import signal
 import socket
 import struct
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import trio
@@ -24,6 +26,7 @@ from oobleck.control.protocol import (
     Killed,
     NotStarted,
     ProcessEnd,
+    RanksCold,
     ServerEnd,
     Unseen,
     server_end_text,
@@ -33,19 +36,25 @@ from oobleck.runtime.files import AgentDir, ProcessId
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
-_ANSWER = struct.Struct(">II")
-_FORKED = 0
+_REPORT = struct.Struct(">III")
+"""That a process exists: its number, and whether it is warm. Then that it has ended: its number, and how."""
+_ANY = b"f"
+_COLD = b"c"
 _LISTEN_BACKLOG = 64
 _START_TIMEOUT_S = 120.0
+_PATIENCE_S = 10.0
+"""How long a server that has forked before may take to fork again: a big process on a busy machine takes a second."""
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A server that ends again after so many restarts within this time is not started again."""
 _TRY_AGAIN_S = 0.5
 """Before a server is started again that could not be."""
+_STOPPED_S = 0.5
+"""How often to look whether a server that does not answer is stopped: it is not waited for."""
 _LAST_WORDS_S = 2.0
-"""How long a server that is gone may take to be reaped."""
+"""How long a process that is gone may take to be reaped."""
 _LOOK_S = 0.05
-"""How often to look whether a worker lives whose server has ended: its end is not reported."""
+"""How often to look whether a process lives."""
 
 
 def _end_of(wait_status: int) -> ProcessEnd:
@@ -56,17 +65,15 @@ def _end_of(wait_status: int) -> ProcessEnd:
 class ForkedProcess:
     """A process that a server has forked: whether it lives, and how it ended."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, report: trio.lowlevel.FdStream, *, is_warm: bool) -> None:
+        """`report` comes from the process that waits for it."""
         self.pid = pid
+        self.is_warm = is_warm
+        """Whether it was forked from a process that has imported what earlier ones did."""
         self.ended = trio.Event()
         self.end: ProcessEnd = Unseen()
+        self._report = report
         self._id = ProcessId.of(pid)
-
-    def note_end(self, wait_status: int | None) -> None:
-        """Note how it ended, as `waitpid` said; None when that is not known."""
-        if wait_status is not None:
-            self.end = _end_of(wait_status)
-        self.ended.set()
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
@@ -76,50 +83,95 @@ class ForkedProcess:
         if not self.ended.is_set() and self._id is not None:  # else it had ended before we could look
             self._id.send(number)
 
-    async def watch(self) -> None:
-        """Look whether it lives until it does not; for one whose parent is gone."""
+    async def follow(self) -> None:
+        """Learn how it ended, or at least that it did, and set `ended`."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look, nursery.cancel_scope)
+            if (end := await _next_report(self._report)) is not None:
+                self.end = _end_of(end[2])
+                nursery.cancel_scope.cancel()
+        await self._report.aclose()
+        self.ended.set()
+
+    async def _look(self, scope: trio.CancelScope) -> None:
+        """Look whether it lives: the process that waits for it may be stopped, or gone."""
         while self._id is not None and self._id.lives:  # noqa: ASYNC110  nothing tells
             await trio.sleep(_LOOK_S)
-        self.note_end(None)
+        await trio.sleep(_LAST_WORDS_S)
+        scope.cancel()
+
+
+async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
+    """Return the next report; None where there is no more."""
+    data = b""
+    with suppress(trio.BrokenResourceError):
+        while len(data) < _REPORT.size:
+            if not (more := await report.receive_some(_REPORT.size - len(data))):
+                return None
+            data += more
+        return _REPORT.unpack(data)
+    return None
 
 
 class _Connection:
     """The connection to a fork server."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self.processes: dict[int, ForkedProcess] = {}
-        """Those that it has forked for this agent, and that live."""
+    def __init__(self, stream: trio.SocketStream, process: ProcessId | None) -> None:
+        self.has_answered = False
+        """Whether it has forked anything: it may still be starting."""
+        self.ended = trio.Event()
         self._stream = stream
-        self._asking = trio.Lock()
-        self._forked, self._answers = trio.open_memory_channel[ForkedProcess](1)
+        self._process = process
 
-    async def fork(self, descriptor: int) -> ForkedProcess | None:
-        """Fork a worker that speaks through this socket; None where the server is gone."""
-        async with self._asking:
-            try:
-                await _send_descriptor(self._stream.socket, descriptor)
-                return await self._answers.receive()
-            except (OSError, trio.EndOfChannel, trio.ClosedResourceError):
-                return None
+    async def fork(self, descriptor: int, *, is_cold: bool) -> ForkedProcess | None:
+        """Fork a process that speaks through this socket; None where the server is gone, or does not answer in time.
 
-    async def hear(self) -> None:
-        """Hear of forks and of workers' ends, until the server ends."""
+        `is_cold` has the server itself fork, and end the process that would do so in its place.
+        """
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        report = trio.lowlevel.FdStream(reading)
+        first = None
+        with trio.move_on_after(_PATIENCE_S if self.has_answered else _START_TIMEOUT_S):
+            with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
+                sent.callback(os.close, writing)
+                await _send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
+            first = await self._first_report(report)
+        if first is None:
+            await report.aclose()
+            return None
+        self.has_answered = True
+        return ForkedProcess(first[1], report, is_warm=bool(first[2]))
+
+    async def _first_report(self, report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
+        """Return the first report; None where there is none, or will be none for as long as the server is stopped."""
+        first = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look, nursery.cancel_scope)
+            first = await _next_report(report)
+            nursery.cancel_scope.cancel()
+        return first
+
+    async def _look(self, scope: trio.CancelScope) -> None:
+        while True:
+            await trio.sleep(_STOPPED_S)
+            if self._process is not None and self._process.is_stopped:
+                scope.cancel()
+
+    async def hear(self, tell: Callable[[RanksCold], Awaitable[None]]) -> None:
+        """Hear what the server has to say, until it ends."""
         buffered = b""
-        async with self._stream, self._forked:
+        async with self._stream:
             with suppress(trio.BrokenResourceError):
                 while data := await self._stream.receive_some(4096):
-                    buffered += data
-                    while len(buffered) >= _ANSWER.size:
-                        first, second = _ANSWER.unpack_from(buffered)
-                        buffered = buffered[_ANSWER.size :]
-                        await self._understand(first, second)
+                    *lines, buffered = (buffered + data).split(b"\n")
+                    for line in lines:
+                        await tell(RanksCold(problem=str(json.loads(line)["problem"])))
+        self.ended.set()
 
-    async def _understand(self, first: int, second: int) -> None:
-        if first == _FORKED:
-            process = self.processes[second] = ForkedProcess(second)
-            await self._forked.send(process)
-        elif (gone := self.processes.pop(first, None)) is not None:
-            gone.note_end(second)
+    def kill(self) -> None:
+        """End the server, which does not answer."""
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
 
 
 class ForkServer:
@@ -141,7 +193,8 @@ class ForkServer:
         """There is a server, or there will be none any more."""
         self._given_up: str | None = None
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
-        self._say, self._said = trio.open_memory_channel[ForkServerEnded](_MAX_RESTARTS + 1)
+        self._follow_up, self._followed = trio.open_memory_channel[ForkedProcess](math.inf)
+        self._say, self._said = trio.open_memory_channel[ForkServerEnded | RanksCold](_MAX_RESTARTS + 1)
 
     async def settled(self) -> None:
         """Wait until there is a server, which may still warm up, or there will be none any more."""
@@ -150,6 +203,7 @@ class ForkServer:
     async def run(self) -> None:
         """Connect to the fork server, starting it where there is none, as often as it takes; hear of workers' ends."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow, nursery)
             while self._given_up is None:
                 try:
                     with trio.fail_after(_START_TIMEOUT_S):
@@ -161,15 +215,18 @@ class ForkServer:
                     continue
                 self._server = server
                 self._settled.set()
-                await server.hear()
+                await server.hear(self._say.send)
                 self._server, self._settled = None, trio.Event()
-                for process in server.processes.values():
-                    nursery.start_soon(process.watch)
                 await self._tell_end(await self._how_it_ended())
             self._settled.set()
 
-    async def server_ended(self) -> ForkServerEnded:
-        """Wait until a fork server ends that was not meant to; returns how it ended, and whether there is another."""
+    async def _follow(self, nursery: trio.Nursery) -> None:
+        """Follow the processes that were forked, however their server fares."""
+        async for process in self._followed:
+            nursery.start_soon(process.follow)
+
+    async def server_ended(self) -> ForkServerEnded | RanksCold:
+        """Wait until a fork server, or the warm process of one, ends that was not meant to; returns how it ended."""
         return await self._said.receive()
 
     async def _tell_end(self, end: ServerEnd) -> None:
@@ -206,14 +263,18 @@ class ForkServer:
             await self._settled.wait()
             if (server := self._server) is None:
                 continue  # it ended just now
-            ours, theirs = trio.socket.socketpair()
-            with ExitStack() as unless_forked:
-                unless_forked.callback(ours.close)
-                with theirs:
-                    process = await server.fork(theirs.fileno())
-                if process is not None:
-                    unless_forked.pop_all()
-                    return process, trio.SocketStream(ours)
+            for is_cold in (False, True):
+                ours, theirs = trio.socket.socketpair()
+                with ExitStack() as unless_forked:
+                    unless_forked.callback(ours.close)  # by which a process that is forked too late ends
+                    with theirs:
+                        process = await server.fork(theirs.fileno(), is_cold=is_cold)
+                    if process is not None:
+                        unless_forked.pop_all()
+                        self._follow_up.send_nowait(process)
+                        return process, trio.SocketStream(ours)
+            server.kill()
+            await server.ended.wait()
         raise WorkersUnavailable(self._given_up)
 
     async def _connect(self) -> _Connection:
@@ -227,7 +288,7 @@ class ForkServer:
                 self._directory.note_fork_server(self._server_pid)
                 self.has_started = True
                 stream = await _open_socket(path)
-        return _Connection(stream)
+        return _Connection(stream, ProcessId.read(self._directory.fork_server_pid))
 
 
 async def _open_socket(path: str) -> trio.SocketStream:
@@ -262,6 +323,6 @@ def _start_fork_server(command: Sequence[str], path: str, environment: Mapping[s
     return process.pid
 
 
-async def _send_descriptor(sock: trio.socket.SocketType, descriptor: int) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
-    await sock.sendmsg([b"f"], ancillary)
+async def _send_descriptors(sock: trio.socket.SocketType, request: bytes, descriptors: tuple[int, int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", *descriptors))]
+    await sock.sendmsg([request], ancillary)

@@ -15,8 +15,8 @@ import trio
 
 from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, ProcessEnd, RankError
-from oobleck.errors import ConfigError
+from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, Killed, ProcessEnd, RankError, RanksCold
+from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import module_command
@@ -29,7 +29,11 @@ from .rank_states import RankStates
 __all__ = ["Rank", "RankProcesses"]
 
 _MODULE = "oobleck.training.process.rank_server"
+_ROOM = " " * 2048
+"""For the names of its processes: the kernel shows them as what stands where the command line of their server did."""
 _CHUNK_BYTES = 1 << 15
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""By which a process ends over a fault of its own, of which native code may have written something before."""
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
@@ -75,20 +79,13 @@ class Rank:
     """A rank's process, from its agent's side."""
 
     def __init__(
-        self,
-        process: ForkedProcess,
-        guard: trio.SocketStream,
-        logs: Path,
-        *,
-        oom_kills: OomKills,
-        is_warm: bool,
-        can_trace: bool,
+        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, oom_kills: OomKills, can_trace: bool
     ) -> None:
         """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
         to show, and would end by the signal.
         """
         self.pid = process.pid
-        self.is_warm = is_warm
+        self.is_warm = process.is_warm
         self._process = process
         self._oom_kills = oom_kills
         self._guard = guard
@@ -114,13 +111,15 @@ class Rank:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def error(self) -> RankError | None:
+    def error(self, end: ProcessEnd) -> RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             said = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
             if isinstance(said, str):
                 return RankError(message=said, is_exception=True)
             detail = str(said.get("extraInfo", {}).get("py_callstack", ""))
             return RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
+        if isinstance(end, Killed) and end.signal not in _OWN_SIGNALS:
+            return None  # by others: what it has written last is not about it
         tail = self._output[True].tail().rstrip()
         return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
 
@@ -173,8 +172,8 @@ class RankProcesses:
             nursery.start_soon(self._states.run)
             await self._server.run()
 
-    async def server_ended(self) -> ForkServerEnded:
-        """Wait until the fork server ends; returns how it ended, and whether there is another."""
+    async def server_ended(self) -> ForkServerEnded | RanksCold:
+        """Wait until the fork server ends, or what it has imported ahead is lost; returns how."""
         await self._has_server.wait()
         assert self._server is not None
         return await self._server.server_ended()
@@ -188,14 +187,27 @@ class RankProcesses:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
         await trio.to_thread.run_sync(shutil.rmtree, self._logs, True)  # of a run before
+        _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
         if self._num_ranks > 1:  # libraries may read it when they are loaded
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-        files = (str(self._directory.fork_imports), str(self._directory.fork_warmth))
-        command = module_command(_MODULE, *files)
+        command = module_command(_MODULE, str(self._directory.fork_warmth), _ROOM)
         self._server = ForkServer(self._directory, command, environment={**os.environ, **environment})
         self._has_server.set()
+        await self._check_server(run)
         return self._num_ranks
+
+    async def _check_server(self, run: RanksSpec) -> None:
+        """Have a process forked that ends at once: what keeps ranks from starting is known before any does."""
+        assert self._server is not None
+        try:
+            process, guard = await self._server.fork()
+        except WorkersUnavailable as error:
+            named = sorted(name for name in run.environment if name.startswith(("PYTHON", "LD_")))
+            given = f"; it was given --env {', '.join(named)}" if named else ""
+            raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
+        guard.socket.close()
+        await process.ended.wait()
 
     def num_saved(self) -> int:
         """Return a number that grows with each save of a rank."""
@@ -225,19 +237,13 @@ class RankProcesses:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError where its files cannot be made."""
         assert self._server is not None
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
-        try:
-            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for name in ("stdout.log", "stderr.log"):
-                (logs / name).touch(mode=0o600)
-        except OSError as error:
-            raise ConfigError(f"--log-dir: {logs}: {error.strerror}") from error
-        is_warm = self._directory.fork_warmth.exists()
+        _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await guard.send_all(encode_frame(self._told(setup, logs)))
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, logs, oom_kills=self._oom_kills, is_warm=is_warm, can_trace=can_trace)
+        return Rank(process, guard, logs, oom_kills=self._oom_kills, can_trace=can_trace)
 
     def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
         run = setup.run
@@ -253,6 +259,16 @@ class RankProcesses:
             stderr=str(logs / "stderr.log"),
             logs_imports=run.is_warmed and setup.local_rank == 0,
         )
+
+
+def _make_logs(directory: Path) -> None:
+    """Make a directory with a rank's files. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in ("stdout.log", "stderr.log"):
+            (directory / name).touch(mode=0o600)
+    except OSError as error:
+        raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
 
 
 def _in_directory(run: RanksSpec, path: str) -> Path:

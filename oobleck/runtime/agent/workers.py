@@ -74,7 +74,9 @@ class ForkingWorkerHost:
 
     async def server_ended(self) -> ForkServerEnded:
         """Wait until a fork server ends that was not meant to; returns how it ended, and whether there is another."""
-        return await self._server.server_ended()
+        said = await self._server.server_ended()
+        assert isinstance(said, ForkServerEnded), "it is warm itself"
+        return said
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         """Tokenise the text while the fork server still imports torch; the agent that started it does so."""

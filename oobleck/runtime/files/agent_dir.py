@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,13 +86,8 @@ class AgentDir:
         return self.job_path / "fork.pid"
 
     @property
-    def fork_imports(self) -> Path:
-        """What the first ranks of a script have imported, for the fork server to do the same."""
-        return self.job_path / "fork.imports"
-
-    @property
     def fork_warmth(self) -> Path:
-        """There once the fork server has done so."""
+        """There while ranks are forked from a process that has imported what the first ones did."""
         return self.job_path / "fork.warm"
 
     @property
@@ -122,6 +118,14 @@ class AgentDir:
         """Make the directory, readable by its user alone. Raises ConfigError where somebody else has put something."""
         for path in (self.job_path.parent, self.job_path, self.path):
             private_directory(path)
+
+    def remove(self) -> None:
+        """Remove what an agent leaves that ends; what other nodes or the fork server still use stays."""
+        with suppress(OSError):
+            for path in (self.socket, self.answer, *self.path.glob("*.pid")):
+                path.unlink(missing_ok=True)
+            for path in (self.path, self.job_path, self.job_path.parent):
+                path.rmdir()
 
 
 def _note(path: Path, pid: int) -> None:
@@ -197,8 +201,9 @@ def clean_command(run_id: str, node: str) -> str:
     The fork server removes its own files when it ends, but for one that was killed.
     """
     job = shlex.quote(run_id)
-    has_nodes = "ls | grep -Eqvx 'fork[.](imports|lock|pid|sock|warm)'"
-    left = f'rm -f fork.lock; [ -n "$({_pids("fork")})" ] || rm -f fork.pid fork.sock fork.imports fork.warm'
+    has_nodes = "ls | grep -Eqvx 'fork[.](lock|pid|sock|warm)'"
+    # A fork server without agents ends, unless somebody has stopped it.
+    left = f"rm -f fork.lock; kill -CONT $({_pids('fork')}) || rm -f fork.pid fork.sock fork.warm"
     remove = f'(cd {job} && {{ {has_nodes} || {{ {left}; }}; }}); rmdir {job}; cd / && rmdir "$base"'
     return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
 

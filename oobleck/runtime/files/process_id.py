@@ -62,6 +62,12 @@ class ProcessId:
         found = _look(self.pid)
         return found is not None and found[0] != "Z" and found[1] == self.started_ticks and self.is_of_this_boot
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it, by a signal or as a debugger does."""
+        found = _look(self.pid)
+        return found is not None and found[0] in "Tt" and found[1] == self.started_ticks
+
     def send(self, number: int) -> bool:
         """Send it a signal; False when it is gone. Another process that has its number now is left alone.
 

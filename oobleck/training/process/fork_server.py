@@ -1,9 +1,9 @@
-"""A warm process that has imported everything a worker needs, and forks workers on request.
+"""A process that forks workers on request, by default one that has imported everything that a worker needs.
 
-Importing torch and transformers takes seconds, a fork milliseconds. The agents of one user and job on one
-machine share a fork server. It listens on a UNIX socket; a client sends one byte with a socket as ancillary
-data, and the forked worker speaks to its agent through that socket. Answers are frames of two unsigned
-integers: (FORKED, pid), and (pid, wait status) when the worker is gone.
+Importing torch and transformers takes seconds, a fork milliseconds. The agents of one user and job on one machine
+share a fork server. It listens on a UNIX socket. A client sends one byte with two descriptors as ancillary data: a
+socket through which the forked process speaks to its agent, and a pipe to which its life is reported (see
+`supervisor`). What the server has to say itself are lines of JSON.
 
 The server runs a single thread and no torch operation, so that forking is safe; it ends when its last client
 has left.
@@ -18,61 +18,108 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable
+from typing import Protocol
 
 from .imports import quick_imports
+from .supervisor import ENDS, fork_supervised, leave_ends_to_agents
 
-ANSWER = struct.Struct(">II")
-FORKED = 0
-"""The first integer of the answer to a request; no process has this id."""
+__all__ = ["COLD", "ForkServerSide", "Forker", "serve"]
+
+COLD = b"c"
+"""A request that is to be served by this process itself; any other may be passed on."""
 
 _IDLE_TIMEOUT_S = 20.0
-_EXIT_LISTENER_TAKEN = 3
 _REST_S = 0.1
+_DESCRIPTORS = 2
+
+
+class Forker(Protocol):
+    """Another process that can fork in the server's place."""
+
+    def tick(self) -> float:
+        """Do what is due; returns after how many seconds to be called again."""
+        ...
+
+    def fork(self, descriptors: list[int]) -> bool:
+        """Have a process forked there, and close the descriptors; returns False, and does nothing, where it cannot."""
+        ...
+
+    def spurn(self) -> None:
+        """End it: it has not answered."""
+        ...
+
+    def note_end(self, pid: int, status: int) -> None:
+        """Note the end of a child of the server, which may be it."""
+        ...
+
+    def leave(self) -> None:
+        """Close what a forked process must not hold."""
+        ...
+
+    def close(self) -> None:
+        """End it: the server ends."""
+        ...
+
+
+class ForkServerSide(Protocol):
+    """What such a process finds of the server."""
+
+    def tell(self, problem: str) -> None:
+        """Tell all agents why ranks do not start warm."""
+        ...
+
+    def leave(self) -> None:
+        """Close, in a forked process, what is the server's."""
+        ...
 
 
 class _ForkServer:
     def __init__(
-        self, listener: socket.socket, work: Callable[[socket.socket], None], between: Callable[[], float | None]
+        self,
+        listener: socket.socket,
+        work: Callable[[socket.socket], None],
+        forker: Callable[[ForkServerSide], Forker] | None,
     ) -> None:
-        """`work` is what a forked process does, with its agent's socket; it never returns.
-
-        `between` is called between requests, and returns after how many seconds it wants to be again.
-        """
+        """`work` is what a forked process does, with its agent's socket; it never returns."""
         self._listener = listener
         self._work = work
-        self._between = between
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._child_wakeup = _child_signals()
         self._selector.register(self._child_wakeup, selectors.EVENT_READ)
         self._clients: dict[int, socket.socket] = {}
-        self._client_of: dict[int, socket.socket] = {}
+        self._supervisors: set[int] = set()
+        self._forker = forker(self) if forker is not None else None
 
     def serve(self) -> None:
         """Serve until no client is left."""
-        while True:
-            events = self._selector.select(self._between() if self._clients else _IDLE_TIMEOUT_S)
-            if not events and not self._clients:
-                return
-            for key, _ in events:
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._child_wakeup:
-                    self._child_wakeup.recv(4096)
-                    self._reap()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._answer(key.fileobj)
-            if not self._clients and not self._client_of:
-                return
+        try:
+            while True:
+                due_s = self._forker.tick() if self._forker is not None else None
+                events = self._selector.select(due_s if self._clients else _IDLE_TIMEOUT_S)
+                if not events and not self._clients:
+                    return
+                for key, _ in events:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._child_wakeup:
+                        self._child_wakeup.recv(4096)
+                        self._reap()
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._answer(key.fileobj)
+                if not self._clients and not self._supervisors:
+                    return
+        finally:
+            if self._forker is not None:
+                self._forker.close()
 
     def _accept(self) -> None:
         try:
@@ -86,50 +133,53 @@ class _ForkServer:
 
     def _answer(self, client: socket.socket) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(client, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(client, 1, _DESCRIPTORS)
         except OSError:
             data, descriptors = b"", []
-        if not data or not descriptors:
+        if not data or len(descriptors) != _DESCRIPTORS:
+            for descriptor in descriptors:
+                os.close(descriptor)
             self._drop(client)
             return
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(descriptors[0])
-        os.close(descriptors[0])
-        self._client_of[pid] = client
-        self._tell(client, FORKED, pid)
+        if self._forker is not None:
+            if data == COLD:
+                self._forker.spurn()
+            elif self._forker.fork(descriptors):
+                return
+        pid = fork_supervised(self._work, descriptors, is_warm=False, leave=self.leave)
+        if pid is not None:
+            self._supervisors.add(pid)
 
-    def _become_worker(self, descriptor: int) -> None:
+    def leave(self) -> None:
+        """Close, in a forked process, what is the server's."""
         self._selector.close()
         for other in (self._listener, self._child_wakeup, *self._clients.values()):
             other.close()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _leave_ends_to_agents()
-        try:
-            self._work(socket.socket(fileno=descriptor))
-        except BaseException:  # noqa: BLE001  nobody else tells of it
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # whatever it was: what comes after this is the server's
+        if self._forker is not None:
+            self._forker.leave()
 
     def _reap(self) -> None:
-        while self._client_of:
+        while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            client = self._client_of.pop(pid, None)
-            if client is not None:
-                self._tell(client, pid, status)
+            self._supervisors.discard(pid)
+            if self._forker is not None:
+                self._forker.note_end(pid, status)
 
-    def _tell(self, client: socket.socket, first: int, second: int) -> None:
-        try:
-            client.sendall(ANSWER.pack(first, second))
-        except OSError:
-            self._drop(client)
+    def tell(self, problem: str) -> None:
+        line = json.dumps({"problem": problem}) + "\n"
+        sys.stderr.write(f"{problem}\n")
+        for client in list(self._clients.values()):
+            try:
+                client.send(line.encode(), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass  # an agent that does not listen now misses it; ranks that start cold say so themselves
+            except OSError:
+                self._drop(client)
 
     def _drop(self, client: socket.socket) -> None:
         """Forget a client. Its workers end by themselves: their sockets are closed with the agent."""
@@ -149,19 +199,10 @@ def _child_signals() -> socket.socket:
     return reading
 
 
-def _leave_ends_to_agents() -> None:
-    """Ignore what reaches all processes at once: a terminal's Ctrl-C, and the notice that Slurm gives a whole step.
-
-    The agent is told as well, and knows what has to be done before its workers may end.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def main() -> None:
     """Serve on the inherited listening socket whose descriptor is the first argument."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    _leave_ends_to_agents()
+    leave_ends_to_agents()
     _warm_up()
     gc.collect()
     gc.freeze()
@@ -172,17 +213,17 @@ def serve(
     listener: socket.socket,
     work: Callable[[socket.socket], None],
     *,
-    between: Callable[[], float | None] = lambda: None,
+    forker: Callable[[ForkServerSide], Forker] | None = None,
 ) -> None:
     """Fork processes that do `work` until the last client has left; then remove the socket, and what lies beside it.
 
-    `between` is called between requests, and returns after how many seconds it wants to be again; None for whenever.
+    `forker` makes another process that may fork in this one's place.
     """
     path = listener.getsockname()
     try:
-        _ForkServer(listener, work, between).serve()
+        _ForkServer(listener, work, forker).serve()
     finally:
-        for name in ("fork.pid", "fork.imports", "fork.warm"):
+        for name in ("fork.pid", "fork.warm"):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(os.path.dirname(path), name))
         with contextlib.suppress(OSError):  # a directory that another agent or job still uses stays
@@ -194,6 +235,7 @@ def serve(
 def _be_worker(sock: socket.socket) -> None:
     from .worker import run_worker
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # they are ignored, but not by what it starts itself
     run_worker(sock)
 
 

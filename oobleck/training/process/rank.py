@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import fcntl
 import importlib
 import json
 import os
-import random
+import pkgutil
 import runpy
 import select
 import signal
@@ -18,13 +19,18 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
 from oobleck.streams import shield_scripts
 from oobleck.wire import FrameDecoder
 
+from .generators import reseed_generators
 from .import_log import ImportLog
+from .process_names import set_command_line, set_name
+from .supervisor import ENDS
 
 __all__ = ["run_rank"]
 
@@ -37,14 +43,15 @@ _guard: socket.socket | None = None
 _stacks: TextIO | None = None
 
 
-def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
-    """Be what the agent says, until its end."""
-    setup = _receive(sock)
-    _end_with_agent(sock)
+def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
+    """Be what the agent says, until its end. `imports` is the descriptor of a log of imports."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # it may have been asked to end before it began
+    setup = _receive(sock)
+    _end_with_agent(sock)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     _redirect(setup.stdout, setup.stderr)
     os.environ.clear()
@@ -58,6 +65,7 @@ def run_rank(sock: socket.socket, *, imports: str) -> NoReturn:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         os._exit(127)
+    _be_named([sys.executable, "-u", *(["-m"] if setup.entry == "module" else []), *command])
     _be_fresh()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
     if setup.logs_imports:
@@ -97,18 +105,22 @@ def _redirect(stdout: str, stderr: str) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, encoding="utf-8")  # type: ignore[union-attr]  # typeshed: a TextIO
-    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typeshed: a TextIO
+    for stream in (sys.stdout, sys.stderr):  # with the encoding and its errors as Python has chosen them by itself
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: a TextIO
     shield_scripts()
+
+
+def _be_named(words: list[str]) -> None:
+    """Be shown as torchrun's ranks are."""
+    sys.orig_argv = words
+    set_command_line(words)
+    set_name(os.path.basename(sys.executable))
 
 
 def _be_fresh() -> None:
     """Undo what all forks of a server would share."""
     importlib.invalidate_caches()
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    reseed_generators()
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
@@ -129,13 +141,27 @@ def _run_python(command: list[str], *, is_module: bool) -> int:
         if is_module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(command[0], run_name="__main__")
+            _run_script(command[0])
     except SystemExit as end:
         return _status(end.code)
     except BaseException as error:  # noqa: BLE001  the script's own
         _tell(error)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _run_script(path: str) -> None:
+    """Run a file as the interpreter does, by its absolute name; a directory or an archive as runpy does."""
+    absolute = os.path.abspath(path)
+    if pkgutil.get_importer(absolute) is not None or absolute.endswith(".pyc"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    loader = SourceFileLoader("__main__", absolute)
+    code = loader.source_to_code(loader.get_data(absolute), absolute)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    kept = {"__file__": absolute, "__cached__": None, "__loader__": loader, "__builtins__": builtins}
+    main.__dict__.update(kept, __annotations__={})
+    exec(code, main.__dict__)  # noqa: S102  the user's own script
 
 
 def _status(code: object) -> int:

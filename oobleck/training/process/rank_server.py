@@ -1,8 +1,8 @@
-"""A process that forks the ranks of a script: at first from nothing, later from all that the first ones have imported.
+"""A process that forks the ranks of a script: at first itself, then by a process that has imported what they import.
 
-`python -P -m oobleck.training.process.rank_server IMPORTS WARMTH SOCKET`: two files of the job's directory (see
-`import_log`), and the descriptor of the inherited listening socket. It never makes a CUDA context, and never runs a
-line of the script.
+`python -P -m oobleck.training.process.rank_server WARMTH ROOM SOCKET`: a file of the job's directory that is there
+while ranks start warm, blanks whose place in memory takes the names that processes show, and the descriptor of the
+inherited listening socket. It imports nothing of the script's: whatever that does, the server answers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import sys
 from pathlib import Path
 
 from oobleck.training.process.fork_server import serve
-from oobleck.training.process.import_log import Learner
+from oobleck.training.process.import_log import make_log
+from oobleck.training.process.process_names import set_command_line
 from oobleck.training.process.rank import run_rank
+from oobleck.training.process.supervisor import leave_ends_to_agents
+from oobleck.training.process.warmer import Warmer
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Serve until the last agent has left."""
-    imports, warmth, descriptor = sys.argv[1:]
-    learner = Learner(Path(imports), Path(warmth))
-    learner.learn_all()
-    serve(socket.socket(fileno=int(descriptor)), functools.partial(run_rank, imports=imports), between=learner)
+    warmth, _, descriptor = sys.argv[1:]
+    set_command_line([sys.executable, "-P", "-m", __spec__.name, warmth])
+    leave_ends_to_agents()
+    log = make_log()
+    work = functools.partial(run_rank, imports=log)
+    serve(socket.socket(fileno=int(descriptor)), work, forker=lambda server: Warmer(log, Path(warmth), work, server))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.cli.main import main
 from oobleck.cli.torchrun.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
 from oobleck.errors import UsageError
+from oobleck.exit_codes import ExitCode
 from oobleck.ranks import RankStreams, Redirection
 
 
@@ -123,3 +125,51 @@ def test_what_cannot_be_is_said_before_anything_starts(words: list[str], said: s
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (2, 78)
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [
+        (("--nnode=1:2",), ("--nnodes", "1:2")),
+        (("--nproc", "2"), ("--nproc-per-node", "2")),
+        (("--max-res", "2"), ("--max-restarts", "2")),
+        (("--modu",), ("--module",)),
+    ],
+)
+def test_an_option_of_torchrun_may_be_shortened_as_far_as_it_is_like_no_other(
+    short: tuple[str, ...], whole: tuple[str, ...]
+):
+    assert parsed(*short, "train.py", "--nnode=9") == parsed(*whole, "train.py", "--nnode=9")
+
+
+def test_an_option_that_may_be_several_is_refused_with_their_names():
+    with pytest.raises(UsageError, match="--n: this may be --nnodes or --nproc-per-node"):
+        parsed("--n", "3", "train.py")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--node-unit", "0"),
+        ("--tag=",),
+        ("--tag", "a/b"),
+        ("--lease", "-1"),
+        ("--lease", "nan"),
+        ("--hang-timeout", "-1"),
+        ("--join-timeout", "nan"),
+        ("--max-restarts", "99999999"),
+        ("--master-port", "0"),
+        ("--nproc-per-node", "0"),
+        ("--shutdown-timeout", "1e9"),
+        ("--nnodes", "1:2", "--node-unit", "3"),
+    ],
+)
+def test_what_an_option_cannot_be_is_said_of_that_option_as_a_usage_error(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    option = [word for word in words if word.startswith("--")][-1].removesuffix("=")
+    assert main(["run", "--base-dir", str(tmp_path), *words, "train.py"]) == ExitCode.USAGE
+    assert f"oobleck: {option}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was begun"

@@ -32,7 +32,9 @@ from oobleck.control.journal import (
     NodeLost,
     RankDown,
     RanksHung,
+    ScriptStarted,
     Unreachable,
+    sentence,
 )
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -48,6 +50,7 @@ from oobleck.control.protocol import (
     RankError,
     RankFailed,
     RankOutput,
+    RanksCold,
     RanksFinished,
     RanksQuiet,
     RanksReady,
@@ -71,7 +74,7 @@ class World:
     def __init__(self, *, num_nodes: int = 3, **options: Any) -> None:
         specs = tuple(NodeSpec(name=name, host=name) for name in NODES[:num_nodes])
         choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
-        run = RanksSpec(tag="t", entry="script", command=("train.py",), directory="/", **choices)
+        run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
         self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
         self.now_s = 0.0
         self.commands = self.coordinator.start(0.0)
@@ -349,3 +352,25 @@ def test_a_generation_that_a_stop_ends_is_not_said_to_have_finished() -> None:
     world.ready("a", 1)
     assert world.end.exit_code == 0
     assert [entry.cause.value for entry in world.entries(GenerationEnded)] == ["stopped"]
+
+
+def test_the_journal_has_names_and_digests_of_arguments_and_variables_and_no_values():
+    world = World(command=("train.py", "--token=hidden1", "hidden2", "-v"), environment={"API_KEY": "hidden3"})
+    (entry,) = [command.entry for command in world.commands if isinstance(command, Record)][:1]
+    assert isinstance(entry, ScriptStarted)
+    assert "hidden" not in str(entry)
+    assert entry.run.command[:3] == ("train.py", "--token", "-v")
+    assert [*entry.run.environment] == ["API_KEY"]
+    other = World(command=("train.py", "--token=other", "hidden2", "-v"), environment={"API_KEY": "other"})
+    (differing,) = [command.entry for command in other.commands if isinstance(command, Record)][:1]
+    assert isinstance(differing, ScriptStarted)
+    assert differing.run.command[3] != entry.run.command[3], "two runs can be told from each other"
+    assert differing.run.environment != entry.run.environment
+
+
+def test_ranks_that_start_cold_after_a_loss_of_what_was_imported_are_told_of():
+    world = World()
+    world.begin("a", "b", "c")
+    new = world.say("b", RanksCold(problem="importing slowly has not ended within 60 s"))
+    (entry,) = [command.entry for command in new if isinstance(command, Record)]
+    assert sentence(entry) == "b: ranks that start now start cold: importing slowly has not ended within 60 s"

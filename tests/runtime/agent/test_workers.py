@@ -71,8 +71,13 @@ async def hosts(*directories: AgentDir) -> AsyncIterator[list[_Host]]:
             await trio.sleep(0.01)
 
 
-def parent_of(worker: Worker) -> str:
-    return Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[1]
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def server_of(worker: Worker) -> str:
+    """The parent of the process that waits for it."""
+    return str(parent_of(parent_of(worker.pid)))
 
 
 def kill_server(directory: AgentDir) -> None:
@@ -87,9 +92,40 @@ async def test_workers_outlive_their_fork_server_and_their_ends_are_noticed(dire
         second = await host.start(setup(device=1))
         os.kill(first.pid, 0)  # it lives
         os.kill(first.pid, signal.SIGKILL)
-        assert await first.wait() == Unseen(), "nobody saw how it ended, but that it did"
+        assert await first.wait() == Killed(signal=9)
         second.kill()
         assert await second.wait() == Killed(signal=9)
+
+
+async def test_a_server_that_is_stopped_hides_no_end_and_the_next_start_does_not_wait_for_it(
+    directory: AgentDir,
+) -> None:
+    async with hosts(directory) as (host,):
+        worker = await host.start(setup())
+        stopped = int(directory.fork_server_pid.read_text().split()[0])
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(worker.pid, signal.SIGTERM)  # which forked processes ignore
+        os.kill(worker.pid, signal.SIGUSR1)
+        with trio.fail_after(1):
+            assert await worker.wait() == Killed(signal=signal.SIGUSR1)
+        with trio.fail_after(10):
+            second = await host.start(setup())
+        assert server_of(second) != str(stopped)
+        assert await host.server_ended() == ForkServerEnded(end=Killed(signal=9), is_restarted=True)
+
+
+async def test_the_end_of_a_process_is_noticed_when_the_one_that_waits_for_it_is_gone_or_stopped(
+    directory: AgentDir,
+) -> None:
+    async with hosts(directory) as (host,):
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            worker = await host.start(setup())
+            supervisor = parent_of(worker.pid)
+            os.kill(supervisor, number)
+            worker.kill()
+            assert await worker.wait() == Unseen()
+            if number == signal.SIGSTOP:
+                os.kill(supervisor, signal.SIGCONT)
 
 
 async def test_a_start_waits_for_the_next_server(directory: AgentDir) -> None:
@@ -108,7 +144,7 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
         told = {await one.server_ended(), await two.server_ended()}
         assert told == {ForkServerEnded(end=end, is_restarted=True) for end in (Killed(signal=9), Unseen())}
         after = [await one.start(setup()), await two.start(setup("node1"))]
-        assert {parent_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
+        assert {server_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
         for worker in before:
             os.kill(worker.pid, 0)  # it lives
 
@@ -134,7 +170,7 @@ async def test_a_server_that_ends_again_and_again_is_given_up_and_its_workers_li
             await host.start(setup(device=1))
         os.kill(worker.pid, 0)
         worker.kill()
-        assert await worker.wait() == Unseen()
+        assert await worker.wait() == Killed(signal=9)
         directory.fork_server_socket.unlink()
 
 

@@ -1,0 +1,177 @@
+"""The process that has imported what the first ranks of a script did, and forks the later ones. It may end at any time.
+
+It imports one module after the other, and says the name of each before, so that another process knows which one it
+hangs or ends in (`warmer`). Only what is installed counts: a script's own modules may be edited, and may do anything
+when they are imported. Where the script had changed its environment before an import, the process changes its own in
+the same way for that import. A package that leaves what a fork would share or lose (threads, processes, a CUDA context,
+a generator of random numbers with a seed) ends the process, and is left to the ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import select
+import signal
+import site
+import socket
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from .generators import LIBRARIES, generator_states
+from .import_log import LogReader, Lookup
+from .process_names import set_name
+from .supervisor import fork_supervised
+
+__all__ = ["LEARN", "READY", "REFUSED", "TRYING", "be_warm"]
+
+LEARN = b"l"
+"""Before a number: import what the log has up to there. Any other request is for a fork."""
+TRYING = b"t"
+"""Before the name of a module that is imported next."""
+REFUSED = b"x"
+"""Before the name of a module that no fork can be made with, and why; the process ends."""
+READY = b"r"
+"""All of it is imported."""
+
+_MESSAGE_BYTES = 4096
+_DESCRIPTORS = 2
+_REAP_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def be_warm(
+    sock: socket.socket, log: LogReader, refused: frozenset[str], work: Callable[[socket.socket], None]
+) -> NoReturn:
+    """Import and fork as the other end of `sock` says, until it is gone."""
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    if os.getppid() != parent:  # it had ended before
+        os._exit(0)
+    set_name("oobleck-warm")
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sock.setblocking(True)
+    while True:
+        if select.select([sock], [], [], _REAP_S)[0]:
+            data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _DESCRIPTORS)
+            if not data:
+                os._exit(0)
+            if data.startswith(LEARN):
+                _learn(sock, log.read(int(data[1:])), refused)
+                sock.send(READY)
+            elif len(descriptors) == _DESCRIPTORS:
+                fork_supervised(work, descriptors, is_warm=True, leave=sock.close)
+        _reap()
+
+
+def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]) -> None:
+    own = os.getpid()
+    installed = tuple(_installed())
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a package starts and abandons is seen
+    gc.disable()  # imports make millions of objects that all stay
+    # Libraries with generators first: a package that seeds one is then seen to have changed it.
+    for each in sorted(found, key=lambda each: each.name not in LIBRARIES):
+        if each.name in refused or each.name in sys.modules or not _is_installed(each.name, installed):
+            continue
+        sock.send(TRYING + each.name.encode())
+        before = generator_states()
+        # What others' code raises, the script may have met as well, and gone on.
+        with _environment_changed(each.environment), suppress(Exception, SystemExit):
+            importlib.import_module(each.name)
+        if os.getpid() != own:  # the package has forked this process
+            os._exit(0)
+        if (taint := _taint() or _seeded(before)) is not None:
+            sock.send(REFUSED + f"{each.name} {taint}".encode())
+            _end_children()
+            os._exit(0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def _taint() -> str | None:
+    """What a package has started that a fork does not carry over."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return "makes a CUDA context"
+    if threading.active_count() > 1:
+        return "starts a thread"
+    _reap()
+    return "starts a process" if _children() else None
+
+
+def _seeded(before: Mapping[str, object]) -> str | None:
+    """Of a generator that the package has set: ranks would get other numbers than by importing it themselves."""
+    after = generator_states()
+    changed = [name for name, state in before.items() if after.get(name) != state]
+    return f"sets the random numbers of {changed[0]}" if changed else None
+
+
+def _children() -> list[int]:
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def _end_children() -> None:
+    """End what packages have started; what that has started becomes ours."""
+    while pids := _children():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _is_installed(name: str, installed: tuple[str, ...]) -> bool:
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(place is not None and place.startswith(installed) for place in places)
+
+
+def _installed() -> Iterator[str]:
+    """Where installed packages lie, as prefixes of their files' names."""
+    places = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
+    yield from (f"{place}{os.sep}" for place in places if os.path.basename(place) in ("site-packages", "dist-packages"))
+
+
+@contextmanager
+def _environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
