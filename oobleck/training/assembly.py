@@ -99,9 +99,10 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> ModelStructure:
     model = made["live_model"]()
     live = LiveModel.skeleton_of(model) if cache_dir is None else LiveModel.taken_apart(model, cache_dir)
-    return ModelStructure.from_live(
+    structure = ModelStructure.from_live(
         live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
     )
+    return replace(structure, drops=job.dropout)
 
 
 @contextmanager
@@ -182,14 +183,16 @@ def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
 def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
-        return ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
+        structure = ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
+        return replace(structure, drops=job.dropout)
     if job.model.lora.r is not None:
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    return ModelStructure.from_factory(
+    structure = ModelStructure.from_factory(
         made["model"], loss=made.get("loss"), task=job.model.task, vocab_size=vocab_size, sequence_length=length
     )
+    return replace(structure, drops=job.dropout)
 
 
 def _inputs(structure: ModelStructure) -> ModelInputs:

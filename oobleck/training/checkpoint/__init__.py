@@ -6,7 +6,7 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
-from .weights import newest_weights
+from .weights import newest_weights, read_weights
 
 __all__ = [
     "FlashSaver",
@@ -18,4 +18,5 @@ __all__ = [
     "import_trainer_checkpoint",
     "is_trainer_checkpoint",
     "newest_weights",
+    "read_weights",
 ]

@@ -25,6 +25,7 @@ from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 from .adapters import original_of
 from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
+from .dropout import turn_off_dropout
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
@@ -85,6 +86,8 @@ class StageModel:
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
+        if not structure.drops:
+            turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
         if isinstance(self.model, PreTrainedModel):

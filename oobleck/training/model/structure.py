@@ -22,6 +22,7 @@ from oobleck.job import ModelSpec, Task
 
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
 from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built
+from .dropout import names_a_probability
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
 from .signature import names_taken
@@ -67,6 +68,8 @@ class ModelStructure:
     """What its forward can be given beside tokens and labels."""
     draws_at_random: bool
     """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
+    drops: bool = True
+    """Whether it is to: without, the generators are seeded as they are with dropout, and nothing is drawn."""
 
     make: Callable[[torch.dtype], SplittableModel]
     """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
@@ -331,4 +334,4 @@ def _has_probability(config: Mapping[str, object]) -> bool:
 
 def _names_a_probability(key: str) -> bool:
     # Causal language models have no classifier and summary heads, though their configurations speak of them.
-    return any(word in key for word in ("drop", "jitter", "noise")) and not key.startswith(("classifier", "summary"))
+    return names_a_probability(key) and not key.startswith(("classifier", "summary"))
