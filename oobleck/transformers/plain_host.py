@@ -32,7 +32,7 @@ def _train(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
     stand_in = types.ModuleType(_OURS)
     stand_in.__dict__["Trainer"] = plain_trainer(observation)
     sys.modules[_OURS] = stand_in
-    oobleck.__dict__["transformers"] = stand_in
+    vars(oobleck)["transformers"] = stand_in
     seed_scripts()
     try:
         run_as_main(asked.job.script)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
@@ -29,6 +30,12 @@ from .job import epochs_of, inner_model
 
 __all__ = ["Observation", "plain_trainer"]
 
+_CAUSAL = frozenset(
+    name
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+)
+"""Classes of models that predict the next token."""
 _DRAWN = (
     "the sampler draws from the process's random numbers, and a run draws its order from (seed, epoch): the script by "
     "itself was given the order of the run"
@@ -64,6 +71,7 @@ class Observation:
         self._asked = asked
         self._output_dir = ""
         self._dropped: dict[str, float] = {}
+        self._remarks: list[str] = []
         self._batches: list[Sequence[int]] = []
         """Those that the loader has given out."""
         self._num_batches = 0
@@ -82,7 +90,7 @@ class Observation:
             steps=steps,
             samples_on_nodes=() if self._order is None else tuple(self._order(step.step) for step in steps),
             dropped=self._dropped,
-            remarks=(_DRAWN,) if self._is_drawn else (),
+            remarks=(*self._remarks, *((_DRAWN,) if self._is_drawn else ())),
             output_dir=self._output_dir,
         )
 
@@ -97,6 +105,7 @@ class Observation:
 
     def begin(self, trainer: Any) -> None:
         """Note what a trainer does from now on."""
+        self._count_as_predicted(trainer)
         trainer.add_callback(_Observer(self, trainer))
         training_step, get_train_dataloader = trainer.training_step, trainer.get_train_dataloader
 
@@ -111,6 +120,21 @@ class Observation:
             return loader
 
         trainer.training_step, trainer.get_train_dataloader = noted_step, noted_loader
+
+    def _count_as_predicted(self, trainer: Any) -> None:
+        """Have transformers divide the loss of a step by the labels that are predicted, as it does for most models.
+
+        For classes that do not name their loss, as GPT-2's, it counts the first label of each sample as well.
+        """
+        kind = type(inner_model(trainer.model))
+        names = {base.__name__ for base in kind.__mro__}
+        if getattr(trainer, "_loss_shifts_labels", True) or names.isdisjoint(_CAUSAL):
+            return
+        trainer._loss_shifts_labels = True
+        self._remarks.append(
+            f"transformers divides the loss of {kind.__name__} by all labels of a step, with the first of each sample, "
+            "which is never predicted; here both divide by those that are predicted"
+        )
 
     # --- samples -----------------------------------------------------------------------------------------------
 
@@ -211,6 +235,7 @@ def _epoch_setter(sampler: Any) -> Any:
     """Return what tells a batch sampler, and the sampler in it, which epoch begins, as accelerate's loader does."""
 
     def set_epoch(epoch: int) -> None:
+        each: Any
         for each in (sampler, getattr(sampler, "sampler", None)):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -220,5 +245,5 @@ def _epoch_setter(sampler: Any) -> Any:
 
 def _random_state() -> tuple[object, ...]:
     """Return the state of all that samplers may draw from, as something to compare."""
-    of_numpy = np.random.get_state()
+    of_numpy: Any = np.random.get_state()
     return random.getstate(), str(of_numpy[1].tobytes()), of_numpy[2], torch.get_rng_state().numpy().tobytes()

@@ -90,7 +90,7 @@ def _backward(job: JobSpec, model: nn.Module, batches: list[Batch], loss_functio
             else:
                 mean = model(input_ids=batch.input_ids, labels=batch.labels, use_cache=False, **batch.others).loss
                 loss = mean * (batch.num_items / num_items)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         total += float(loss.detach())
     return total
 
@@ -125,7 +125,8 @@ def _optimizer(
         optimizer = made["optimizer"](groups)
     else:
         kind = _class_named(spec.optim)
-        takes, arguments = inspect.signature(kind).parameters, {"lr": spec.learning_rate, **spec.optim_args}
+        takes = inspect.signature(kind).parameters
+        arguments: dict[str, Any] = {"lr": spec.learning_rate, **spec.optim_args}
         if "betas" in takes:
             arguments = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon, **arguments}
         optimizer = kind(groups, **arguments)

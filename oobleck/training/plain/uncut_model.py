@@ -55,6 +55,7 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
     Raises ConfigError where the script's model cannot be built.
     """
     dtype = Precision.of(job.dtype).parameters
+    model: Any
     read: frozenset[str] = frozenset()
     if "model" in made:
         model = _of_script(made["model"], dtype)
@@ -65,7 +66,9 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
     if assembly.structure.adapters is not None and "model" not in made:
         add_adapters(model, assembly.structure.adapters)
     _copy_drawn(job, assembly, model, read)
-    return model.train()
+    model.train()
+    whole: nn.Module = model
+    return whole
 
 
 def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
