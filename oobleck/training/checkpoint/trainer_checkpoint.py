@@ -51,7 +51,7 @@ def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collec
         raise CorruptCheckpoint(f"{directory}: {error}") from error
     states = dict(_states(directory, model, decayed, saved, step))
     structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=_TRIAL_LENGTH)
-    return _write(directory / _OURS, structure, dict(model.named_parameters(remove_duplicate=False)), states, step)
+    return _write(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step)
 
 
 def _states(
@@ -86,7 +86,7 @@ def _states(
 def _write(
     target: Path,
     structure: ModelStructure,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     states: Mapping[int, Mapping[str, torch.Tensor]],
     step: int,
 ) -> Path:

@@ -86,6 +86,8 @@ class SplitProbe:
         with self._noting_calls(), self._probing():
             loss = self._model(input_ids=ids, labels=labels, use_cache=False).loss
         self.has_run = True
+        if not isinstance(loss, torch.Tensor):
+            raise cannot_split(self._model, f"{type(self._model).__name__} returns no loss for labels")
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
         with self._without_postlude(), self._probing():
