@@ -96,8 +96,9 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
             config.tie_word_embeddings = not config.tie_word_embeddings
             model, tuner = build(config)
         weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
+    aliases = tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    if unexpected or set(missing) - set(tied_parameters(model)):
+    if unexpected or set(missing) - aliases:
         raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
     if adapters is not None and adapters_alone:
         _save_whole(partial(save_adapters, model, adapters), target)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
@@ -23,9 +23,11 @@ from .placeholders import Passthrough, replace_module
 __all__ = ["SplitProbe", "cannot_split"]
 
 
-def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
+def cannot_split(model: nn.Module, why: str) -> ConfigError:
     """Return the error that says why a model has no layers that could be placed apart."""
-    return ConfigError(f"model.type: {model.config.model_type} cannot be split into layers: {why}")
+    kind, config = type(model).__name__, model.config
+    assert isinstance(config, PreTrainedConfig)
+    return ConfigError(f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}")
 
 
 class _Probe(Passthrough):

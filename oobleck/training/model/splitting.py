@@ -27,7 +27,7 @@ from .adapters import tied_parameters
 from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
-__all__ = ["Anatomy", "dissect"]
+__all__ = ["Anatomy", "dissect", "require_one_stack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,6 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     Raises:
         ConfigError: the model cannot be split; says why.
     """
-    if model.config.is_encoder_decoder:
-        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
     probe = _run_probe(model, block_list, task, sequence_length)
@@ -76,6 +74,12 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy
+
+
+def require_one_stack(model: PreTrainedModel) -> None:
+    """Raise ConfigError for an encoder-decoder."""
+    if model.config.is_encoder_decoder:
+        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
 
 
 def _refuse_losses_across_layers(model: PreTrainedModel) -> None:

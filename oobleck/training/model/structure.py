@@ -33,7 +33,7 @@ from .configuration import build_config, build_model, check_head, prepared, task
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
 from .signature import names_taken
-from .splitting import Anatomy, dissect
+from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
 __all__ = ["LossOfOutputs", "ModelStructure", "Site", "SplittableModel"]
@@ -194,12 +194,14 @@ class ModelStructure:
         on_meta = _on_meta(make)
         require_independent_samples(on_meta)
         require_no_hooks(on_meta)
+        adapters = adapters_of(on_meta)
         with FakeTensorMode():
             skeleton = with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
                 task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
+                require_one_stack(skeleton)
                 task, takes = task or task_of_built(skeleton), names_taken(skeleton)
                 check_head(skeleton.config, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
@@ -222,7 +224,7 @@ class ModelStructure:
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
             make=make,
             weights=weights,
-            adapters=adapters_of(skeleton),
+            adapters=adapters,
         )
 
     @cached_property
