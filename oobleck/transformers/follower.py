@@ -95,14 +95,17 @@ class RunFollower:
 
     def _load(self, checkpoints: Path) -> None:
         model = inner_model(self._trainer.model)
-        missing, unexpected = model.load_state_dict(newest_weights(checkpoints), strict=False)
-        known = {id(parameter) for parameter in model.parameters()}
-        absent = set(missing) & {name for name, _ in model.named_parameters()}
-        if unexpected or absent:
+        weights = newest_weights(checkpoints)
+        known = model.state_dict(keep_vars=True)
+        loaded = {id(known[name]) for name in weights if name in known}
+        absent = {name for name, tensor in known.items() if id(tensor) not in loaded}
+        if absent or (unexpected := weights.keys() - known.keys()):
             raise CorruptCheckpoint(
-                f"{checkpoints}: its parameters are not the model's: {[*sorted(absent), *unexpected]}"
+                f"{checkpoints}: its parameters are not the model's: {sorted(absent or unexpected)}"
             )
-        assert known == {id(parameter) for parameter in model.parameters()}, "values are set, parameters stay"
+        model.load_state_dict(weights, strict=False)
+        after = model.state_dict(keep_vars=True)
+        assert all(after[name] is tensor for name, tensor in known.items()), "values are set, tensors stay"
 
     def _take(self, entry: JournalEntry) -> None:
         match entry:

@@ -21,6 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError
 from oobleck.script import Job
+from oobleck.training.model import LiveModel, ModelStructure
 
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
@@ -32,6 +33,8 @@ _LEAST_MICROBATCHES = 8
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
+_TRIAL_LENGTH = 8
+"""Of the sample on which a model's layers are found."""
 
 
 class TrainerJob(Job):
@@ -59,9 +62,15 @@ class TrainerJob(Job):
         args = self._trainer.args
         return self._epochs.max_steps(max_steps=args.max_steps, num_epochs=args.num_train_epochs)
 
+    def require_splittable(self) -> None:
+        """Raise ConfigError for a model that cannot be trained as it is. Takes less than a second, and no memory."""
+        live = LiveModel.skeleton_of(self._trainer.model)
+        ModelStructure.from_live(live, compute_loss=_loss(self._trainer), sequence_length=_TRIAL_LENGTH)
+
     @functools.cached_property
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # looked at where they are asked for alone
         """What a job file would say."""
+        self.require_splittable()
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:

@@ -40,6 +40,7 @@ def train_here(trainer: Trainer) -> TrainOutput:
     if script is None:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")
     job = trainer.job()
+    job.require_splittable()
     with _while_it_waits():
         run = oobleck.launch(Path(script), arguments=sys.argv[1:], local=_num_nodes(), resume=_resume(trainer))
     follower = trainer.follow(job)

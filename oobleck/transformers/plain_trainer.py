@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.handover import TrainReached
-from oobleck.training.model import turn_off_dropout
+from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
 
 from .epochs import EpochOrder

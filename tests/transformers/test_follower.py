@@ -15,9 +15,11 @@ from oobleck.control.journal import Evaluated, JournalEntry, PlanAdopted, StepDo
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.checkpoint.conversion import import_model
+from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
+from oobleck.training.model import LiveModel, ModelStructure
 from tests.control.journals import run_with_a_loss
 
-from .trainers import model, rows, trainer
+from .trainers import LENGTH, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
@@ -65,6 +67,13 @@ def checkpoint(directory: Path, trained: torch.nn.Module) -> Path:
     return directory / "checkpoints"
 
 
+def checkpoint_of_live(directory: Path, trained: torch.nn.Module) -> Path:
+    """The same for a model as a script has made it."""
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(trained), sequence_length=LENGTH)
+    write_checkpoint(directory / "live", structure, trained.state_dict(), {}, step=1)
+    return directory / "live"
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -106,6 +115,22 @@ def test_the_trained_weights_are_in_the_model_that_the_script_has(tmp_path: Path
     assert made.model is kept
     for name, parameter in trained.named_parameters():
         assert torch.equal(made.model.get_parameter(name), parameter), name
+
+
+def test_buffers_are_in_it_and_heads_are_tied_as_they_were(tmp_path: Path):
+    made, trained = trainer(tmp_path), model()
+    for each, value in ((made.model, 1.0), (trained, 7.0)):
+        each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().clone())
+        each.transformer.h[1].mlp.register_buffer("seen", torch.tensor([value]))
+    with torch.no_grad():
+        trained.lm_head.weight.add_(1.0)
+    seen = made.model.transformer.h[1].mlp.seen
+    told(made, step(1, 5.0)).finish(checkpoint_of_live(tmp_path, trained))
+    assert torch.equal(made.model.lm_head.weight, trained.lm_head.weight)
+    assert made.model.lm_head.weight is not made.model.transformer.wte.weight
+    assert seen.tolist() == [7.0]
+    with pytest.raises(CorruptCheckpoint, match=r"not the model's: \['transformer\.h\.1\.mlp\.seen'\]"):
+        told(trainer(tmp_path), step(1, 5.0)).finish(checkpoint_of_live(tmp_path, trained))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,30 @@ def test_a_dataset_of_datasets_gives_its_lengths_by_its_column(tmp_path: Path):
 def test_too_few_samples_for_a_batch_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="3 samples are no batch of 8"):
         trainer(tmp_path, count=3, per_device_train_batch_size=8, dataloader_drop_last=True).job()
+
+
+def trainable_tokens(made: Any) -> Any:
+    return peft.get_peft_model(made, peft.LoraConfig(r=2, fan_in_fan_out=True, trainable_token_indices=[3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda made: made.lm_head.weight.register_hook(torch.sign), r"hook on (transformer\.wte|lm_head)\.weight"),
+        (lambda made: made.transformer.h.append(made.transformer.h[0]), "2 transformer blocks"),
+        (trainable_tokens, "LoRA with trainable_token_indices is not supported; leave it out"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_as_it_is_is_refused_before_anything_is_launched(
+    change: Any, words: str, tmp_path: Path
+):
+    made = model()
+    job = trainer(tmp_path, model=change(made) if change is trainable_tokens else made).job()
+    if change is not trainable_tokens:
+        change(made)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=words):
+        job.require_splittable()
+    with pytest.raises(ConfigError, match=words):
+        job.settings  # noqa: B018  it is computed where it is asked for
+    assert time.monotonic() - began_s < 5.0, "no run was started"

@@ -6,7 +6,6 @@ from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_pa
 from .compilation import require_compiler
 from .configuration import build_model
 from .documents import separates_documents
-from .dropout import turn_off_dropout
 from .live_model import LiveModel
 from .models import MicrobatchKey, StageModel
 from .precision import Precision
@@ -33,6 +32,5 @@ __all__ = [
     "separates_documents",
     "share_of",
     "tied_parameters",
-    "turn_off_dropout",
     "unwrapped",
 ]

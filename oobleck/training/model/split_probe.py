@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
@@ -23,9 +23,11 @@ from .placeholders import Passthrough, replace_module
 __all__ = ["SplitProbe", "cannot_split"]
 
 
-def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
+def cannot_split(model: nn.Module, why: str) -> ConfigError:
     """Return the error that says why a model has no layers that could be placed apart."""
-    return ConfigError(f"model.type: {model.config.model_type} cannot be split into layers: {why}")
+    kind, config = type(model).__name__, model.config
+    assert isinstance(config, PreTrainedConfig)
+    return ConfigError(f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}")
 
 
 class _Probe(Passthrough):
@@ -86,6 +88,8 @@ class SplitProbe:
         with self._noting_calls(), self._probing():
             loss = self._model(input_ids=ids, labels=labels, use_cache=False).loss
         self.has_run = True
+        if not isinstance(loss, torch.Tensor):
+            raise cannot_split(self._model, f"{type(self._model).__name__} returns no loss for labels")
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
         with self._without_postlude(), self._probing():

@@ -27,7 +27,7 @@ from .adapters import tied_parameters
 from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
-__all__ = ["Anatomy", "dissect"]
+__all__ = ["Anatomy", "dissect", "require_one_stack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,6 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     Raises:
         ConfigError: the model cannot be split; says why.
     """
-    if model.config.is_encoder_decoder:
-        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
     probe = _run_probe(model, block_list, task, sequence_length)
@@ -76,6 +74,12 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy
+
+
+def require_one_stack(model: PreTrainedModel) -> None:
+    """Raise ConfigError for an encoder-decoder."""
+    if model.config.is_encoder_decoder:
+        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
 
 
 def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
@@ -99,10 +103,30 @@ def _find_block_list(model: PreTrainedModel) -> str:
         and all(isinstance(block, GradientCheckpointingLayer) for block in module)
     ]
     if len(found) != 1:
+        lists = ", ".join(found) or ", ".join(_lists_of_modules(model)) or "no list of modules"
         raise cannot_split(
-            model, f"it needs exactly one list of {count} transformer blocks and has {len(found)} {found}"
+            model,
+            f"it needs exactly one list of {count} transformer blocks (as num_hidden_layers says, each a "
+            f"GradientCheckpointingLayer), and has {lists}",
         )
+    _require_blocks_of_their_own(model, found[0])
     return found[0]
+
+
+def _lists_of_modules(model: PreTrainedModel) -> list[str]:
+    """The longest lists, which may have been meant."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    longest = sorted(lists, key=lambda each: -len(each[1]))[:3]
+    return [f"{name} ({len(module)} {type(module[0]).__name__})" for name, module in longest if len(module)]
+
+
+def _require_blocks_of_their_own(model: PreTrainedModel, block_list: str) -> None:
+    first: dict[int, int] = {}
+    blocks = model.get_submodule(block_list)
+    assert isinstance(blocks, nn.ModuleList)
+    for index, block in enumerate(blocks):
+        if first.setdefault(id(block), index) != index:
+            raise cannot_split(model, f"block {index} is the same module as block {first[id(block)]}")
 
 
 def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_length: int) -> SplitProbe:

@@ -17,7 +17,8 @@ from oobleck.job import JobSpec
 from oobleck.script import run_script
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.data import IGNORED_LABEL, Batch
-from oobleck.training.model import Precision, turn_off_dropout
+from oobleck.training.dropout import turn_off_dropout
+from oobleck.training.model import Precision
 from oobleck.training.randomness import seed_scripts
 
 from .recorder import Recorder, gradient_norm

@@ -9,7 +9,8 @@ from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHead
 
 from oobleck.job import ModelSpec
 from oobleck.training.data import Batch
-from oobleck.training.model import MicrobatchKey, ModelStructure, StageModel, turn_off_dropout
+from oobleck.training.dropout import turn_off_dropout
+from oobleck.training.model import MicrobatchKey, ModelStructure, StageModel
 
 TOKENS = torch.arange(8)[None]
 
