@@ -143,10 +143,11 @@ class Dataset:
         input_ids = torch.from_numpy(self.source.rows(numbers))
         if (nothing := input_ids < 0).any():
             labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
-            return Batch(input_ids=input_ids.masked_fill(nothing, 0), labels=labels)
+            tokens = input_ids.masked_fill(nothing, 0)
+            return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
-        return Batch(input_ids=input_ids, labels=input_ids)
+        return Batch(input_ids=input_ids, labels=input_ids, is_causal=self.inputs.shifts_labels)
 
     def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
         try:

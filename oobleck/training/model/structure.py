@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapp
 from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
+from .losses import LossRule
 from .signature import names_taken
 from .splitting import Anatomy, dissect
 from .weights import WeightFiles
@@ -76,6 +77,8 @@ class ModelStructure:
     """Whether what is built has its buffers' values; else they follow from the model's rules."""
     compute_loss: LossOfOutputs | None = None
     """What takes the place of the model's own loss."""
+    loss_rule: LossRule = field(default_factory=LossRule)
+    """What the model's own loss is, as `with_tried_loss` finds out."""
     adapters: Adapters | None
     """Those in the model, which start from the seed; None: there are none."""
 
