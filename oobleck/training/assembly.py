@@ -152,7 +152,9 @@ def _made_by_script(job: JobSpec) -> _Made:
 def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Dataset | None]:
     if "data" not in made:
         return Dataset(open_source(job.text, cache_dir=cache_dir)).split(job.data.validation_split)
-    made_here = partial(ScriptSamples, sequence_length=job.data.sequence_length, vocab_size=job.data.vocab_size)
+    made_here = partial(
+        ScriptSamples, sequence_length=job.data.sequence_length, vocab_size=job.data.vocab_size, seed=job.seed
+    )
     if _streams(job):
         kept = Dataset(made_here(made["eval_data"])) if "eval_data" in made else None
         return Dataset(_stream(job, made["data"])), kept

@@ -70,7 +70,11 @@ class TrainerJob(Job):
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
-        """Take the model apart, and try its loss, as workers do. Raises ConfigError for one that cannot be trained."""
+        """Take the model apart, try its loss, and draw an epoch's order, as workers do.
+
+        Raises ConfigError for what cannot be trained.
+        """
+        self._order().check()
         trainer = self._trainer
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
@@ -84,13 +88,16 @@ class TrainerJob(Job):
                 stacklevel=2,
             )
 
+    def _order(self) -> EpochOrder:
+        return EpochOrder(self._loader, self._epochs, seed=self._trainer.args.seed)
+
     def _parts(self) -> Mapping[str, Callable[..., Any]]:
         trainer, loader = self._trainer, self._loader
         make_optimizer, peak = _optimizer(trainer)
         parts: dict[str, Callable[..., Any]] = {
             "live_model": lambda: trainer.model,
             "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
-            "order": lambda: EpochOrder(loader, self._epochs),
+            "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),

@@ -138,7 +138,10 @@ class Dataset:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
             return self.source.batch(numbers, self.inputs, step=step)
-        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+        if isinstance(self.source, ScriptSamples):
+            samples = [self.source.sample(number, self.inputs, step=step) for number in numbers]
+            return self._side_by_side(samples, numbers, step)
+        if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
         if (nothing := input_ids < 0).any():

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import IGNORED_LABEL, Batch
-from oobleck.training.randomness import MicrobatchKey
+from oobleck.training.randomness import MicrobatchKey, drawing_from
 
 from .losses import LossRule
 from .models import StageModel
@@ -47,7 +47,7 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
         return structure  # a list of layers, whose loss is given a number to divide by
     head = structure.num_layers - 1
     stage.adopt(head, head + 1, _weights(structure, head))
-    with stage.evaluating(), torch.no_grad():
+    with stage.evaluating(), torch.no_grad(), drawing_from(0):  # its layers seed the generator
         return replace(structure, loss_rule=_Trial(stage).rule())
 
 
