@@ -7,10 +7,8 @@ draws from the process's own generator, whose order nobody can repeat, gives the
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.handover import TrainReached
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
+from oobleck.training.randomness import drawing_alike
 
 from .epochs import EpochOrder
 from .job import epochs_of, inner_model
@@ -37,8 +36,8 @@ _CAUSAL = frozenset(
 )
 """Classes of models that predict the next token."""
 _DRAWN = (
-    "the sampler draws from the process's random numbers, and a run draws its order from (seed, epoch): the script by "
-    "itself was given the order of the run"
+    "the sampler draws its order, and depends on all that was drawn before; a run draws it from the seed and the epoch: "
+    "the script by itself was given the order of the run"
 )
 
 
@@ -139,13 +138,11 @@ class Observation:
     # --- samples -----------------------------------------------------------------------------------------------
 
     def _note_batches_of(self, trainer: Any, loader: Any) -> None:
-        inner = loader.batch_sampler
-        epochs = epochs_of(trainer, loader)
+        inner, epochs = loader.batch_sampler, epochs_of(trainer, loader)
         self._steps_per_epoch = epochs.num_steps
-        twin = copy.deepcopy(inner)  # whoever iterates over the loader's own may change its state
-        self._order = EpochOrder(SimpleNamespace(batch_sampler=twin, set_epoch=_epoch_setter(twin)), epochs)
+        self._order = EpochOrder(_Copy(inner), epochs, seed=trainer.args.seed)
         base = getattr(loader, "base_dataloader", loader)
-        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # which torch wants to be lasting
+        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch lets nobody set it
 
     def batches_of_epoch(self, batches: list[list[int]], *, is_drawn: bool) -> list[list[int]]:
         """Note the batches of an epoch, by numbers of samples; returns those that are to be given out."""
@@ -198,11 +195,13 @@ class _NotedBatches:
     def __init__(self, inner: Any, observation: Observation) -> None:
         self._inner = inner
         self._observation = observation
+        self._epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        before = _random_state()
+        is_drawn = _is_drawn(_Copy(self._inner), self._epoch)
+        self._epoch += 1
         batches = [list(map(int, batch)) for batch in self._inner]
-        yield from self._observation.batches_of_epoch(batches, is_drawn=_random_state() != before)
+        yield from self._observation.batches_of_epoch(batches, is_drawn=is_drawn)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -231,19 +230,25 @@ class _Observer(TrainerCallback):
             control.should_training_stop = True
 
 
-def _epoch_setter(sampler: Any) -> Any:
-    """Return what tells a batch sampler, and the sampler in it, which epoch begins, as accelerate's loader does."""
+class _Copy:
+    """A batch sampler's copy, as `EpochOrder` takes it for a loader: drawing from it leaves the loader's own as it is."""
 
-    def set_epoch(epoch: int) -> None:
+    def __init__(self, sampler: Any) -> None:
+        self.batch_sampler = copy.deepcopy(sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, to the batch sampler and the sampler in it, as accelerate's loader does."""
         each: Any
-        for each in (sampler, getattr(sampler, "sampler", None)):
+        for each in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
 
-    return set_epoch
 
-
-def _random_state() -> tuple[object, ...]:
-    """Return the state of all that samplers may draw from, as something to compare."""
-    of_numpy: Any = np.random.get_state()
-    return random.getstate(), str(of_numpy[1].tobytes()), of_numpy[2], torch.get_rng_state().numpy().tobytes()
+def _is_drawn(twin: _Copy, epoch: int) -> bool:
+    """Whether a sampler gives an order that depends on what was drawn before: another one for the same epoch."""
+    orders = []
+    with drawing_alike(0):
+        for _ in range(2):
+            twin.set_epoch(epoch)
+            orders.append([list(map(int, batch)) for batch in twin.batch_sampler])
+    return orders[0] != orders[1]

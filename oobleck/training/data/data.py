@@ -138,15 +138,19 @@ class Dataset:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
             return self.source.batch(numbers, self.inputs, step=step)
-        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+        if isinstance(self.source, ScriptSamples):
+            samples = [self.source.sample(number, self.inputs, step=step) for number in numbers]
+            return self._side_by_side(samples, numbers, step)
+        if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
         if (nothing := input_ids < 0).any():
             labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
-            return Batch(input_ids=input_ids.masked_fill(nothing, 0), labels=labels)
+            tokens = input_ids.masked_fill(nothing, 0)
+            return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
-        return Batch(input_ids=input_ids, labels=input_ids)
+        return Batch(input_ids=input_ids, labels=input_ids, is_causal=self.inputs.shifts_labels)
 
     def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
         try:

@@ -7,6 +7,7 @@ from .compilation import require_compiler
 from .configuration import build_model
 from .documents import separates_documents
 from .live_model import LiveModel
+from .loss_trial import with_tried_loss
 from .models import MicrobatchKey, StageModel
 from .precision import Precision
 from .structure import ModelStructure
@@ -33,4 +34,5 @@ __all__ = [
     "share_of",
     "tied_parameters",
     "unwrapped",
+    "with_tried_loss",
 ]

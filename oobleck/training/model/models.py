@@ -261,11 +261,21 @@ class StageModel:
         if self.structure.compute_loss is not None:
             loss = self._loss_by(self.structure.compute_loss, self.model(**given), batch.labels, num_items)
         elif self.structure.task == "causal_lm":
-            loss = self.model(labels=batch.labels, num_items_in_batch=num_items, **given).loss
+            outputs = self.model(labels=batch.labels, num_items_in_batch=num_items, **given)
+            loss = self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss
         else:
             logits = self.model(**given).logits
             loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _share_of_mean(self, outputs: Any, batch: Batch, num_items: int) -> torch.Tensor:
+        """What a microbatch adds to the mean over a step, of the mean over its own labels."""
+        loss: torch.Tensor
+        if not batch.num_items:  # a mean over nothing is no number, and neither is its gradient
+            loss = outputs.logits.sum() * 0.0
+            return loss
+        loss = outputs.loss * (batch.num_items / num_items)
+        return loss
 
     def _loss_by(self, compute: LossOfOutputs, outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
         """A script's own loss. What is divided by a number of items here is corrected when all are counted, so it must

@@ -33,6 +33,7 @@ from .brought import (
 from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built, with_padding
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
+from .losses import LossRule
 from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
@@ -90,6 +91,8 @@ class ModelStructure:
     """Whether what is built has its buffers' values; else they follow from the model's rules."""
     compute_loss: LossOfOutputs | None = None
     """What takes the place of the model's own loss."""
+    loss_rule: LossRule = field(default_factory=LossRule)
+    """What the model's own loss is, as `with_tried_loss` finds out."""
     adapters: Adapters | None
     """Those in the model, which start from the seed; None: there are none."""
     hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
