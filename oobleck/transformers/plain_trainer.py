@@ -36,8 +36,8 @@ _CAUSAL = frozenset(
 )
 """Classes of models that predict the next token."""
 _DRAWN = (
-    "the sampler draws its order, and depends on all that was drawn before; a run draws it from the seed and the epoch: "
-    "the script by itself was given the order of the run"
+    "the sampler's order depends on all that was drawn before it, and a run draws it from the seed and the epoch: the "
+    "script by itself was given the order of the run"
 )
 
 
@@ -231,7 +231,7 @@ class _Observer(TrainerCallback):
 
 
 class _Copy:
-    """A batch sampler's copy, as `EpochOrder` takes it for a loader: drawing from it leaves the loader's own as it is."""
+    """A batch sampler's copy in place of its loader: drawing from it leaves the loader's own as it is."""
 
     def __init__(self, sampler: Any) -> None:
         self.batch_sampler = copy.deepcopy(sampler)
