@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
+from oobleck.errors import ConfigError
 from oobleck.handover import TrainReached
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
@@ -35,6 +36,7 @@ _CAUSAL = frozenset(
     for name in ([names] if isinstance(names, str) else names)
 )
 """Classes of models that predict the next token."""
+_TRIED_SAMPLES = 8
 _DRAWN = (
     "the sampler's order depends on all that was drawn before it, and a run draws it from the seed and the epoch: the "
     "script by itself was given the order of the run"
@@ -138,6 +140,7 @@ class Observation:
     # --- samples -----------------------------------------------------------------------------------------------
 
     def _note_batches_of(self, trainer: Any, loader: Any) -> None:
+        _require_lasting_samples(loader)
         inner, epochs = loader.batch_sampler, epochs_of(trainer, loader)
         self._steps_per_epoch = epochs.num_steps
         self._order = EpochOrder(_Copy(inner), epochs, seed=trainer.args.seed)
@@ -252,3 +255,18 @@ def _is_drawn(twin: _Copy, epoch: int) -> bool:
             twin.set_epoch(epoch)
             orders.append([list(map(int, batch)) for batch in twin.batch_sampler])
     return orders[0] != orders[1]
+
+
+def _require_lasting_samples(loader: Any) -> None:
+    """Raise ConfigError where samples are other ones each time that they are read: then no two runs are equal."""
+    numbers = range(min(_TRIED_SAMPLES, len(loader.dataset)))
+    read = []
+    for seed in range(2):
+        with drawing_alike(seed):
+            batch = loader.collate_fn([loader.dataset[number] for number in numbers])
+            read.append({name: torch.as_tensor(value) for name, value in batch.items()})
+    if any(not torch.equal(value, read[1][name]) for name, value in read[0].items()):
+        raise ConfigError(
+            "train_dataset or data_collator draws random numbers, which a run draws from (seed, step, samples) and the "
+            "script from all that was drawn before; have it draw none (mlm=False, for instance) to compare the rest"
+        )

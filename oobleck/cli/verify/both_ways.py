@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,10 +112,17 @@ def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
 @contextmanager
 def _directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="oobleck-verify-"))
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    """End as with Ctrl-C: processes are waited for, and files removed."""
+    raise SystemExit(ExitCode.TERMINATED)
 
 
 # --- by itself -------------------------------------------------------------------------------------------------
