@@ -48,7 +48,7 @@ class WeightedSampler(Trainer):
     """Draws from the process's random numbers."""
 
     def _get_train_sampler(self, *args, **kwargs):
-        return WeightedRandomSampler([1.0 + number % 5 for number in range(NUM_ROWS)], num_samples=NUM_ROWS)
+        return WeightedRandomSampler([1.0 + number % 5 for number in range(NUM_ROWS)], num_samples=16)
 
 
 class OwnLoss(Trainer):
@@ -170,7 +170,7 @@ def main():
             output_dir=sys.argv[2],
             per_device_train_batch_size=4 if kind == "loss" else 8,
             gradient_accumulation_steps=2 if kind == "loss" else 1,
-            num_train_epochs=2,
+            max_steps=16,
             learning_rate=3e-3,
             logging_steps=1,
             report_to=[],
