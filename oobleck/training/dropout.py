@@ -23,14 +23,16 @@ def names_a_probability(key: str) -> bool:
 def turn_off_dropout(model: nn.Module) -> dict[str, float]:
     """Set every probability to drop something, and every amount of noise, to zero.
 
-    Returns what they were, by the names that the model and its configuration have for them; only those above zero.
+    Returns what they were, by the names of its configuration, and by those of modules where it names none of that size;
+    only those above zero.
     """
+    of_modules: dict[str, float] = {}
     found: dict[str, float] = {}
     owners: dict[int, Any] = {}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2] or type(module).__name__
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            found[name] = max(module.p, found.get(name, 0.0))
+            of_modules[name] = max(module.p, of_modules.get(name, 0.0))
             module.p = 0.0
         for owner in (module, getattr(module, "config", None)):
             if owner is not None:
@@ -39,7 +41,7 @@ def turn_off_dropout(model: nn.Module) -> dict[str, float]:
         for key, value in list(_probabilities(owner)):
             found[key] = max(value, found.get(key, 0.0))
             setattr(owner, key, 0.0)
-    return found
+    return found | {name: value for name, value in of_modules.items() if value not in found.values()}
 
 
 def _probabilities(owner: Any) -> Iterator[tuple[str, float]]:
