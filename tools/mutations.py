@@ -731,19 +731,8 @@ def is_found_by_verify(mutation: Mutation, copy: Path) -> bool:
     *options, kind = mutation.verified
     script = str(copy / "tests" / "e2e" / "verified_script.py")
     with applied(mutation, copy) as environment, tempfile.TemporaryDirectory() as output:
-        command = [
-            sys.executable,
-            "-m",
-            "oobleck",
-            "verify",
-            script,
-            "--steps=4",
-            "--json",
-            *options,
-            "--",
-            kind,
-            output,
-        ]
+        command = [sys.executable, "-m", "oobleck", "verify", script, "--steps=4", "--local=3", "--json"]
+        command += [*options, "--", kind, output]
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=END_TO_END_TIMEOUT_S
         )

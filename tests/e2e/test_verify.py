@@ -44,7 +44,7 @@ class Verifier:
         self.temporary = temporary
 
     def verify(self, script: Path, *words: str) -> Verified:
-        command = [sys.executable, "-m", "oobleck", "verify", str(script), "--steps", "4", "--json", *words]
+        command = [sys.executable, "-m", "oobleck", "verify", str(script), "--steps=4", "--local=3", "--json", *words]
         environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
