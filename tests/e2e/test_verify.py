@@ -45,12 +45,15 @@ class Verifier:
 
     def verify(self, script: Path, *words: str) -> Verified:
         command = [sys.executable, "-m", "oobleck", "verify", str(script), "--steps=4", "--local=3", "--json", *words]
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = self.run(command)
         assert done.stdout, done.stderr
         return Verified(done.returncode, json.loads(done.stdout), done.stderr)
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
 
     def kind(self, kind: str, *options: str) -> Verified:
         """Verify the script of a kind."""
@@ -131,6 +134,26 @@ def test_a_run_that_clips_what_the_script_does_not_is_different_after_its_first_
     first = verified.answer["differences"][0]
     assert first["step"] == 1
     assert first["what"] in {each["name"] for each in verified.answer["tensors"]}
+
+
+@pytest.mark.slow
+def test_a_run_starts_only_if_it_is_verified_first(verifier: Verifier, tmp_path: Path) -> None:
+    words = (
+        "--local",
+        "3",
+        "--verify",
+        "2",
+        "--set",
+        "optimizer.max_grad_norm=1e-9",
+        "--base-dir",
+        str(tmp_path / "base"),
+    )
+    command = [sys.executable, "-m", "oobleck", "up", str(SCRIPT), *words, "--", "sampler", "output"]
+    done = verifier.run(command)
+    assert done.returncode == ExitCode.DIFFERENT
+    assert "DIFFERENT, and first: parameter" in done.stderr
+    assert "not started" in done.stderr
+    assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.slow

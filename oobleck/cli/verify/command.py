@@ -12,7 +12,7 @@ import typer
 
 from oobleck.cli.common_options import JsonOption
 from oobleck.cli.inputs import read_job
-from oobleck.errors import ConfigError, UsageError, UserError
+from oobleck.errors import UsageError, UserError
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 
@@ -67,12 +67,13 @@ def verify(
 def verify_first(
     job_file: Path | None, script: Path | None, arguments: tuple[str, ...], settings: Sequence[str], *, steps: int
 ) -> None:
-    """Verify a job before it is run. Raises ConfigError where it differs from what the script does by itself."""
+    """Verify a job before it is run. Raises SystemExit where it does not train as the script does by itself."""
     code = _verified(
         job_file, script, arguments, settings, steps=steps, num_nodes=_NODES, dtype=None, as_json=False, to_stderr=True
     )
     if code != ExitCode.DONE:
-        raise ConfigError("--verify: the job does not train as the script does by itself; nothing was started")
+        typer.echo("oobleck: --verify: it is not shown to train as the script does by itself; not started", err=True)
+        raise SystemExit(code)
 
 
 def _verified(
