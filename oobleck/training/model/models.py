@@ -22,14 +22,13 @@ from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
-from .adapters import original_of
 from .buffers import StageBuffers
 from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
-from .placeholders import Passthrough, ZeroEmbedding, replace_module
+from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .recomputation import recompute_activations
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
@@ -354,12 +353,11 @@ class StageModel:
             yield from self.structure.layer_roots(layer)
 
     def _placeholder(self, root: str) -> nn.Module:
-        module = self._modules[root]
-        embedding = original_of(module)
-        if isinstance(embedding, nn.Embedding) and root in self.structure.anatomy.prelude:
-            return ZeroEmbedding(embedding)
-        is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
-        return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
+        module, anatomy = self._modules[root], self.structure.anatomy
+        if root in anatomy.prelude:
+            return stand_in_before_blocks(module, width=anatomy.widths.get(root), device=self.device)
+        is_block = root.startswith(f"{anatomy.block_list}.")
+        return Passthrough(module, returns_tuple=is_block and anatomy.blocks_return_tuples)
 
     def _hook_up(self) -> None:
         for layer in range(1, self.structure.num_layers):
