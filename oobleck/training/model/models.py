@@ -82,7 +82,8 @@ class StageModel:
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
         self._tried_loss = False
-        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
+        has_own_loss = "_loss_function" in vars(self.model)
+        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
