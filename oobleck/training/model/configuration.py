@@ -45,6 +45,7 @@ __all__ = [
     "check_head",
     "model_types",
     "prepared",
+    "require_known_loss",
     "task_of",
     "task_of_built",
     "with_padding",
@@ -118,6 +119,16 @@ def task_of_built(model: PreTrainedModel) -> Task:
         "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
         "class, or derive one's own from it"
     )
+
+
+def require_known_loss(model: PreTrainedModel, task: Task) -> None:
+    """Raise ConfigError for a model whose own loss would be ignored: that of labels is the cross entropy of logits."""
+    is_own = not type(model).forward.__module__.startswith("transformers.") or "_loss_function" in vars(model)
+    if task != "causal_lm" and is_own:
+        raise ConfigError(
+            f"model: {type(model).__name__} has a forward or a loss_function of its own, and for {task} the loss is "
+            "the cross entropy of its logits, whatever that returns; give Trainer(compute_loss_func=…)"
+        )
 
 
 def _task_of_classes(names: Iterable[str]) -> Task | None:

@@ -23,14 +23,13 @@ from oobleck.training.data import Batch
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
-from .adapters import original_of
 from .buffers import StageBuffers
 from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
-from .placeholders import Passthrough, ZeroEmbedding, replace_module
+from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .recomputation import recompute_activations
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
@@ -84,7 +83,8 @@ class StageModel:
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
         self._tried_loss = False
-        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
+        has_own_loss = "_loss_function" in vars(self.model)
+        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
         if not structure.drops:
@@ -367,12 +367,11 @@ class StageModel:
             yield from self.structure.layer_roots(layer)
 
     def _placeholder(self, root: str) -> nn.Module:
-        module = self._modules[root]
-        embedding = original_of(module)
-        if isinstance(embedding, nn.Embedding) and root in self.structure.anatomy.prelude:
-            return ZeroEmbedding(embedding)
-        is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
-        return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
+        module, anatomy = self._modules[root], self.structure.anatomy
+        if root in anatomy.prelude:
+            return stand_in_before_blocks(module, width=anatomy.widths.get(root), device=self.device)
+        is_block = root.startswith(f"{anatomy.block_list}.")
+        return Passthrough(module, returns_tuple=is_block and anatomy.blocks_return_tuples)
 
     def _hook_up(self) -> None:
         for layer in range(1, self.structure.num_layers):

@@ -18,7 +18,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import Task
 
 from .adapters import is_adapted, tied_parameters
-from .placeholders import Passthrough, replace_module
+from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 
 __all__ = ["SplitProbe", "cannot_split"]
 
@@ -38,12 +38,14 @@ class _Probe(Passthrough):
         self.received: torch.Tensor | None = None
         self.emitted: torch.Tensor | None = None
         self.side_input: str | None = None
+        self.entering: torch.Tensor | None = None
+        """What it sends out whatever comes in, as the first block of a stage does."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = [*((f"its argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
         (_, hidden), *others = named
         self.received = hidden
-        self.emitted = torch.empty_like(hidden).requires_grad_()
+        self.emitted = (torch.empty_like(hidden) if self.entering is None else self.entering).requires_grad_()
         self.side_input = next((name for name, value in others if _carries_gradient(value)), None)
         return (self.emitted,) if self.returns_tuple else self.emitted
 
@@ -54,6 +56,8 @@ class SplitProbe:
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}
+        self.widths: dict[str, int] = {}
+        """How many features modules give, where these are not as many as they take."""
         self._weightless_prelude: set[str] = set()
         self._untraceable: list[str] = []
         """Modules before the blocks that hide from autograd what comes of their parameters."""
@@ -93,6 +97,9 @@ class SplitProbe:
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
         with self._without_postlude(), self._probing():
+            output = self._model.base_model(input_ids=ids, use_cache=False)
+        self._require_nothing_after_the_blocks(output)
+        with self._without_prelude(), self._without_postlude(), self._probing():
             output = self._model.base_model(input_ids=ids, use_cache=False)
         self._require_nothing_after_the_blocks(output)
 
@@ -140,6 +147,22 @@ class SplitProbe:
                 handle.remove()
 
     @contextmanager
+    def _without_prelude(self) -> Iterator[None]:
+        """Within the block, the model is what a stage without the embedding is, whose first block is the model's."""
+        received = self._probes[0].received
+        assert received is not None
+        self._probes[0].entering = torch.empty_like(received)
+        for name, module in self.prelude.items():
+            stand_in = stand_in_before_blocks(module, width=self.widths.get(name), device=received.device)
+            replace_module(self._model, name, stand_in)
+        try:
+            yield
+        finally:
+            self._probes[0].entering = None
+            for name, module in self.prelude.items():
+                replace_module(self._model, name, module)
+
+    @contextmanager
     def _without_postlude(self) -> Iterator[None]:
         """Within the block, the model is what a stage without the head is."""
         for name, module in self.postlude.items():
@@ -182,7 +205,9 @@ class SplitProbe:
         return note
 
     def _note_output(self, name: str, module: nn.Module) -> Any:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def note(_module: nn.Module, inputs: Any, output: Any) -> None:
+            if inputs and _width_of(inputs[0]) not in (None, width := _width_of(output)) and width is not None:
+                self.widths[name] = width
             blocks_have_begun = self._probes[0].received is not None
             if _has_own_parameters(module) and not blocks_have_begun and not _carries_gradient(output):
                 self._untraceable.append(name)
@@ -243,6 +268,10 @@ class SplitProbe:
 
 def _has_own_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _width_of(value: Any) -> int | None:
+    return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else None
 
 
 def _carries_gradient(value: Any) -> bool:

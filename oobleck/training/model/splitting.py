@@ -13,7 +13,7 @@ every block, router losses) is refused with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from torch import nn
@@ -49,6 +49,8 @@ class Anatomy:
     tied: Mapping[str, str]
     """Names of parameters that are another parameter, and that other one's name."""
     hidden_size: int
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Of modules of the prelude, how many features each gives, where these are not as many as it takes."""
 
 
 def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anatomy:
@@ -71,6 +73,7 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
         blocks_return_tuples=probe.blocks_return_tuples,
         tied=tied,
         hidden_size=probe.hidden_size,
+        widths={name: width for name, width in probe.widths.items() if name in probe.prelude},
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy

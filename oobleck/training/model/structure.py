@@ -30,7 +30,16 @@ from .brought import (
     require_independent_samples,
     require_no_hooks,
 )
-from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built, with_padding
+from .configuration import (
+    build_config,
+    build_model,
+    check_head,
+    prepared,
+    require_known_loss,
+    task_of,
+    task_of_built,
+    with_padding,
+)
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
@@ -182,6 +191,7 @@ class ModelStructure:
             task=None,
             sequence_length=sequence_length,
             weights=live.weights,
+            has_loss=compute_loss is not None,
         )
         hooks = {name: live.hooks[name] for name in structure.shapes if name in live.hooks}
         return replace(structure, keeps_buffers=True, compute_loss=compute_loss, hooks=hooks)
@@ -195,8 +205,11 @@ class ModelStructure:
         task: Task | None,
         sequence_length: int,
         weights: WeightFiles | LiveWeights | None,
+        has_loss: bool = False,
     ) -> ModelStructure:
-        """Without a configuration, the model has its own; so it is with the task."""
+        """Without a configuration, the model has its own; so it is with the task. With `has_loss`, its own loss is not
+        taken.
+        """
         on_meta = _on_meta(make)
         require_independent_samples(on_meta)
         require_no_hooks(on_meta)
@@ -210,6 +223,8 @@ class ModelStructure:
                 require_one_stack(skeleton)
                 task, takes = task or task_of_built(skeleton), names_taken(skeleton)
                 check_head(skeleton.config, task)
+                if not has_loss:
+                    require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
             require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))

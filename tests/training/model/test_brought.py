@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
 from oobleck.training.model import LiveModel, ModelStructure, share_of
+from oobleck.training.model.brought import GradientHook
 from tests.training.zoo import gradients_of, run_pipeline, stages_of, whole_stage
 
 LENGTH, VOCAB_SIZE = 8, 40
@@ -150,13 +151,11 @@ def test_hooks_of_what_is_frozen_are_left_out():
     assert structure_of(model).hooks == {}
 
 
-def test_a_hook_that_is_too_large_to_be_tried_before_is_tried_on_the_first_gradient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("oobleck.training.model.brought._MOST_TRIED", 0)
-    model = llama()
-    model.lm_head.weight.register_hook(torch.sign)
-    (hook,) = LiveModel.skeleton_of(model).hooks["lm_head.weight"]
+def test_a_hook_that_was_not_tried_before_is_tried_with_the_first_gradient():
+    hook = GradientHook("lm_head.weight", torch.sign)
     with pytest.raises(ConfigError, match=r"hook on lm_head\.weight is not linear"):
         hook(torch.ones(VOCAB_SIZE, 16))
+    assert torch.equal(GradientHook("lm_head.weight", new_rows_alone)(torch.ones(VOCAB_SIZE, 1))[NEW], torch.ones(3, 1))
 
 
 def test_a_model_that_is_made_without_values_may_have_no_hooks():

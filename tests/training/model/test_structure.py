@@ -14,6 +14,7 @@ from transformers import (
     BertForMultipleChoice,
     BertForPreTraining,
     BertForQuestionAnswering,
+    BertForSequenceClassification,
     ElectraConfig,
     ElectraForPreTraining,
     GenerationMixin,
@@ -28,11 +29,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
+from oobleck.training.model import LiveModel
 from oobleck.training.model.configuration import build_config
 from oobleck.training.model.models import ModelStructure
 from tests.training.zoo import SPECS, structure_of, whole_stage
@@ -250,3 +252,30 @@ def test_a_class_of_ones_own_that_can_generate_is_a_causal_language_model():
     assert "predict.weight" in structure.layer_parameters(3)
     with pytest.raises(ConfigError, match="OwnHeadWithoutALoss returns no loss for labels"):
         ModelStructure.from_factory(lambda: OwnHeadWithoutALoss(config), vocab_size=96, sequence_length=24)
+
+
+class Weighted(BertForSequenceClassification):
+    """What many scripts have: a loss of its own in the model's forward."""
+
+    def forward(self, *args: object, labels: torch.Tensor | None = None, **options: object) -> SequenceClassifierOutput:
+        outputs = super().forward(*args, **options)
+        loss = None if labels is None else 3 * torch.nn.functional.cross_entropy(outputs.logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=outputs.logits)
+
+
+def with_a_loss_function(config: BertConfig) -> BertForSequenceClassification:
+    model = BertForSequenceClassification(config)
+    model.loss_function = lambda *args, **options: args[0].sum()
+    return model
+
+
+@pytest.mark.parametrize("make", [Weighted, with_a_loss_function])
+def test_a_loss_of_its_own_that_would_be_passed_over_is_refused(make: Callable[[BertConfig], PreTrainedModel]):
+    config = BertConfig(**{**BERT.to_diff_dict(), "num_labels": 3, "pad_token_id": 0})
+    model = make(config)
+    live = LiveModel.skeleton_of(model)
+    with pytest.raises(
+        ConfigError, match=rf"{type(model).__name__} has a forward or a loss_function .*compute_loss_func"
+    ):
+        ModelStructure.from_live(live, sequence_length=8)
+    assert ModelStructure.from_live(live, compute_loss=lambda *_: torch.zeros(()), sequence_length=8).num_blocks == 2
