@@ -88,7 +88,7 @@ class LiveWeights:
         tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
         homes = {id(parameter): name for name, parameter in model.named_parameters()}
         names = {name: homes[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
-        digest = _digest_of(tensors)
+        digest = _digest_of({**tensors, **dict(model.named_buffers())})
         file = cache_dir / f"start-{digest}.safetensors"
         if not file.exists():
             unfinished = file.with_name(f".{file.name}.{os.getpid()}")
