@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,25 @@ class EpochOrder:
         stop = min(first + self._epochs.batches_per_step, len(starts) - 1)
         return tuple(numbers[starts[first] : starts[stop]].tolist())
 
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return the epoch that a step belongs to, from 0, and its number in it, from 0."""
+        return self._epochs.epoch_of(step)
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        return 1 + epoch * self._epochs.num_steps
+
+    def digest(self, epoch: int) -> str:
+        """Digest the order of an epoch's samples. O(samples of an epoch), unless it was the last one asked for."""
+        self(self.first_step(epoch))
+        assert self._kept is not None
+        _, numbers, starts = self._kept
+        return hashlib.blake2b(numbers.tobytes() + repr(starts).encode(), digest_size=8).hexdigest()
+
     def check(self) -> None:
         """Draw the first epoch twice. Raises ConfigError for a sampler whose order depends on what it did before."""
-        if any(not np.array_equal(*pair) for pair in zip(self._batches_of(0), self._batches_of(0), strict=True)):
+        (numbers, starts), (again, starts_again) = self._batches_of(0), self._batches_of(0)
+        if starts != starts_again or not np.array_equal(numbers, again):
             sampler = getattr(self._loader.batch_sampler, "sampler", self._loader.batch_sampler)
             raise ConfigError(
                 f"Trainer: the sampler {type(sampler).__name__} gives another order each time that it is asked for the "

@@ -128,6 +128,7 @@ from .shard_messages import (
     StepRecords,
 )
 from .worker_messages import (
+    EpochEntered,
     Evaluating,
     EvaluationDone,
     Finished,
@@ -139,6 +140,7 @@ from .worker_messages import (
     Resumed,
     Status,
     StepCommitted,
+    Things,
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
@@ -164,6 +166,7 @@ __all__ = [
     "ConfigureRanks",
     "DataPosition",
     "EndRanks",
+    "EpochEntered",
     "ErrorKind",
     "Evaluating",
     "EvaluationDone",
@@ -273,6 +276,7 @@ __all__ = [
     "StoragePaths",
     "Subject",
     "Tally",
+    "Things",
     "TimeLink",
     "Topic",
     "TotalDown",

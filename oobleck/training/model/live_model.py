@@ -128,7 +128,7 @@ class LiveWeights:
         homes: dict[int, str] = {}
         names = {name: homes.setdefault(id(each), name) for name, each in named_state(model)}
         tensors = {name: each.detach().contiguous() for name, each in named_state(model) if names[name] == name}
-        digest = _digest_of(tensors)
+        digest = _digest_of({**tensors, **dict(model.named_buffers())})
         file = cache_dir / f"start-{digest}.safetensors"
         if not file.exists():
             unfinished = file.with_name(f".{file.name}.{os.getpid()}")

@@ -21,6 +21,8 @@ from oobleck.script import blamed, run_script
 from oobleck.streams import shield_scripts
 from oobleck.wire import decode_json
 
+from .plain_trainers import refuse_plain_trainers
+
 __all__ = ["main"]
 
 
@@ -38,6 +40,7 @@ def main() -> int:
 
 def _describe(line: bytes, answers: TextIO) -> None:
     script = decode_json((ScriptSpec,), line)
+    refuse_plain_trainers()
     try:
         job = run_script(script)
         answer = _as_text({"settings": job.settings, "provides": job.provides}, script)
