@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 280
@@ -736,7 +737,8 @@ def is_found_by_verify(mutation: Mutation, copy: Path) -> bool:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=END_TO_END_TIMEOUT_S
         )
-    answer = json.loads(done.stdout) if done.stdout else {"verdict": "failed", "problem": done.stderr[-500:]}
+    failed: Any = {"verdict": "failed", "problem": done.stderr[-500:]}
+    answer = json.loads(done.stdout) if done.stdout else failed
     found = [each["text"] for each in answer.get("differences", ())][:1]
     print(f"           {answer['verdict']}: {'; '.join([*found, answer.get('problem', '')]).strip('; ')}")
     return done.returncode != 0
