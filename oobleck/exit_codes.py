@@ -15,6 +15,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
+    DIFFERENT = 3
     NOT_SAVED = 74
     RESUMABLE = 75
     CONFIG = 78
@@ -27,6 +28,7 @@ Exit codes:
   0         done
   1         the job failed, or the answer could not be written
   2         wrong usage
+  3         `oobleck verify` has found a difference
   74        ended as it should, but its last save failed
   75        stopped, and can be resumed
   78        a file or a plan that cannot be used

@@ -386,6 +386,8 @@ class JobSpec:
     """Blocks keep their input alone and compute what is between again in their backward pass."""
     compile: bool = False
     """Blocks are compiled by torch when they are first run."""
+    dropout: bool = True
+    """False: nothing is dropped, and no noise is added, whatever the model's configuration says."""
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = bounded(0, -(2**63), 2**63 - 1)
     eval_steps: int | None = bounded(None, 1, MAX_STEPS)

@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 SCRIPT_WAITS = "OOBLECK_SCRIPT_WAITS"
-"""An environment variable that is set where a script waits already, in a process of its own, for the run to end."""
+"""An environment variable that is set where a script waits already, in a process of its own, for the run to end, or
+where nothing of it is to run: neither callbacks nor the lines after its `train()`."""
 
 SCRIPT_STREAM = "script://data"
 """The shard, among a job's, that is what its script gives one after the other."""

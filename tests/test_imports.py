@@ -301,7 +301,7 @@ def test_commands_that_only_ask_load_nothing_heavy():
 
 
 def test_the_help_of_a_command_that_trains_loads_no_torch():
-    commands = ("up", "run", "plan", "check", "sim")
+    commands = ("up", "run", "verify", "plan", "check", "sim")
     assert not loaded_by(*([command, "--help"] for command in commands)) & {"torch", "transformers", "asyncssh"}
 
 

@@ -3,7 +3,8 @@
     python tools/mutations.py                  all of them, about ten minutes on two cores
     python tools/mutations.py stale_answers    some of them
     python tools/mutations.py --end-to-end     those of what workers do that real workers are tried with, too
-    python tools/mutations.py --table          the table of docs/cluster_mode.md
+    python tools/mutations.py --verify         those of how scripts are read, each shown to `oobleck verify`
+    python tools/mutations.py --table          the tables of docs/cluster_mode.md and docs/verify.md
 
 Every mutation is applied to a copy of the package, and the property is run there: unchanged code passes it (the tests
 see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
@@ -12,14 +13,18 @@ see to that), so a failure is the mutation's. Exits with 1 if one is not caught.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 280
@@ -62,6 +67,8 @@ class Mutation:
     caught_by: str
     end_to_end: str = ""
     """A test with real workers that catches it as well, where one was tried."""
+    verified: tuple[str, ...] = ()
+    """What `oobleck verify` is given to find it: options, and a kind of `tests/e2e/verified_script.py`."""
 
 
 FOLLOWER = "oobleck/control/commit/follower.py"
@@ -638,30 +645,108 @@ MUTATIONS = (
 )
 
 
-def is_caught(mutation: Mutation, copy: Path, test: str, timeout_s: float = TIMEOUT_S) -> bool:
-    """Apply a mutation, run a test, and undo it."""
+BROUGHT, MODELS = "oobleck/training/model/brought.py", "oobleck/training/model/models.py"
+OF_BROUGHT = "tests/training/model/test_brought.py"
+MISREADINGS = (
+    Mutation(
+        name="declared_ties",
+        what="parameters are tied as the model's class declares, whatever the script has made of them",
+        file="oobleck/training/model/adapters.py",
+        old="    shared = shared_tensors(model, dict(model.all_tied_weights_keys or {}))\n",
+        new="    shared = dict(model.all_tied_weights_keys or {})\n",
+        caught_by=f"{OF_BROUGHT}::test_a_head_is_tied_if_it_is_the_same_tensor_whatever_the_configuration_says",
+        verified=("untied",),
+    ),
+    Mutation(
+        name="buffers_left_out",
+        what="buffers that are saved with a model are no state of its layers",
+        file=BROUGHT,
+        old="        if buffer is not None and attribute not in module._non_persistent_buffers_set:\n",
+        new="        if False:\n",
+        caught_by="tests/training/model/test_saved_buffers.py"
+        "::test_buffers_that_are_saved_belong_to_their_layer_and_start_as_the_script_has_them",
+        verified=("buffered",),
+    ),
+    Mutation(
+        name="order_of_the_process",
+        what="a sampler's order is drawn from what the process was seeded with last",
+        file="oobleck/transformers/epochs.py",
+        old='derive_seed(self._seed, "order", epoch)',
+        new="torch.initial_seed()",
+        caught_by="tests/transformers/test_epochs.py::test_a_sampler_that_draws_gives_all_workers_one_order_for_each_epoch",
+        verified=("weighted",),
+    ),
+    Mutation(
+        name="means_as_sums",
+        what="the mean that a model's own loss is counts as a sum, divided by the items of the step",
+        file=MODELS,
+        old="self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss\n",
+        new="outputs.loss\n",
+        caught_by="tests/training/model/test_loss_trial.py"
+        "::test_microbatches_add_up_to_what_the_model_returns_for_all_samples",
+        verified=("mean",),
+    ),
+    Mutation(
+        name="hooks_left_out",
+        what="gradients do not go through the hooks that a script has put on parameters",
+        file=MODELS,
+        old="        for hook in self.structure.hooks.get(name, ()):\n",
+        new="        for hook in ():\n",
+        caught_by=f"{OF_BROUGHT}::test_gradients_go_through_the_hooks_of_their_parameters",
+        verified=("hooked",),
+    ),
+)
+"""Mistakes in how a script's model, loss and samples are read: a run with them ends well, and trains something else."""
+
+
+@contextmanager
+def applied(mutation: Mutation, copy: Path) -> Iterator[dict[str, str]]:
+    """Within the block a mutation is made in the copy; yields the environment in which the copy is run."""
     path = copy / mutation.file
     text = path.read_text()
     if text.count(mutation.old) != 1:
         raise SystemExit(f"{mutation.name}: {mutation.file} has its text {text.count(mutation.old)} times, not once")
     path.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", test]
-    # Workers of an end-to-end test are processes in other directories.
-    environment = os.environ | {"HYPOTHESIS_PROFILE": "hasty", "PYTHONPATH": str(copy)}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
+        # Workers of an end-to-end test are processes in other directories.
+        yield os.environ | {"HYPOTHESIS_PROFILE": "hasty", "PYTHONPATH": str(copy)}
     finally:
         path.write_text(text)
+
+
+def is_caught(mutation: Mutation, copy: Path, test: str, timeout_s: float = TIMEOUT_S) -> bool:
+    """Apply a mutation, run a test, and undo it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", test]
+    with applied(mutation, copy) as environment:
+        try:
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
     if done.returncode not in (0, 1):
         raise SystemExit(f"{mutation.name}: the test could not be run:\n{done.stdout[-2000:]}")
     return done.returncode == 1
 
 
-def table() -> str:
-    """The mutations as a table in Markdown."""
-    rows = [f"| {mutation.what} | `{mutation.caught_by.rpartition('::')[2]}` |" for mutation in MUTATIONS]
+def is_found_by_verify(mutation: Mutation, copy: Path) -> bool:
+    """Apply a mutation, and ask `oobleck verify` whether a script trains as it does by itself; says what it found."""
+    *options, kind = mutation.verified
+    script = str(copy / "tests" / "e2e" / "verified_script.py")
+    with applied(mutation, copy) as environment, tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "-m", "oobleck", "verify", script, "--steps=4", "--local=3", "--json"]
+        command += [*options, "--", kind, output]
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=END_TO_END_TIMEOUT_S
+        )
+    failed: Any = {"verdict": "failed", "problem": done.stderr[-500:]}
+    answer = json.loads(done.stdout) if done.stdout else failed
+    found = [each["text"] for each in answer.get("differences", ())][:1]
+    print(f"           {answer['verdict']}: {'; '.join([*found, answer.get('problem', '')]).strip('; ')}")
+    return done.returncode != 0
+
+
+def table(mutations: Sequence[Mutation] = MUTATIONS) -> str:
+    """Mutations as a table in Markdown."""
+    rows = [f"| {mutation.what} | `{mutation.caught_by.rpartition('::')[2]}` |" for mutation in mutations]
     return "\n".join(["| mutation | property that catches it |", "|---|---|", *rows])
 
 
@@ -669,12 +754,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutations; by default, all of them")
     parser.add_argument("--end-to-end", action="store_true", help="run real workers with them")
+    parser.add_argument(
+        "--verify", action="store_true", help="have `oobleck verify` find those of how scripts are read"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of the page")
     asked = parser.parse_args()
     if asked.table:
-        print(table())
+        print(table(), table(MISREADINGS), sep="\n\n")
         return 0
-    is_real, chosen = asked.end_to_end, [each for each in MUTATIONS if each.end_to_end or not asked.end_to_end]
+    is_real, chosen = asked.end_to_end, [*MUTATIONS, *MISREADINGS]
+    if asked.verify:
+        chosen = [*MISREADINGS]
+    elif is_real:
+        chosen = [each for each in chosen if each.end_to_end]
     if unknown := set(asked.names) - {each.name for each in chosen}:
         parser.error(f"no such mutation{' for real workers' if is_real else ''}: {', '.join(sorted(unknown))}")
     chosen = [each for each in chosen if each.name in asked.names or not asked.names]
@@ -686,7 +778,9 @@ def main() -> int:
         shutil.copy(ROOT / "pyproject.toml", copy)
         for mutation in chosen:
             began_s = time.monotonic()
-            if is_real:
+            if asked.verify:
+                caught = is_found_by_verify(mutation, copy)
+            elif is_real:
                 caught = is_caught(mutation, copy, mutation.end_to_end, END_TO_END_TIMEOUT_S)
             else:
                 caught = is_caught(mutation, copy, mutation.caught_by)

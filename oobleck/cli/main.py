@@ -103,6 +103,16 @@ COMMANDS: tuple[CliCommand, ...] = (
         ),
     ),
     CliCommand(
+        name="verify",
+        target="oobleck.cli.verify:verify",
+        help="Compare a job on virtual nodes with the script by itself, step by step.",
+        examples=(
+            ("oobleck verify train.py -- --its-args", "a script: eight steps by itself, and on four virtual nodes"),
+            ("oobleck verify --job job.yaml --steps 20", "a job file, with the uncut model in one process"),
+            ("oobleck verify train.py --json", "machine-readable; the exit status is 0 only when all is equal"),
+        ),
+    ),
+    CliCommand(
         name="plan",
         target="oobleck.cli.plan:plan",
         help="Show the pipelines that a job would use, and what failures would do to them.",

@@ -141,6 +141,16 @@ def up(
             "(never); or start from the checkpoint at PATH.",
         ),
     ] = "auto",
+    verify: Annotated[
+        int | None,
+        typer.Option(
+            "--verify",
+            metavar="N",
+            min=1,
+            help="First compare N steps with the script by itself, as `oobleck verify` does; start only if all is "
+            "equal.",
+        ),
+    ] = None,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the check of the hostfile's nodes, which takes ten seconds.")
     ] = False,
@@ -181,6 +191,10 @@ def up(
     names = source.names
     if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
+    if verify is not None and not dry:
+        from .verify import verify_first
+
+        verify_first(job_file, script, arguments, settings or [], steps=verify)
     if dry:
         job, trainer = read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
     else:

@@ -20,7 +20,7 @@ from oobleck.training.data import (
     ScriptStream,
     open_source,
 )
-from oobleck.training.model import LiveModel, ModelStructure, separates_documents
+from oobleck.training.model import LiveModel, ModelStructure, separates_documents, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
@@ -99,9 +99,10 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> ModelStructure:
     model = made["live_model"]()
     live = LiveModel.skeleton_of(model) if cache_dir is None else LiveModel.taken_apart(model, cache_dir)
-    return ModelStructure.from_live(
+    structure = ModelStructure.from_live(
         live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
     )
+    return replace(with_tried_loss(structure), drops=job.dropout)
 
 
 @contextmanager
@@ -151,7 +152,9 @@ def _made_by_script(job: JobSpec) -> _Made:
 def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Dataset | None]:
     if "data" not in made:
         return Dataset(open_source(job.text, cache_dir=cache_dir)).split(job.data.validation_split)
-    made_here = partial(ScriptSamples, sequence_length=job.data.sequence_length, vocab_size=job.data.vocab_size)
+    made_here = partial(
+        ScriptSamples, sequence_length=job.data.sequence_length, vocab_size=job.data.vocab_size, seed=job.seed
+    )
     if _streams(job):
         kept = Dataset(made_here(made["eval_data"])) if "eval_data" in made else None
         return Dataset(_stream(job, made["data"])), kept
@@ -182,14 +185,16 @@ def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
 def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
-        return ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
+        structure = ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
+        return replace(with_tried_loss(structure), drops=job.dropout)
     if job.model.lora.r is not None:
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    return ModelStructure.from_factory(
+    structure = ModelStructure.from_factory(
         made["model"], loss=made.get("loss"), task=job.model.task, vocab_size=vocab_size, sequence_length=length
     )
+    return replace(with_tried_loss(structure), drops=job.dropout)
 
 
 def _inputs(structure: ModelStructure) -> ModelInputs:
@@ -200,6 +205,7 @@ def _inputs(structure: ModelStructure) -> ModelInputs:
     return ModelInputs(
         task=task,
         names=structure.takes,
+        counts_first=structure.loss_rule.counts_first,
         pad_id=pad_id if has_padding else None if task == "sequence_classification" else 0,
         num_labels=config.num_labels if task in ("sequence_classification", "token_classification") else None,
         separates_documents=cache(partial(separates_documents, structure)),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-__all__ = ["MicrobatchKey", "derive_seed", "drawing_from", "seed_device", "seed_scripts"]
+__all__ = ["MicrobatchKey", "derive_seed", "drawing_alike", "drawing_from", "seed_device", "seed_scripts"]
 
 _SCRIPTS = 0
 """The seed that scripts begin with, wherever they run."""
@@ -74,3 +74,27 @@ def drawing_from(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(before)
+
+
+@contextmanager
+def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Within the block, code of a script's draws from `seed` whatever it draws from; afterwards all continues where it
+    was.
+
+    That is `random`, numpy and torch, and generators of its own, which are given by `beside`: so what it draws depends
+    on nothing that this process has done before.
+    """
+    kept, of_numpy = random.getstate(), np.random.get_state()
+    of_own = [(generator, generator.get_state()) for generator in beside]
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for generator, _ in of_own:
+        generator.manual_seed(seed)
+    try:
+        with drawing_from(seed):
+            yield
+    finally:
+        random.setstate(kept)
+        np.random.set_state(of_numpy)
+        for generator, state in of_own:
+            generator.set_state(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,13 +16,15 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from oobleck.errors import ConfigError
 
-from .table import INIT_ARGUMENTS, METHODS, TRAINING_ARGUMENTS, Fate, Rule
+from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
 __all__ = ["check_arguments", "check_trainer", "default_arguments"]
 
 _UNKNOWN = Rule(Fate.REFUSED, "leave it out: it is not known to this version of Oobleck")
 _OF_EVALUATIONS = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
 """Schedules that follow evaluations."""
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_OURS = __name__.rpartition(".")[0]
 _OTHER_RECOMPUTATION = ("every_n_layers", "offload")
 
 
@@ -31,9 +34,7 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     `default` are the arguments where nothing is said.
     """
     check_arguments(trainer.args, default)
-    for name, rule in METHODS.items():
-        if rule.fate is Fate.REFUSED and _is_overridden(trainer, name):
-            raise ConfigError(f"Trainer.{name} is overridden by {type(trainer).__name__}: {rule.note}")
+    _check_methods(trainer)
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(f"Trainer(optimizers=…): {INIT_ARGUMENTS['optimizers'].note}")
     _check_data(trainer)
@@ -102,6 +103,27 @@ def _check_data(trainer: transformers.Trainer) -> None:
         )
 
 
-def _is_overridden(trainer: transformers.Trainer, name: str) -> bool:
-    own = getattr(transformers.Trainer, name, None)
-    return own is not None and getattr(type(trainer), name) is not own
+def _check_methods(trainer: transformers.Trainer) -> None:
+    evaluates = trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+    for name, owner in _overridden(trainer):
+        rule = rule_of_method(name)
+        if rule.fate is Fate.REFUSED:
+            raise ConfigError(f"Trainer.{name} is overridden by {owner}: {rule.note}")
+        if rule.fate is Fate.AFTERWARDS and evaluates:
+            raise ConfigError(
+                f"Trainer.{name} is overridden by {owner}: it is not called while training runs, where workers take "
+                "eval_loss alone; leave eval_strategy out, and call trainer.evaluate() after training"
+            )
+
+
+def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
+    """Yield the methods of transformers' trainer that this one does not have as they are, and what overrides them.
+
+    Methods that transformers does not know are a subclass's own.
+    """
+    known = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, _METHODS)}
+    kinds = type(trainer).__mro__
+    for kind in kinds[: kinds.index(transformers.Trainer)]:
+        if not kind.__module__.startswith(_OURS):
+            yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys()))
+    yield from ((name, "an attribute of its own") for name in sorted(known & vars(trainer).keys()))

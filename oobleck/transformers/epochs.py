@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from oobleck.errors import ConfigError
+from oobleck.training.randomness import derive_seed, drawing_alike
 
 __all__ = ["EpochOrder", "Epochs"]
 
@@ -44,13 +49,19 @@ class Epochs:
 class EpochOrder:
     """The samples of each step: those of the batches that transformers' loader would give.
 
+    A sampler that draws random numbers draws them from the run's seed and the epoch alone, whatever the process has
+    drawn before: workers have run other layers, and a newcomer has seen no epoch before its first. With a generator of
+    its own it begins the first epoch as the script has left that. Transformers' own samplers seed themselves.
+
     Keeps the order of one epoch, 8 bytes a sample.
     """
 
-    def __init__(self, loader: Any, epochs: Epochs) -> None:
-        """`loader` is what `Trainer.get_train_dataloader` returns; its sampler follows from the epoch alone."""
+    def __init__(self, loader: Any, epochs: Epochs, *, seed: int) -> None:
+        """`loader` is what `Trainer.get_train_dataloader` returns."""
         self._loader = loader
         self._epochs = epochs
+        self._seed = seed
+        self._own = tuple((each, each.get_state()) for each in _generators_of(loader.batch_sampler))
         self._kept: tuple[int, npt.NDArray[np.int64], Sequence[int]] | None = None
 
     def __call__(self, step: int) -> tuple[int, ...]:
@@ -63,12 +74,50 @@ class EpochOrder:
         stop = min(first + self._epochs.batches_per_step, len(starts) - 1)
         return tuple(numbers[starts[first] : starts[stop]].tolist())
 
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return the epoch that a step belongs to, from 0, and its number in it, from 0."""
+        return self._epochs.epoch_of(step)
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        return 1 + epoch * self._epochs.num_steps
+
+    def digest(self, epoch: int) -> str:
+        """Digest the order of an epoch's samples. O(samples of an epoch), unless it was the last one asked for."""
+        self(self.first_step(epoch))
+        assert self._kept is not None
+        _, numbers, starts = self._kept
+        return hashlib.blake2b(numbers.tobytes() + repr(starts).encode(), digest_size=8).hexdigest()
+
+    def check(self) -> None:
+        """Draw the first epoch twice. Raises ConfigError for a sampler whose order depends on what it did before."""
+        (numbers, starts), (again, starts_again) = self._batches_of(0), self._batches_of(0)
+        if starts != starts_again or not np.array_equal(numbers, again):
+            sampler = getattr(self._loader.batch_sampler, "sampler", self._loader.batch_sampler)
+            raise ConfigError(
+                f"Trainer: the sampler {type(sampler).__name__} gives another order each time that it is asked for the "
+                "same epoch, so workers would take different samples; have its __iter__ draw from torch, random or "
+                "numpy, or follow from set_epoch(epoch)"
+            )
+
     def _batches_of(self, epoch: int) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
         """Return an epoch's samples, and where each batch begins in them, and the last one ends."""
         self._loader.set_epoch(epoch)
         batches: Iterable[Sequence[int]] = self._loader.batch_sampler
         starts, numbers = [0], []
-        for batch in batches:
-            numbers.append(np.asarray(batch, dtype=np.int64))
-            starts.append(starts[-1] + len(batch))
+        with drawing_alike(derive_seed(self._seed, "order", epoch), beside=[each for each, _ in self._own]):
+            for generator, state in self._own if epoch == 0 else ():
+                generator.set_state(state)
+            for batch in batches:
+                numbers.append(np.asarray(batch, dtype=np.int64))
+                starts.append(starts[-1] + len(batch))
         return np.concatenate(numbers), starts
+
+
+def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
+    """Yield the generators that a sampler and those within it keep as attributes."""
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, torch.Generator):
+            yield value
+        elif isinstance(value, torch.utils.data.Sampler):
+            yield from _generators_of(value)

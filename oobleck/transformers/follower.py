@@ -5,9 +5,12 @@ Events come when the journal has them, so callbacks see numbers of steps that ar
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 import transformers
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from oobleck.control.journal import (
     CheckpointSaved,
@@ -28,7 +31,7 @@ from oobleck.control.journal import (
 )
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import CorruptCheckpoint
-from oobleck.training.checkpoint import newest_weights
+from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 
 from .epochs import Epochs
 from .job import inner_model
@@ -49,6 +52,8 @@ class RunFollower:
         self._losses: list[float] = []
         """Of the steps since the last log."""
         self._total_loss = 0.0
+        self._saved_step: int | None = None
+        """The step of the newest checkpoint that callbacks were told of."""
         trainer.is_in_train = True
         trainer.state = self._new_state()
 
@@ -80,6 +85,8 @@ class RunFollower:
         """Load the trained weights, and return what `train()` returns. Raises CorruptCheckpoint."""
         trainer = self._trainer
         self._load(checkpoints)
+        if self._first_step is None:
+            self._remember(checkpoints)
         first = self._first_step or trainer.state.global_step + 1
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
@@ -90,19 +97,40 @@ class RunFollower:
         metrics["train_loss"] = mean
         trainer.is_in_train = False
         trainer.log(metrics)
+        self._keep(checkpoints)
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
     def _load(self, checkpoints: Path) -> None:
         model = inner_model(self._trainer.model)
-        missing, unexpected = model.load_state_dict(newest_weights(checkpoints), strict=False)
-        known = {id(parameter) for parameter in model.parameters()}
-        absent = set(missing) & {name for name, _ in model.named_parameters()}
-        if unexpected or absent:
+        weights = newest_weights(checkpoints)
+        known = model.state_dict(keep_vars=True)
+        loaded = {id(known[name]) for name in weights if name in known}
+        absent = {name for name, tensor in known.items() if id(tensor) not in loaded}
+        if absent or (unexpected := weights.keys() - known.keys()):
             raise CorruptCheckpoint(
-                f"{checkpoints}: its parameters are not the model's: {[*sorted(absent), *unexpected]}"
+                f"{checkpoints}: its parameters are not the model's: {sorted(absent or unexpected)}"
             )
-        assert known == {id(parameter) for parameter in model.parameters()}, "values are set, parameters stay"
+        model.load_state_dict(weights, strict=False)
+        after = model.state_dict(keep_vars=True)
+        assert all(after[name] is tensor for name, tensor in known.items()), "values are set, tensors stay"
+
+    def _remember(self, checkpoints: Path) -> None:
+        """Have the state of the run that did all steps before: as far as that run has kept it, else its step."""
+        state = self._trainer.state
+        name, step = newest_checkpoint(checkpoints)
+        state.global_step, state.epoch = step, self._epochs.progress(step) if step else 0
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            kept = json.loads(_state_file(checkpoints).read_text(encoding="utf-8"))
+            if kept["checkpoint"] == name:
+                for each in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
+                    setattr(state, each, kept["state"][each])
+
+    def _keep(self, checkpoints: Path) -> None:
+        """Keep the state for a script that runs again when all steps are done. A full disk costs no more than that."""
+        kept = {"checkpoint": newest_checkpoint(checkpoints)[0], "state": dataclasses.asdict(self._trainer.state)}
+        with suppress(OSError, TypeError):
+            _state_file(checkpoints).write_text(json.dumps(kept), encoding="utf-8")
 
     def _take(self, entry: JournalEntry) -> None:
         match entry:
@@ -113,8 +141,8 @@ class RunFollower:
                 self._step(entry.record)
             case Evaluated():
                 self._evaluated(entry)
-            case CheckpointSaved():
-                self._call("on_save")
+            case CheckpointSaved(step=step):
+                self._saved(step)
             case RecoveryDone():
                 self._recovered(entry)
 
@@ -133,6 +161,19 @@ class RunFollower:
         if within + 1 == self._epochs.num_steps or step == self._max_steps:
             self._call("on_epoch_end")
             self._log(record)
+
+    def _saved(self, step: int) -> None:
+        """Tell of a checkpoint, once, with the state as it was at its step: it is on disk some steps later."""
+        state = self._trainer.state
+        if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
+            return
+        self._saved_step = step
+        now = state.global_step, state.epoch
+        state.global_step, state.epoch = step, self._epochs.progress(step)
+        try:
+            self._call("on_save")
+        finally:
+            state.global_step, state.epoch = now
 
     def _note_loss(self, loss: float) -> None:
         """transformers counts the mean of those before for one that is no number, unless it is told not to."""
@@ -183,3 +224,8 @@ class RunFollower:
         trainer = self._trainer
         with torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+
+
+def _state_file(checkpoints: Path) -> Path:
+    """Where a trainer's state is kept: beside the checkpoints of its run."""
+    return checkpoints.parent / "trainer_state.json"

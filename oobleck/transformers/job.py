@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError
 from oobleck.script import Job
+from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
 
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
@@ -32,6 +34,8 @@ _LEAST_MICROBATCHES = 8
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
+_TRIED_LENGTH = 16
+"""Tokens of the samples that the model is tried with."""
 
 
 class TrainerJob(Job):
@@ -61,8 +65,31 @@ class TrainerJob(Job):
 
     @functools.cached_property
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # looked at where they are asked for alone
-        """What a job file would say."""
+        """What a job file would say. Raises as `check`."""
+        self.check()
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
+
+    def check(self) -> None:
+        """Take the model apart, try its loss, and draw an epoch's order, as workers do.
+
+        Raises ConfigError for what cannot be trained.
+        """
+        self._order().check()
+        trainer = self._trainer
+        live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
+        structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
+        num_batches = self._epochs.batches_per_step
+        if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
+            does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
+            warnings.warn(
+                f"{type(inner_model(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
+                f"{does} those of gradient_accumulation_steps={num_batches} batches; on Oobleck a step has the mean "
+                "over all of its labels",
+                stacklevel=2,
+            )
+
+    def _order(self) -> EpochOrder:
+        return EpochOrder(self._loader, self._epochs, seed=self._trainer.args.seed)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:
         trainer, loader = self._trainer, self._loader
@@ -70,7 +97,7 @@ class TrainerJob(Job):
         parts: dict[str, Callable[..., Any]] = {
             "live_model": lambda: trainer.model,
             "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
-            "order": lambda: EpochOrder(loader, self._epochs),
+            "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),

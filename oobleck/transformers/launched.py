@@ -7,19 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_utils import TrainOutput
 
 import oobleck
-from oobleck.errors import UsageError
+from oobleck.errors import UsageError, UserError
 from oobleck.script import SCRIPT_WAITS
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["train_here"]
+__all__ = ["show_user_errors_alone", "train_here"]
 
 _RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"
@@ -40,6 +41,7 @@ def train_here(trainer: Trainer) -> TrainOutput:
     if script is None:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")
     job = trainer.job()
+    job.check()
     with _while_it_waits():
         run = oobleck.launch(Path(script), arguments=sys.argv[1:], local=_num_nodes(), resume=_resume(trainer))
     follower = trainer.follow(job)
@@ -49,6 +51,19 @@ def train_here(trainer: Trainer) -> TrainOutput:
             run.stop()
     run.wait()
     return follower.finish(run.checkpoints)
+
+
+def show_user_errors_alone() -> None:
+    """Have a UserError that ends this process shown by its message: where our own code raised it helps nobody."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            sys.stderr.write(f"oobleck: {error}\n")
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def _num_nodes() -> int:

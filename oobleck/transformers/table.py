@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["INIT_ARGUMENTS", "METHODS", "TRAINING_ARGUMENTS", "Fate", "Rule", "as_table"]
+__all__ = ["INIT_ARGUMENTS", "METHODS", "TRAINING_ARGUMENTS", "Fate", "Rule", "as_table", "rule_of_method"]
 
 
 class Fate(Enum):
@@ -223,14 +223,14 @@ _PARTS = "is called to find out how samples are read; do not override it"
 
 METHODS: Mapping[str, Rule] = {
     "train": _honoured("on the nodes; once in a script"),
-    "evaluate": _honoured("in the script's own process, on its own devices"),
+    "evaluate": Rule(Fate.AFTERWARDS, "in the script's own process, on its own devices"),
     "predict": _honoured("in the script's own process, on its own devices"),
     "evaluation_loop": _AFTERWARDS,
     "prediction_step": _AFTERWARDS,
     "get_eval_dataloader": _honoured(),
     "get_test_dataloader": _honoured(),
     "num_examples": _honoured(),
-    "save_model": _honoured(),
+    "save_model": _honoured("where the script calls it; checkpoints are the run's own"),
     "save_state": _honoured(),
     "save_metrics": _honoured(),
     "log": _honoured("it may be overridden"),
@@ -249,12 +249,9 @@ METHODS: Mapping[str, Rule] = {
     "get_learning_rates": _honoured(),
     "get_num_trainable_parameters": _honoured(),
     "get_optimizer_group": _honoured(),
-    "floating_point_ops": _honoured(),
-    "store_flos": _honoured(),
     "end": _honoured(),
     "call_model_init": _honoured("it may be overridden"),
     "create_accelerator_and_postprocess": _honoured(),
-    "set_initial_training_values": _honoured(),
     "get_total_train_batch_size": _honoured("of one process"),
     "get_cp_size": _honoured("1"),
     "get_sp_size": _honoured("1"),
@@ -268,9 +265,33 @@ METHODS: Mapping[str, Rule] = {
     "create_optimizer": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
     "create_scheduler": _refused(f"it {_LOOP}; set lr_scheduler_type"),
     "create_optimizer_and_scheduler": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
+    "floating_point_ops": _refused(f"it {_LOOP}"),
+    "store_flos": _refused(f"it {_LOOP}"),
+    "set_initial_training_values": _refused(f"it {_LOOP}"),
     "hyperparameter_search": _refused("start one run for each trial"),
 }
-"""Of what is refused, that it is overridden; of `hyperparameter_search`, its use."""
+"""Of what is refused, that it is overridden; of `hyperparameter_search`, its use. What is of `evaluate()` is called by
+the script alone, so overriding it is refused where training evaluates."""
+
+_INTERNAL: Mapping[str, Rule] = {
+    **dict.fromkeys(("__init__", "_validate_args", "_build_accelerator_args", "_move_model_to_device"), _honoured()),
+    **dict.fromkeys(("_get_train_sampler", "_set_signature_columns_if_needed"), _honoured()),
+    **dict.fromkeys(("_remove_unused_columns", "_get_collator_with_removed_columns"), _honoured()),
+    **dict.fromkeys(("_save", "_load_from_checkpoint", "_issue_warnings_after_load"), _honoured()),
+    **dict.fromkeys(("_finish_current_push",), _honoured()),
+    **dict.fromkeys(("_evaluate", "_get_eval_sampler"), _AFTERWARDS),
+    "_get_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
+    "_prepare_inputs": _refused(f"it {_LOOP}; give data_collator"),
+    "_prepare_input": _refused(f"it {_LOOP}; give data_collator"),
+    "_save_checkpoint": _refused(f"it {_LOOP}, and saves by `save_strategy`; act in a callback's on_save"),
+    "_maybe_log_save_evaluate": _refused(f"it {_LOOP}; act in a callback"),
+}
+"""Of methods that are not public."""
+
+
+def rule_of_method(name: str) -> Rule:
+    """Return what becomes of a method of transformers' trainer that a subclass overrides."""
+    return METHODS.get(name) or _INTERNAL.get(name) or _refused(f"it {_LOOP}; act in a callback, or leave it out")
 
 
 def as_table(rules: Mapping[str, Rule]) -> str:

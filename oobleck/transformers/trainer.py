@@ -18,7 +18,7 @@ from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_ch
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, inner_model
-from .launched import train_here
+from .launched import show_user_errors_alone, train_here
 
 __all__ = ["Trainer"]
 
@@ -54,6 +54,8 @@ class Trainer(transformers.Trainer):
 
         Raises ConfigError for what has no meaning on them, and names it.
         """
+        if not is_received():
+            show_user_errors_alone()
         if trial is not None:
             raise UsageError("Trainer.train(trial=…): start one run for each trial")
         if self._has_trained:

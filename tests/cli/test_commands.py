@@ -51,6 +51,7 @@ ELSEWHERE = (
         r"oobleck (up|check) --ray.*",
         "tests/runtime/launchers/test_ray.py; tests/e2e/test_ray.py where Ray is installed",
     ),
+    (r"oobleck verify.*", "tests/e2e/test_verify.py, on scripts of many kinds"),
     (r"oobleck run .*", "tests/e2e/test_run_scripts.py, on virtual nodes"),
     (r"oobleck keys .*|oobleck up --keys .*", "tests/deploy/test_kubernetes.py, tests/e2e/test_kubernetes.py"),
     (r"oobleck up … .*", "tests/e2e/test_dry_run.py and tests/e2e/test_events.py; the other words are those of a run"),
@@ -81,7 +82,7 @@ ELSEWHERE = (
     (r"python tools/gpu/verify.py .*", "needs a GPU; tests/tools/test_verify.py has fakes of what it starts"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
     (
-        r"python tools/mutations.py( --end-to-end)?",
+        r"python tools/mutations.py( --end-to-end| --verify)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
     (r"python tools/(paper|recovery_states|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),

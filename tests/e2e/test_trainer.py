@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,39 @@ def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runne
     assert ours["losses"] == pytest.approx(theirs["losses"][9:], rel=0, abs=TOLERANCE)
     assert ours["rates"] == pytest.approx(theirs["rates"][9:])
     assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
+
+
+UNLIKE = """
+import os, torch
+from torch.utils.data import Sampler
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
+from oobleck.transformers import Trainer
+
+class ByProcess(Sampler):
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(os.getpid())).tolist())
+
+class Own(Trainer):
+    def _get_train_sampler(self, *args, **kwargs):
+        return ByProcess()
+
+Own(
+    model=GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=1)),
+    args=TrainingArguments(output_dir="out", max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True),
+    train_dataset=[{"input_ids": [n] * 16, "labels": [n] * 16} for n in range(64)],
+    data_collator=default_data_collator,
+).train()
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_would_take_other_samples_are_named_and_take_no_step(runner: Runner, tmp_path: Path) -> None:
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE)
+    outcome = runner.run("--resume", "never", nodes=("--local", "2", str(script)))
+    assert outcome.exit_code == 78, outcome.output
+    assert re.search(r"node[01]:0 and node[01]:0 differ in the order of samples \(\w+ and \w+\); ", outcome.output)
+    assert not outcome.losses

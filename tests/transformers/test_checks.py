@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,68 @@ def test_defaults_are_said_nothing_about(tmp_path: Path):
         checked(made)
 
 
-@pytest.mark.parametrize("name", ["training_step", "compute_loss", "get_train_dataloader", "create_optimizer"])
-def test_overridden_parts_of_the_loop_are_refused(tmp_path: Path, name: str):
-    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: getattr(Trainer, name)(self, *args, **kwargs)})
-    with pytest.raises(ConfigError, match=f"Trainer.{name} is overridden by Mine"):
-        checked(trainer(tmp_path, kind=kind))
+def overriding(*names: str, base: Any = (Trainer,)) -> type:
+    """A trainer's kind with methods that do what those of transformers do."""
+
+    def as_it_is(name: str) -> Any:
+        return lambda self, *args, **kwargs: getattr(Trainer, name)(self, *args, **kwargs)
+
+    return type("Mine", base, {name: as_it_is(name) for name in names})
+
+
+def is_refused(tmp_path: Path, name: str, **values: Any) -> bool:
+    try:
+        checked(trainer(tmp_path, kind=overriding(name), **values))
+    except ConfigError as error:
+        return f"Trainer.{name} is overridden by Mine: " in str(error)
+    return False
+
+
+CALLED = {
+    "__init__", "train", "call_model_init", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs", "log",
+    "get_eval_dataloader", "create_accelerator_and_postprocess", "_get_train_sampler", "_validate_args",
+    "_build_accelerator_args", "_move_model_to_device", "_set_signature_columns_if_needed", "_remove_unused_columns",
+    "_get_collator_with_removed_columns", "_load_from_checkpoint", "_issue_warnings_after_load",
+}  # fmt: skip
+"""What a run calls in the script, or in workers."""
+OF_THE_SCRIPT = {
+    "predict", "get_test_dataloader", "num_examples", "save_model", "_save", "save_state", "save_metrics",
+    "log_metrics", "metrics_format", "add_callback", "pop_callback", "remove_callback", "create_model_card",
+    "init_hf_repo", "push_to_hub", "is_local_process_zero", "is_world_process_zero", "get_learning_rates",
+    "get_num_trainable_parameters", "get_optimizer_group", "get_total_train_batch_size", "get_cp_size",
+    "get_sp_size", "get_tp_size", "_finish_current_push", "end",
+}  # fmt: skip
+"""What transformers calls for lines of the script alone, or for what has no meaning here and is said so."""
+EVALUATION = {"evaluate", "evaluation_loop", "prediction_step", "_evaluate", "_get_eval_sampler"}
+
+
+def test_every_method_that_a_subclass_overrides_is_called_or_refused(tmp_path: Path):
+    methods = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, types.FunctionType)}
+    accepted = {name for name in methods - {"__init__"} if not is_refused(tmp_path, name)} | {"__init__"}
+    assert accepted == (CALLED | OF_THE_SCRIPT | EVALUATION) & methods
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATION))
+def test_evaluations_of_ones_own_are_refused_while_training_evaluates(tmp_path: Path, name: str):
+    assert not is_refused(tmp_path, name, eval_dataset=rows(3))
+    assert is_refused(tmp_path, name, eval_dataset=rows(3), eval_strategy="epoch")
+
+
+def test_methods_of_ones_own_that_nothing_calls_are_fine(tmp_path: Path):
+    checked(trainer(tmp_path, kind=type("Mine", (Trainer,), {"my_own": lambda self: None})))
+
+
+def test_a_method_is_overridden_wherever_that_is_done(tmp_path: Path):
+    mixed = type("Mine", (overriding("compute_loss", base=(object,)), Trainer), {})
+    with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by Mine"):
+        checked(trainer(tmp_path, kind=mixed))
+    behind = type("Both", (Trainer, overriding("_prepare_inputs", base=(transformers.Trainer,))), {})
+    with pytest.raises(ConfigError, match=r"Trainer\._prepare_inputs is overridden by Mine"):
+        checked(trainer(tmp_path, kind=behind))
+    made = trainer(tmp_path)
+    made.training_step = lambda *_: None
+    with pytest.raises(ConfigError, match=r"Trainer\.training_step is overridden by an attribute of its own"):
+        checked(made)
 
 
 def test_overridden_logs_and_decays_are_not(tmp_path: Path):

@@ -11,13 +11,15 @@ import torch
 import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from oobleck.control.journal import Evaluated, JournalEntry, PlanAdopted, StepDone
+from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.checkpoint.conversion import import_model
+from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
+from oobleck.training.model import LiveModel, ModelStructure
 from tests.control.journals import run_with_a_loss
 
-from .trainers import model, rows, trainer
+from .trainers import LENGTH, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
@@ -60,9 +62,17 @@ def told(made: Any, *entries: JournalEntry) -> Any:
 
 def checkpoint(directory: Path, trained: torch.nn.Module) -> Path:
     """A directory with a checkpoint of ours that has these weights."""
+    directory.mkdir(exist_ok=True)
     trained.save_pretrained(directory / "model")  # type: ignore[operator]  # of transformers
     import_model(directory / "model", directory / "checkpoints")
     return directory / "checkpoints"
+
+
+def checkpoint_of_live(directory: Path, trained: torch.nn.Module) -> Path:
+    """The same for a model as a script has made it."""
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(trained), sequence_length=LENGTH)
+    write_checkpoint(directory / "live", structure, trained.state_dict(), {}, step=1)
+    return directory / "live"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +107,47 @@ def _logged(made: Any) -> int:
     return int([entry["step"] for entry in made.state.log_history if "loss" in entry][-1])
 
 
+def saved(number: int) -> CheckpointSaved:
+    return CheckpointSaved(
+        t_s=1.0, name=f"step-{number}", step=number, saved_at="", size_bytes=1, pause_s=0.0, duration_s=0.1
+    )
+
+
+def test_a_checkpoint_is_told_once_with_the_state_of_its_step(tmp_path: Path):
+    noted = Recorder()
+    made = trainer(tmp_path, callbacks=[noted], per_device_train_batch_size=4, num_train_epochs=2, save_steps=2)
+    told(made, step(1, 5.0), step(2, 5.0), step(3, 5.0), saved(2), step(4, 5.0), saved(4), saved(4))
+    assert [event for event in noted.heard if event[0] == "on_save"] == [
+        ("on_save", 2, pytest.approx(2 / 3)),
+        ("on_save", 4, pytest.approx(4 / 3)),
+    ]
+    assert (made.state.global_step, made.state.epoch) == (4, pytest.approx(4 / 3))
+
+
+def test_checkpoints_that_a_script_does_not_ask_for_are_not_told(tmp_path: Path):
+    noted = Recorder()
+    told(trainer(tmp_path, callbacks=[noted], save_strategy="no"), step(1, 5.0), saved(1))
+    assert "on_save" not in {event for event, *_ in noted.heard}
+
+
+def test_a_finished_script_that_runs_again_has_its_step_and_its_logs(tmp_path: Path):
+    values = {"logging_steps": 1, "num_train_epochs": 2, "per_device_train_batch_size": 4}
+    first = trainer(tmp_path, **values)
+    checkpoints = checkpoint(tmp_path, model())
+    told(first, step(1, 5.5), step(2, 5.25)).finish(checkpoints)
+    again = trainer(tmp_path, **values)
+    output = told(again).finish(checkpoints)
+    assert output.global_step == again.state.global_step == 2
+    assert again.state.epoch == first.state.epoch
+    logged = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    assert logged == [5.5, 5.25]
+    elsewhere = checkpoint(tmp_path / "other", model())
+    (tmp_path / "other" / "trainer_state.json").write_text("torn {")
+    torn = trainer(tmp_path, **values)
+    told(torn).finish(elsewhere)
+    assert [entry for entry in torn.state.log_history if "loss" in entry] == []
+
+
 def test_the_trained_weights_are_in_the_model_that_the_script_has(tmp_path: Path):
     made = trainer(tmp_path)
     kept, trained = made.model, model()
@@ -106,6 +157,22 @@ def test_the_trained_weights_are_in_the_model_that_the_script_has(tmp_path: Path
     assert made.model is kept
     for name, parameter in trained.named_parameters():
         assert torch.equal(made.model.get_parameter(name), parameter), name
+
+
+def test_buffers_are_in_it_and_heads_are_tied_as_they_were(tmp_path: Path):
+    made, trained = trainer(tmp_path), model()
+    for each, value in ((made.model, 1.0), (trained, 7.0)):
+        each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().clone())
+        each.transformer.h[1].mlp.register_buffer("seen", torch.tensor([value]))
+    with torch.no_grad():
+        trained.lm_head.weight.add_(1.0)
+    seen = made.model.transformer.h[1].mlp.seen
+    told(made, step(1, 5.0)).finish(checkpoint_of_live(tmp_path, trained))
+    assert torch.equal(made.model.lm_head.weight, trained.lm_head.weight)
+    assert made.model.lm_head.weight is not made.model.transformer.wte.weight
+    assert seen.tolist() == [7.0]
+    with pytest.raises(CorruptCheckpoint, match=r"not the model's: \['transformer\.h\.1\.mlp\.seen'\]"):
+        told(trainer(tmp_path), step(1, 5.0)).finish(checkpoint_of_live(tmp_path, trained))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,36 @@ def test_the_batch_is_that_of_one_process_however_it_is_divided(
 ):
     found = settings(tmp_path, count=64, **values)
     assert (found["global_batch_size"], found["microbatch_size"]) == expected
+
+
+class Mean(transformers.GPT2LMHeadModel):
+    """Its loss is a mean, whatever it is told of the batch."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        logits = super().forward(input_ids=input_ids, attention_mask=attention_mask, **others).logits
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_means_of_batches_that_are_accumulated_are_not_weighed_otherwise_without_a_word(tmp_path: Path):
+    accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.warns(UserWarning, match="Mean returns the mean over a batch's labels, and transformers adds up those"):
+        trainer(tmp_path, model=Mean(model().config), **accumulated).job().check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(tmp_path, model=Mean(model().config), per_device_train_batch_size=8).job().check()
+        trainer(tmp_path, **accumulated).job().check()
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_launched(tmp_path: Path):
+    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=VOCAB_SIZE)
+    job = trainer(tmp_path, model=transformers.T5ForConditionalGeneration(config)).job()
+    with pytest.raises(ConfigError, match=r"t5\) cannot be split into layers"):
+        job.check()
+    with pytest.raises(ConfigError, match=r"t5\) cannot be split into layers"):
+        _ = job.settings
 
 
 def test_settings_say_what_the_arguments_say(tmp_path: Path):
@@ -156,3 +188,30 @@ def test_a_dataset_of_datasets_gives_its_lengths_by_its_column(tmp_path: Path):
 def test_too_few_samples_for_a_batch_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="3 samples are no batch of 8"):
         trainer(tmp_path, count=3, per_device_train_batch_size=8, dataloader_drop_last=True).job()
+
+
+def trainable_tokens(made: Any) -> Any:
+    return peft.get_peft_model(made, peft.LoraConfig(r=2, fan_in_fan_out=True, trainable_token_indices=[3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda made: made.lm_head.weight.register_hook(torch.sign), r"hook on (transformer\.wte|lm_head)\.weight"),
+        (lambda made: made.transformer.h.append(made.transformer.h[0]), "2 transformer blocks"),
+        (trainable_tokens, "LoRA with trainable_token_indices is not supported; leave it out"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_as_it_is_is_refused_before_anything_is_launched(
+    change: Any, words: str, tmp_path: Path
+):
+    made = model()
+    job = trainer(tmp_path, model=change(made) if change is trainable_tokens else made).job()
+    if change is not trainable_tokens:
+        change(made)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=words):
+        job.check()
+    with pytest.raises(ConfigError, match=words):
+        job.settings  # noqa: B018  it is computed where it is asked for
+    assert time.monotonic() - began_s < 5.0, "no run was started"

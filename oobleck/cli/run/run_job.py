@@ -6,6 +6,7 @@ The composition root of `oobleck up`: the only place that knows both the roles a
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
+from oobleck.script import SCRIPT_WAITS
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
@@ -396,7 +398,7 @@ def _start_callbacks(
     if run.trainer is not None:
         process = run.trainer
         process.begin(log, on_stop=lambda: master.submit(stop))
-    elif script is not None and "callbacks" in script.provides:
+    elif script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ:
         process = CallbackProcess(run.job, log=log, on_stop=lambda: master.submit(stop))
     else:
         return None

@@ -9,7 +9,7 @@ from functools import partial
 from oobleck.control.checkpoints import Restoring, Saving
 from oobleck.control.commit import Progress, ReplicaCheck
 from oobleck.control.data import Sharding
-from oobleck.control.membership import Leases, Membership, NodeRetry
+from oobleck.control.membership import EpochLikeness, Leases, Membership, NodeRetry
 from oobleck.control.scaling import Scaling
 from oobleck.control.speed import LinkTiming
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
@@ -48,6 +48,7 @@ class Parts:
     reconfiguration: Reconfiguration
     startup: Startup
     shutdown: Shutdown
+    likeness: EpochLikeness
     replica_check: ReplicaCheck
     lifecycle: NodeLifecycle
     workers: WorkerLifecycle
@@ -87,6 +88,7 @@ def make_parts(
         reconfiguration=reconfiguration,
         startup=Startup(job, nodes, members, preparation, link_timing, resuming),
         shutdown=Shutdown(job, members, progress, saving, sharding),
+        likeness=EpochLikeness(),
         replica_check=ReplicaCheck(degree=job.tensor_parallel, device_of=lambda node: members[node].spec.device),
         lifecycle=NodeLifecycle(
             members,

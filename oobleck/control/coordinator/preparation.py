@@ -10,7 +10,7 @@ from functools import partial
 from oobleck import __version__
 from oobleck.control.events import Command, ProfileFound, Send, notice
 from oobleck.control.journal import WorkerUp
-from oobleck.control.membership import Member, Membership, MemberState
+from oobleck.control.membership import DATA, Member, Membership, MemberState, difference
 from oobleck.control.profiles import KindProfiles, profile_key
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -86,20 +86,15 @@ class Preparation:
     def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
         """Look at a worker that is ready. The first one of a kind settles which profile that needs.
 
-        Raises ConfigError when it trains on other data than the rest, or from other weights.
+        Raises ConfigError for one that does not have what all must have alike.
         """
-        other = self._members.first_ready_worker  # all others have its digest
-        if other is not None and other.data_digest != message.data_digest:
-            raise ConfigError(
-                f"{member.spec.name} and {other.node} would train on different text (digests "
-                f"{message.data_digest} and {other.data_digest}); give all nodes the same files"
-            )
-        if other is not None and other.weights_digest != message.weights_digest:
-            raise ConfigError(
-                f"{member.spec.name} and {other.node} would start from different weights; give model.path the same "
-                "files on all nodes"
-            )
         worker_id = WorkerId(node=member.spec.name, device=message.device)
+        other = self._members.first_ready_worker  # all others have what it has
+        if other is not None:
+            first, theirs = WorkerId(node=other.node, device=other.device), ((DATA, other.data_digest), *other.alike)
+            differs = difference(worker_id, ((DATA, message.data_digest), *message.alike), first, theirs)
+            if differs is not None:
+                raise ConfigError(differs)
         return self._profiles.note_ready(member, worker_id, partial(self._key, member, message))
 
     def _key(self, member: Member, message: WorkerReady) -> str:

@@ -40,6 +40,7 @@ from oobleck.control.protocol import (
     CheckpointCommitted,
     CheckpointsFound,
     CommitRecord,
+    EpochEntered,
     Evaluating,
     EvaluationDone,
     Finished,
@@ -168,6 +169,9 @@ class Reports:
                     self._do((Send(node=node, message=message),), now_s)
             case StepCommitted(record=record):
                 self._step_committed(record, now_s)
+            case EpochEntered():
+                if (text := parts.likeness.entered(WorkerId(node=node, device=message.device), message)) is not None:
+                    self._do((EndRun(exit_code=ExitCode.CONFIG, reason=text),), now_s)
             case Evaluating() | EvaluationDone():
                 self._evaluating(message, now_s)
             case Status() | Resumed() | Pace():

@@ -38,7 +38,7 @@ class WorkerLifecycle:
             device=message.device,
             pid=message.pid,
             data_digest=message.data_digest,
-            weights_digest=message.weights_digest,
+            alike=message.alike,
             address=message.address,
             saves=message.saves,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.control.protocol import ServerEnd, WorkerAddress, WorkerEnd
+from oobleck.control.protocol import ServerEnd, Things, WorkerAddress, WorkerEnd
 from oobleck.job import NodeSpec
 
 from .losses import Loss
@@ -43,8 +43,8 @@ class WorkerUp:
     address: WorkerAddress | None = None
     saves: bool = False
     """Whether it has a place to save its state in."""
-    weights_digest: str = ""
-    """Equal on all nodes too."""
+    alike: Things = ()
+    """What else it has as all others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,7 @@ from .shard_messages import (
 )
 from .worker_messages import (
     Activity,
+    EpochEntered,
     Evaluating,
     EvaluationDone,
     Finished,
@@ -156,6 +157,7 @@ from .worker_messages import (
     Resumed,
     Status,
     StepCommitted,
+    Things,
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
@@ -184,6 +186,7 @@ __all__ = [
     "ConfigureRanks",
     "DataPosition",
     "EndRanks",
+    "EpochEntered",
     "ErrorKind",
     "Evaluating",
     "EvaluationDone",
@@ -296,6 +299,7 @@ __all__ = [
     "StoragePaths",
     "Subject",
     "Tally",
+    "Things",
     "TimeLink",
     "Topic",
     "TotalDown",

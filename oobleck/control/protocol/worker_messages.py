@@ -16,6 +16,7 @@ from .shard_messages import RecordsFailed, ScanAnswer
 
 __all__ = [
     "Activity",
+    "EpochEntered",
     "Evaluating",
     "EvaluationDone",
     "Finished",
@@ -28,11 +29,15 @@ __all__ = [
     "Resumed",
     "Status",
     "StepCommitted",
+    "Things",
     "WorkerFailed",
     "WorkerMessage",
     "WorkerReady",
     "WorkerReport",
 ]
+
+Things = tuple[tuple[str, str], ...]
+"""What workers compare, a handful: what it is called, and a digest of it or a few words that say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +57,23 @@ class WorkerReady(FromWorker):
     """Where its peers reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
-    weights_digest: str = ""
-    """Of the weights that the model starts from; equal on all nodes too."""
+    alike: Things = ()
+    """What else it must have as all others do."""
     device_name: str = ""
     """What the worker computes on, as its maker calls it."""
     device_memory_bytes: int | None = None
     """What a plan may use of a GPU's memory; None for a CPU."""
     shards: tuple[str, ...] = ()
     """The shards that its data is in, by name; empty where samples have numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEntered(FromWorker):
+    """A worker is about to take the first samples that it takes of an epoch."""
+
+    epoch: int
+    alike: Things
+    """What it must have as all others do in this epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +249,7 @@ WorkerReport = (
     | Profiled
     | LinkTimed
     | StepCommitted
+    | EpochEntered
     | Evaluating
     | EvaluationDone
     | Status

@@ -6,7 +6,7 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
-from .weights import newest_weights
+from .weights import newest_checkpoint, newest_weights, read_weights
 
 __all__ = [
     "FlashSaver",
@@ -17,5 +17,7 @@ __all__ = [
     "digest_of",
     "import_trainer_checkpoint",
     "is_trainer_checkpoint",
+    "newest_checkpoint",
     "newest_weights",
+    "read_weights",
 ]

@@ -14,15 +14,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oobleck.checkpoint import (
     MANIFEST_VERSION,
@@ -87,10 +87,18 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     adapters = Adapters.from_json(metadata["adapters"]) if "adapters" in metadata else None
     if adapters_alone and adapters is None:
         raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
-    model = build_model(_config_of(checkpoint, metadata), task=cast("Task", task), dtype=_dtype_of(weights))
-    tuner = None if adapters is None else add_adapters(model, adapters)
+    config = _config_of(checkpoint, metadata)
+    build = partial(_built, task=cast("Task", task), dtype=_dtype_of(weights), adapters=adapters)
+    model, tuner = build(config)
+    if "tied" in metadata:  # an earlier version wrote none of this
+        tied = json.loads(metadata["tied"])
+        if tied_parameters(model) != tied:
+            config.tie_word_embeddings = not config.tie_word_embeddings
+            model, tuner = build(config)
+        weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
+    aliases = tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    if unexpected or set(missing) - set(tied_parameters(model)):
+    if unexpected or set(missing) - aliases:
         raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
     if adapters is not None and adapters_alone:
         _save_whole(partial(save_adapters, model, adapters), target)
@@ -99,6 +107,43 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
         model = tuner.merge_and_unload()
     model.tie_weights()
     _save_whole(model.save_pretrained, target)
+
+
+def _built(
+    config: PreTrainedConfig, *, task: Task, dtype: torch.dtype, adapters: Adapters | None
+) -> tuple[PreTrainedModel, Any]:
+    """Build a model, and what can take its adapters in."""
+    model = build_model(config, task=task, dtype=dtype)
+    return model, None if adapters is None else add_adapters(model, adapters)
+
+
+def _tied_as_trained(
+    checkpoint: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return weights for a model that need not tie what was tied in training: it has copies. Raises ConfigError where
+    it ties what was not."""
+    by_model = tied_parameters(model)
+    if surplus := sorted(by_model.keys() - tied.keys()):
+        raise ConfigError(
+            f"{checkpoint}: {surplus[0]} was trained by itself, and the model's class ties it to "
+            f"{by_model[surplus[0]]}; no directory can say that"
+        )
+    copies = {name: weights[home].clone() for name, home in tied.items() if name not in by_model}
+    return {**weights, **copies}
+
+
+def _buffers(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return the buffers in the types that the model had; one of the script's own becomes one of the model."""
+    known = model.state_dict().keys()
+    buffers: dict[str, torch.Tensor] = {}
+    for name, dtype in json.loads(metadata["buffers"]).items():
+        buffers[name] = weights[name].to(getattr(torch, dtype))
+        path, _, attribute = name.rpartition(".")
+        if name not in known:
+            model.get_submodule(path).register_buffer(attribute, buffers[name])
+    return buffers
 
 
 def _save_whole(save: Callable[[Path], object], target: Path) -> None:

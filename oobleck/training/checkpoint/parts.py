@@ -27,7 +27,10 @@ _TRAINING = "training."
 def model_metadata(structure: ModelStructure) -> dict[str, str]:
     """What every layer's file says of the model."""
     adapters = {} if structure.adapters is None else {"adapters": structure.adapters.as_json()}
-    return {"config": structure.config.to_json_string(use_diff=False), "task": structure.task, **adapters}
+    tied = json.dumps(dict(sorted(structure.anatomy.tied.items())))
+    buffers = json.dumps({name: str(dtype).removeprefix("torch.") for name, dtype in structure.buffers.items()})
+    config = structure.config.to_json_string(use_diff=False)
+    return {"config": config, "task": structure.task, "tied": tied, "buffers": buffers, **adapters}
 
 
 def part_metadata(share: Share) -> dict[str, str]:

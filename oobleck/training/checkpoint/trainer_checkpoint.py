@@ -22,7 +22,7 @@ from .conversion import IMPORTED, manifest_of, write_layer
 from .parts import model_metadata
 from .state import layer_layout
 
-__all__ = ["import_trainer_checkpoint", "is_trainer_checkpoint"]
+__all__ = ["import_trainer_checkpoint", "is_trainer_checkpoint", "write_checkpoint"]
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
@@ -51,7 +51,7 @@ def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collec
         raise CorruptCheckpoint(f"{directory}: {error}") from error
     states = dict(_states(directory, model, decayed, saved, step))
     structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=_TRIAL_LENGTH)
-    return _write(directory / _OURS, structure, dict(model.named_parameters(remove_duplicate=False)), states, step)
+    return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
 
 
 def _states(
@@ -83,13 +83,18 @@ def _states(
             yield id(parameter), state
 
 
-def _write(
+def write_checkpoint(
     target: Path,
     structure: ModelStructure,
-    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, torch.Tensor],
     states: Mapping[int, Mapping[str, torch.Tensor]],
+    *,
     step: int,
 ) -> Path:
+    """Write a checkpoint of a model's `state`, with the optimizer's `states` by tensors' ids; returns its path.
+
+    Raises OSError.
+    """
     name = checkpoint_name(IMPORTED, step=step, generation=0)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
@@ -97,8 +102,8 @@ def _write(
     for layer in range(structure.num_layers):
         tensors: dict[str, torch.Tensor] = {}
         for each in structure.layer_parameters(layer):
-            tensors[each] = parameters[each].detach().cpu()
-            for key, value in states.get(id(parameters[each]), {}).items():
+            tensors[each] = state[each].detach().cpu()
+            for key, value in states.get(id(state[each]), {}).items():
                 tensors[f"optimizer.{key}.{each}"] = value
         layout = layer_layout({layer: tensors}, metadata=metadata)
         shards.append(write_layer(target / name, layer, layout, tensors))

@@ -13,7 +13,7 @@ from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import Tensors, join_parts
 
-__all__ = ["newest_weights", "read_weights"]
+__all__ = ["newest_checkpoint", "newest_weights", "read_weights"]
 
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
@@ -22,13 +22,19 @@ _SHARED = (
 _NOT_WEIGHTS = ("optimizer.", "training.")
 
 
+def newest_checkpoint(directory: Path) -> tuple[str, int]:
+    """Return the name and the step of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
+    for found in CheckpointDirectory(directory).find():
+        if found.manifest is not None:
+            return found.name, found.manifest.step
+    raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
+
+
 def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
-    found = next((each for each in CheckpointDirectory(directory).find() if each.manifest is not None), None)
-    if found is None:
-        raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
+    name, _ = newest_checkpoint(directory)
     try:
-        return read_weights(directory / found.name)[1]
+        return read_weights(directory / name)[1]
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{error}; {_SHARED}") from error
 

@@ -29,10 +29,15 @@ class Batch:
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What else the model's forward is to be given, by its names: masks, positions, types. [batch, …]"""
     is_causal: bool = True
+    """Whether each sample's first label predicts nothing, as the model shifts labels."""
+    counted: int | None = None
+    """`num_items`, where it is known already."""
 
     @property
     def num_items(self) -> int:
-        """Predicted tokens: every label unless ignored, but for each sample's first if causal. Waits for the device."""
+        """Labels that count: all unless ignored, but for each sample's first if causal. May wait for the device."""
+        if self.counted is not None:
+            return self.counted
         labels = self.labels[:, 1:] if self.is_causal else self.labels
         return int((labels != IGNORED_LABEL).sum())
 
@@ -43,4 +48,5 @@ class Batch:
             labels=self.labels.to(device, non_blocking=True),
             others={name: tensor.to(device, non_blocking=True) for name, tensor in self.others.items()},
             is_causal=self.is_causal,
+            counted=self.num_items,
         )

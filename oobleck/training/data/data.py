@@ -6,7 +6,7 @@ the seed, the nodes, and the run that continues from a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from .text import open_table
 from .token_files import holds_tokens, open_token_files
 from .tuning_rows import TuningRows
 
-__all__ = ["Batch", "Dataset", "Source", "open_source", "prepare_dataset"]
+__all__ = ["Batch", "Dataset", "Source", "StepOrder", "open_source", "prepare_dataset"]
 
 _SPLIT = -1
 """The epoch, which no training has, whose permutation says which samples are kept for evaluation."""
@@ -64,6 +64,26 @@ class Source(Protocol):
         ...
 
 
+class StepOrder(Protocol):
+    """Which samples each step takes, where numbers alone do not say so. Steps count from 1, epochs from 0."""
+
+    def __call__(self, step: int) -> Sequence[int]:
+        """Return the numbers of a step's samples, in their order; the last step of an epoch may have fewer."""
+        ...
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return the epoch that a step belongs to, and its number in it, from 0."""
+        ...
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        ...
+
+    def digest(self, epoch: int) -> str:
+        """Digest the order of an epoch's samples."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """Samples by index: all of a source, or one side of its split."""
@@ -74,8 +94,8 @@ class Dataset:
     """What the model takes."""
     part: range | None = None
     """Positions in the split's permutation of the source's samples; None for all samples in their own order."""
-    order: Callable[[int], Sequence[int]] | None = None
-    """From a step to its samples, which may be fewer than others'; None: as `samples_of_step` says."""
+    order: StepOrder | None = None
+    """Which samples a step takes; None: as `samples_of_step` says."""
 
     @property
     def digest(self) -> str:
@@ -138,15 +158,19 @@ class Dataset:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
             return self.source.batch(numbers, self.inputs, step=step)
-        if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows):
+        if isinstance(self.source, ScriptSamples):
+            samples = [self.source.sample(number, self.inputs, step=step) for number in numbers]
+            return self._side_by_side(samples, numbers, step)
+        if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
         if (nothing := input_ids < 0).any():
             labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
-            return Batch(input_ids=input_ids.masked_fill(nothing, 0), labels=labels)
+            tokens = input_ids.masked_fill(nothing, 0)
+            return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
-        return Batch(input_ids=input_ids, labels=input_ids)
+        return Batch(input_ids=input_ids, labels=input_ids, is_causal=self.inputs.shifts_labels)
 
     def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
         try:

@@ -44,12 +44,18 @@ class ModelInputs:
     """The token of padding. None where the model would not know it for padding, though it must."""
     num_labels: int | None = None
     """Of classification."""
+    counts_first: bool = False
+    """Whether each sample's first label counts in causal language modelling too: the model does not shift labels."""
     separates_documents: Callable[[], bool] = lambda: False
     """Whether the model keeps documents apart where positions begin again within a sample. May take a second."""
 
     @property
     def is_classified(self) -> bool:
         return self.num_labels is not None
+
+    @property
+    def shifts_labels(self) -> bool:
+        return self.task == "causal_lm" and not self.counts_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +121,7 @@ def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int)
         input_ids=torch.from_numpy(np.stack([_padded(s.tokens, length, inputs.pad_id or 0) for s in samples])),
         labels=_labels_of(samples, length),
         others=others,
-        is_causal=inputs.task == "causal_lm",
+        is_causal=inputs.shifts_labels,
     )
 
 

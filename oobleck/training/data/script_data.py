@@ -1,14 +1,15 @@
 """Samples that a script makes, or a dataset has: anything with a length whose items are tokens, or mappings.
 
 A transformers `Trainer` has a collator put them side by side, a microbatch at a time. What it returns is taken as
-samples that have been padded to one length, and padded further to the length of all microbatches. It may draw random
-numbers: these follow from the seed, the step and the samples, so that all workers that read a microbatch read the same.
+samples that have been padded to one length, and padded further to the length of all microbatches.
+
+A dataset or a collator may draw random numbers: these follow from the seed, the step and the samples, so that all
+workers that read a microbatch read the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from oobleck.errors import ConfigError
-from oobleck.training.randomness import derive_seed, drawing_from
+from oobleck.training.randomness import derive_seed, drawing_alike
 
 from .batches import IGNORED_LABEL, Batch
 from .records import NO_SAMPLE
@@ -40,10 +41,17 @@ class ScriptSamples:
     """
 
     def __init__(
-        self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int, place: str = "the script's data"
+        self,
+        make: Callable[[], Any],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int = 0,
+        place: str = "the script's data",
     ) -> None:
         """`place` is where they are from, for messages."""
         self._place = place
+        self._seed = seed
         try:
             self._samples = make()
             if not hasattr(self._samples, "__len__"):
@@ -80,10 +88,10 @@ class ScriptSamples:
     def sequence_length(self) -> int:
         return self._length
 
-    def sample(self, index: int, inputs: ModelInputs) -> Sample:
-        """Return a sample by index. Raises ConfigError where it does not fit the model."""
+    def sample(self, index: int, inputs: ModelInputs, *, step: int = 0) -> Sample:
+        """Return a sample by index, as a step has it. Raises ConfigError where it does not fit the model."""
         place = f"{self._place}: sample {index}"
-        return read_item(self._item(index), inputs, place=place, length=self._length, vocab_size=self._vocab_size)
+        return read_item(self._item(index, step), inputs, place=place, length=self._length, vocab_size=self._vocab_size)
 
     def check(self, inputs: ModelInputs) -> None:
         """Look at some samples from all over. Raises ConfigError where one does not fit the model."""
@@ -91,9 +99,10 @@ class ScriptSamples:
             sample = self.sample(index, inputs)
             check_alone(sample, inputs, place=f"{self._place}: sample {index}", length=self._length)
 
-    def _item(self, index: int) -> Any:
+    def _item(self, index: int, step: int = 0) -> Any:
         try:
-            return self._samples[index]
+            with drawing_alike(derive_seed(self._seed, "sample", step, index)):
+                return self._samples[index]
         # As above.
         except Exception as error:
             raise ConfigError(f"{self._place}: sample {index}: {type(error).__name__}: {error}") from error
@@ -148,7 +157,7 @@ class CollatedSamples:
             self.batch([number], inputs, step=0)
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
-        with self._blaming(numbers), _drawing_alike(derive_seed(self._seed, "collated", step, numbers[0])):
+        with self._blaming(numbers), drawing_alike(derive_seed(self._seed, "collated", step, numbers[0])):
             columns = dict(self._collate([self._samples[number] for number in numbers]))
             lengths = {name: len(values) for name, values in columns.items() if len(values) != len(numbers)}
             if lengths:
@@ -176,7 +185,7 @@ class CollatedSamples:
     def _digest_some(self) -> str:
         digest = hashlib.blake2b(f"{self.num_samples}".encode(), digest_size=16)
         for number in _from_all_over(self.num_samples, _DIGESTED_SAMPLES):
-            with self._blaming([number]), _drawing_alike(0):
+            with self._blaming([number]), drawing_alike(0):
                 digest.update(numbers_in(self._samples[number]))
         return digest.hexdigest()
 
@@ -213,17 +222,3 @@ def numbers_in(item: Any) -> bytes:
         if values.dtype.kind in "iubf":
             found += [f"{name}:{values.dtype.str}{values.shape}".encode(), values.tobytes()]
     return b"".join(found)
-
-
-@contextmanager
-def _drawing_alike(seed: int) -> Iterator[None]:
-    """Within the block, whatever draws random numbers draws those of a seed."""
-    kept, of_numpy = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        with drawing_from(seed):
-            yield
-    finally:
-        random.setstate(kept)
-        np.random.set_state(of_numpy)

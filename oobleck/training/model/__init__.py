@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .adapters import Adapters, add_adapters, save_adapters, tied_parameters
+from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .compilation import require_compiler
 from .configuration import build_model
 from .documents import separates_documents
 from .live_model import LiveModel
+from .loss_trial import with_tried_loss
 from .models import MicrobatchKey, StageModel
 from .precision import Precision
 from .structure import ModelStructure
@@ -26,9 +27,12 @@ __all__ = [
     "build_model",
     "initialize_share",
     "install",
+    "plain_name",
     "require_compiler",
     "save_adapters",
     "separates_documents",
     "share_of",
     "tied_parameters",
+    "unwrapped",
+    "with_tried_loss",
 ]

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError
 from oobleck.job import LoraSpec, Task
 
+from .brought import shared_tensors
+
 __all__ = [
     "Adapters",
     "adapters_of",
@@ -202,16 +204,15 @@ def plain_name(name: str) -> str:
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names of parameters that are another parameter, and that other one's name.
+    """Return the names of parameters and persistent buffers that are another one, and that other one's name.
 
     Raises ConfigError where one of them is adapted or trained as a whole: the other would not have what it learns.
     """
-    tied = dict(model.all_tied_weights_keys or {})
-    here = {plain_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in (*tied, *tied.values()):
-        if here.get(name, name) != name:
-            raise ConfigError(f"model: {name} is tied, so it can have no adapter; name other modules")
-    return tied
+    shared = shared_tensors(model, dict(model.all_tied_weights_keys or {}))
+    for name in sorted({*shared, *shared.values()}):
+        if plain_name(name) != name:
+            raise ConfigError(f"model: {plain_name(name)} is tied, so it can have no adapter; name other modules")
+    return shared
 
 
 def initialize_adapter(model: nn.Module, module: nn.Module) -> None:
@@ -228,22 +229,25 @@ def initialize_adapter(model: nn.Module, module: nn.Module) -> None:
 def with_fake_tensors(model: Model) -> Model:
     """Give a model from the meta device fake parameters and buffers, in the mode that is on; returns it.
 
-    PEFT cannot put adapters into a model that is made of fake tensors.
+    Models are not made of fake tensors from the beginning: PEFT cannot put adapters into those, and rules for
+    initialization that look at what they have drawn do not run on them.
     """
-    parameters: dict[int, nn.Parameter] = {}
+    faked: dict[int, torch.Tensor] = {}
 
-    def fake(parameter: nn.Parameter) -> nn.Parameter:
-        """Tied parameters stay one object."""
-        if id(parameter) not in parameters:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-            parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        return parameters[id(parameter)]
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        """What is tied stays one object."""
+        if id(tensor) not in faked:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            faked[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return faked[id(tensor)]
 
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            module._parameters[name] = None if parameter is None else fake(parameter)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for held in holders:
+            for name, tensor in [*held.items()]:
+                if isinstance(tensor, torch.Tensor):
+                    held[name] = fake(tensor)
     return model
 
 

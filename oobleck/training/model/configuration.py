@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -44,8 +45,10 @@ __all__ = [
     "check_head",
     "model_types",
     "prepared",
+    "require_known_loss",
     "task_of",
     "task_of_built",
+    "with_padding",
 ]
 
 CLASSIFICATION: tuple[Task, ...] = ("sequence_classification", "token_classification")
@@ -102,8 +105,30 @@ def _is_saved_encoder_decoder(config: PreTrainedConfig) -> bool:
 
 
 def task_of_built(model: PreTrainedModel) -> Task:
-    """Return what the head of a model predicts, by the name of its class; causal where nothing is known of it."""
-    return _task_of_classes(base.__name__ for base in type(model).__mro__) or "causal_lm"
+    """Return what the head of a model predicts, by the name of its class or of one that it is derived from.
+
+    One's own class that can generate is a causal language model. Raises ConfigError where nothing is known of the head.
+    """
+    kind = type(model)
+    if (task := _task_of_classes(base.__name__ for base in kind.__mro__)) is not None:
+        return task
+    if isinstance(model, GenerationMixin) and not kind.__module__.startswith("transformers."):
+        return "causal_lm"
+    raise ConfigError(
+        f"model: {kind.__name__} has a head that no task is known for; known are {', '.join(_HEADS)}, as those of "
+        "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
+        "class, or derive one's own from it"
+    )
+
+
+def require_known_loss(model: PreTrainedModel, task: Task) -> None:
+    """Raise ConfigError for a model whose own loss would be ignored: that of labels is the cross entropy of logits."""
+    is_own = not type(model).forward.__module__.startswith("transformers.") or "_loss_function" in vars(model)
+    if task != "causal_lm" and is_own:
+        raise ConfigError(
+            f"model: {type(model).__name__} has a forward or a loss_function of its own, and for {task} the loss is "
+            "the cross entropy of its logits, whatever that returns; give Trainer(compute_loss_func=…)"
+        )
 
 
 def _task_of_classes(names: Iterable[str]) -> Task | None:
@@ -141,6 +166,19 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
     check_model_numbers({key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")})
     _require_room(config, vocab_size=vocab_size, sequence_length=sequence_length)
     return config
+
+
+def with_padding(model: ModelSpec) -> ModelSpec | None:
+    """Return a specification with a padding token, for a type that does not run without one.
+
+    None where that makes no difference: the specification names one, or the type has none.
+    """
+    if model.path is not None or "pad_token_id" in model.config:
+        return None
+    fields = {each.name: each.default for each in dataclasses.fields(_config_class(model.type))}
+    if not isinstance(fields.get("pad_token_id"), int):
+        return None
+    return dataclasses.replace(model, config={**model.config, "pad_token_id": _END_OF_TEXT})
 
 
 def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:

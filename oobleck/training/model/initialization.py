@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed, drawing_from
 
 from .adapters import initialize_adapter, is_adapted, plain_name
+from .split_probe import cannot_split
 from .structure import SplittableModel
 
 __all__ = ["initialize_adapters", "initialize_module", "materialize_buffers", "move_buffers", "unset"]
@@ -78,9 +78,8 @@ def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None
             value = module._buffers[attribute]
             assert value is not None
             if _is_unset(value):
-                raise ConfigError(
-                    f"model.type: {model.config.model_type} cannot be split into layers: "
-                    f"its rules for initialization leave the buffer {name}.{attribute} without a value"
+                raise cannot_split(
+                    model, f"its rules for initialization leave the buffer {name}.{attribute} without a value"
                 )
             module._buffers[attribute] = value.to(device)
 

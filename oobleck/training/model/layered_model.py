@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from oobleck.errors import ConfigError
 
+from .brought import shared_tensors
 from .losses import causal_lm_loss
 from .signature import arguments_of
 from .splitting import Anatomy
@@ -69,12 +70,8 @@ class LayeredModel(nn.Module):
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """Parameters that are one object with an earlier one, and that one's name."""
-        first: dict[int, str] = {}
-        named = self.named_parameters(remove_duplicate=False)
-        return {
-            name: first[id(parameter)] for name, parameter in named if first.setdefault(id(parameter), name) != name
-        }
+        """Parameters and buffers that are one object with an earlier one, and that one's name."""
+        return shared_tensors(self, {})
 
     @property
     def takes(self) -> frozenset[str]:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from oobleck.errors import ConfigError, ResourceLost
 
 from .adapters import unwrapped
+from .brought import GradientHook, gradient_hooks, named_state, require_trainable
 
 __all__ = ["LiveModel", "LiveWeights"]
 
@@ -30,27 +31,35 @@ __all__ = ["LiveModel", "LiveWeights"]
 class LiveModel:
     """A model's skeleton, and its weights."""
 
-    def __init__(self, skeleton: PreTrainedModel, weights: LiveWeights | None) -> None:
+    def __init__(
+        self, skeleton: PreTrainedModel, weights: LiveWeights | None, hooks: Mapping[str, tuple[GradientHook, ...]]
+    ) -> None:
         self._skeleton = skeleton
         self.weights = weights
         """None where nobody asks for them."""
+        self.hooks = hooks
+        """What gradients go through, by all names that parameters have."""
 
     @classmethod
     def skeleton_of(cls, model: object) -> LiveModel:
-        """Return a model's skeleton alone. Raises ConfigError for what is no transformers model."""
+        """Return a model's skeleton alone.
+
+        Raises ConfigError for what is no transformers model, or has something that stages could not have as it is.
+        """
         inner = unwrapped(model)
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
                 f"Trainer(model=…): {type(inner).__name__} is no model of transformers; write a job() whose model is a "
                 "list of layers"
             )
-        empty = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in inner.parameters()}
-        skeleton = copy.deepcopy(inner, empty)
+        require_trainable(inner)
+        hooks = gradient_hooks(inner)
+        skeleton = _without_memory(inner)
         modules: Iterable[Any] = skeleton.modules()
         for module in modules:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # stages do it themselves, where the job says so
-        return cls(skeleton, None)
+        return cls(skeleton, None, hooks)
 
     @classmethod
     def taken_apart(cls, model: object, cache_dir: Path) -> LiveModel:
@@ -58,17 +67,45 @@ class LiveModel:
 
         Raises as `skeleton_of`, and ResourceLost where the file cannot be written.
         """
-        skeleton = cls.skeleton_of(model)._skeleton
+        live = cls.skeleton_of(model)
         inner = unwrapped(model)
         assert isinstance(inner, nn.Module)
         weights = LiveWeights.saved(inner, cache_dir)
         for parameter in inner.parameters():
             parameter.data = parameter.data.new_empty(0)
-        return cls(skeleton, weights)
+        return cls(live._skeleton, weights, live.hooks)
 
     def make(self) -> PreTrainedModel:
         """Return a copy of the skeleton: parameters without memory, buffers with their values."""
-        return copy.deepcopy(self._skeleton)
+        return _without_memory(self._skeleton)
+
+
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model: parameters on the meta device, with their own attributes, and all else as it is.
+
+    Raises ConfigError for a model that cannot be copied.
+    """
+    empty: dict[int, Any] = {}
+    for each in model.parameters():
+        empty[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
+        vars(empty[id(each)]).update(vars(each))
+    try:
+        return copy.deepcopy(model, empty)
+    # What it holds may be anything.
+    except Exception as error:
+        raise ConfigError(
+            f"model: it cannot be copied for the nodes ({' '.join(str(error).split())}): keep in it what copy.deepcopy "
+            f"can copy{_culprit(model)}"
+        ) from error
+
+
+def _culprit(model: nn.Module) -> str:
+    """Name an attribute that is a tensor in the middle of a computation, as older weight norms leave behind."""
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                return f"; {path}.{attribute} is computed from parameters: use torch.nn.utils.parametrizations"
+    return ""
 
 
 class LiveWeights:
@@ -84,11 +121,14 @@ class LiveWeights:
 
     @classmethod
     def saved(cls, model: nn.Module, cache_dir: Path) -> LiveWeights:
-        """Write a model's parameters, each once, unless the file is there. Raises ResourceLost if that fails."""
-        tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
-        homes = {id(parameter): name for name, parameter in model.named_parameters()}
-        names = {name: homes[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
-        digest = _digest_of(tensors)
+        """Write a model's parameters and persistent buffers, each once, unless the file is there.
+
+        Raises ResourceLost if that fails.
+        """
+        homes: dict[int, str] = {}
+        names = {name: homes.setdefault(id(each), name) for name, each in named_state(model)}
+        tensors = {name: each.detach().contiguous() for name, each in named_state(model) if names[name] == name}
+        digest = _digest_of({**tensors, **dict(model.named_buffers())})
         file = cache_dir / f"start-{digest}.safetensors"
         if not file.exists():
             unfinished = file.with_name(f".{file.name}.{os.getpid()}")
@@ -120,7 +160,7 @@ class LiveWeights:
         except (OSError, SafetensorError) as error:
             raise ResourceLost(f"{self._file}, with the weights that training starts from: {error}") from error
 
-    def known(self, names: Iterable[str], model: PreTrainedModel) -> tuple[str, ...]:
+    def known(self, names: Iterable[str], model: PreTrainedModel, *, renamed: bool = False) -> tuple[str, ...]:
         """Return those of some parameters that the file has: all of them."""
         return tuple(names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,21 @@ from torch.nn import functional
 
 from oobleck.training.data import IGNORED_LABEL
 
-__all__ = ["causal_lm_loss", "label_loss"]
+__all__ = ["LossRule", "causal_lm_loss", "label_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRule:
+    """How a model's own loss is normalized, and over which labels."""
+
+    is_mean: bool = False
+    """It is the mean over the labels that count among those given; else their sum divided by `num_items_in_batch`."""
+    counts_first: bool = False
+    """Each sample's first label counts too: the model does not shift labels."""
+
+    def __str__(self) -> str:
+        what = "the mean" if self.is_mean else "a sum divided by num_items_in_batch,"
+        return f"{what} over all labels{'' if self.counts_first else ' but the first'}"
 
 
 def causal_lm_loss(

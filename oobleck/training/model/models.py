@@ -9,7 +9,7 @@ once (`traced_forward.py`). Of several chunks, one is in place at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -20,15 +20,16 @@ from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
+from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
-from .adapters import original_of
+from .buffers import StageBuffers
 from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
-from .placeholders import Passthrough, ZeroEmbedding, replace_module
+from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .recomputation import recompute_activations
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
@@ -82,9 +83,12 @@ class StageModel:
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
         self._tried_loss = False
-        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS:
+        has_own_loss = "_loss_function" in vars(self.model)
+        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
             self.model.loss_function = causal_lm_loss
+        if not structure.drops:
+            turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
         if isinstance(self.model, PreTrainedModel):
@@ -93,7 +97,8 @@ class StageModel:
             move_buffers(self.model, device=self.device)
         else:
             materialize_buffers(self.model, device=self.device)
-        self._modules = dict(self.model.named_modules())
+        self._modules = dict(self.model.named_modules(remove_duplicate=False))
+        self._buffers = StageBuffers(self.model, self._modules, structure)
         for layer in filter(structure.is_block, range(structure.num_layers)):
             for module in self.modules_of(layer):
                 if compiles:
@@ -153,7 +158,7 @@ class StageModel:
         Parameters that are held already stay what they are, the objects and their gradients included. New
         ones become the tensors that `state` has under their names (other names in it are ignored), or
         not-a-number until somebody sets them. Those of no layer any more are let go. O(layers), no forward
-        pass may be in progress.
+        pass may be in progress. Raises CorruptCheckpoint for a buffer of all stages that has another value there.
         """
         before, self.chunks = self.layers, tuple(chunk for chunk in chunks if chunk)
         ends = [0, *(end for chunk in self.chunks for end in (chunk.start, chunk.stop)), self.structure.num_layers]
@@ -167,6 +172,7 @@ class StageModel:
                 if name not in held:
                     kept = self._parameters.get(name)
                     held[name] = self._new_parameter(name, state.get(name)) if kept is None else kept
+        self._buffers.require_known(state)
         self._parameters = held
         for layer in self.layers:
             self._plug(self.structure.sites[layer], held)
@@ -181,6 +187,7 @@ class StageModel:
         """
         for layer in layers:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
+            self._buffers.begin(self.structure.sites[layer], self._parameters)
             if self.structure.weights is None or self._may_lack(layer):
                 self._initialize_layer(layer, seed=seed)
             elif self.structure.adapters is not None and not self.structure.weights.is_whole:
@@ -216,7 +223,7 @@ class StageModel:
         try:
             if self.is_first:
                 self._seed_layer(0)
-            with self._computing(), self._as_traced(batch):
+            with self._buffers.in_use(), self._computing(), self._as_traced(batch):
                 return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         finally:
             self._received = self._key = None
@@ -254,11 +261,21 @@ class StageModel:
         if self.structure.compute_loss is not None:
             loss = self._loss_by(self.structure.compute_loss, self.model(**given), batch.labels, num_items)
         elif self.structure.task == "causal_lm":
-            loss = self.model(labels=batch.labels, num_items_in_batch=num_items, **given).loss
+            outputs = self.model(labels=batch.labels, num_items_in_batch=num_items, **given)
+            loss = self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss
         else:
             logits = self.model(**given).logits
             loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _share_of_mean(self, outputs: Any, batch: Batch, num_items: int) -> torch.Tensor:
+        """What a microbatch adds to the mean over a step, of the mean over its own labels."""
+        loss: torch.Tensor
+        if not batch.num_items:  # a mean over nothing is no number, and neither is its gradient
+            loss = outputs.logits.sum() * 0.0
+            return loss
+        loss = outputs.loss * (batch.num_items / num_items)
+        return loss
 
     def _loss_by(self, compute: LossOfOutputs, outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
         """A script's own loss. What is divided by a number of items here is corrected when all are counted, so it must
@@ -350,12 +367,11 @@ class StageModel:
             yield from self.structure.layer_roots(layer)
 
     def _placeholder(self, root: str) -> nn.Module:
-        module = self._modules[root]
-        embedding = original_of(module)
-        if isinstance(embedding, nn.Embedding) and root in self.structure.anatomy.prelude:
-            return ZeroEmbedding(embedding)
-        is_block = root.startswith(f"{self.structure.anatomy.block_list}.")
-        return Passthrough(module, returns_tuple=is_block and self.structure.anatomy.blocks_return_tuples)
+        module, anatomy = self._modules[root], self.structure.anatomy
+        if root in anatomy.prelude:
+            return stand_in_before_blocks(module, width=anatomy.widths.get(root), device=self.device)
+        is_block = root.startswith(f"{anatomy.block_list}.")
+        return Passthrough(module, returns_tuple=is_block and anatomy.blocks_return_tuples)
 
     def _hook_up(self) -> None:
         for layer in range(1, self.structure.num_layers):
@@ -414,15 +430,26 @@ class StageModel:
             value = unset(shape, dtype=self.dtype, device=self.device)
         assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
         is_trained = name not in self.structure.frozen
-        return nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype), requires_grad=is_trained)
+        made = nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype), requires_grad=is_trained)
+        if name in self._vacant:  # it is no buffer
+            vars(made).update(vars(self._vacant[name]))
+        for hook in self.structure.hooks.get(name, ()):
+            made.register_hook(hook)  # type: ignore[no-untyped-call]
+        return made
 
     def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
         for site in sites:
-            self._modules[site.module]._parameters[site.attribute] = parameters[site.parameter]
+            if site.is_buffer:
+                self._buffers.plug(site, parameters[site.parameter])
+            else:
+                self._modules[site.module]._parameters[site.attribute] = parameters[site.parameter]
 
     def _unplug(self, sites: Iterable[Site]) -> None:
         for site in sites:
-            self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
+            if site.is_buffer:
+                self._buffers.unplug(site)
+            else:
+                self._modules[site.module]._parameters[site.attribute] = self._vacant[site.name]
 
     def _may_lack(self, layer: int) -> bool:
         """Whether a directory of weights need not have all of a layer: it may be of a language model."""
@@ -434,9 +461,13 @@ class StageModel:
     def _read_layer(self, layer: int, weights: WeightFiles | LiveWeights) -> None:
         assert isinstance(self.model, PreTrainedModel)
         in_files = weights.names_in_files(self.structure.layer_parameters(layer))
-        wanted: Collection[str] = set(in_files.values())
+        wanted = set(in_files.values())
         if self._may_lack(layer):
-            wanted = weights.known(wanted, self.model)
+            wanted = set(weights.known(wanted, self.model))
+        else:
+            # As transformers does: buffers that files lack have the values that the model's rules give them.
+            buffers = wanted & self.structure.buffers.keys()
+            wanted -= buffers - set(weights.known(buffers, self.model, renamed=True))
         shapes = {known: self.structure.shapes[name] for name, known in in_files.items()}
         values = weights.read(sorted(wanted), self.model, shapes)
         for name, known in in_files.items():

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Passthrough", "ZeroEmbedding", "replace_module"]
+from .adapters import original_of
+
+__all__ = ["Passthrough", "ZeroEmbedding", "replace_module", "stand_in_before_blocks"]
 
 
 class Passthrough(nn.Module):
@@ -17,10 +19,12 @@ class Passthrough(nn.Module):
     module lacks are looked up in the module that it stands in for.
     """
 
-    def __init__(self, original: nn.Module, *, returns_tuple: bool = False) -> None:
+    def __init__(self, original: nn.Module, *, returns_tuple: bool = False, width: int | None = None) -> None:
+        """With a `width`, it gives zeros of that many features instead."""
         super().__init__()
         self.__dict__["original"] = original  # Not registered: its parameters are not this module's.
         self.__dict__["returns_tuple"] = returns_tuple
+        self.__dict__["width"] = width
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -30,20 +34,34 @@ class Passthrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(iter(kwargs.values()))
+        if (width := self.__dict__["width"]) is not None:
+            hidden = hidden.new_zeros(()).expand(*hidden.shape[:-1], width)
         return (hidden,) if self.__dict__["returns_tuple"] else hidden
 
 
 class ZeroEmbedding(nn.Module):
     """Stands in for an embedding that is elsewhere: zeros, which take no memory and reach no block."""
 
-    def __init__(self, original: nn.Embedding) -> None:
+    def __init__(self, original: nn.Embedding, *, device: torch.device) -> None:
         super().__init__()
         self.embedding_dim = original.embedding_dim
         self.dtype = original.weight.dtype
+        self.device = device
 
-    def forward(self, ids: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        zero = torch.zeros((), dtype=self.dtype, device=ids.device)
-        return zero.expand(*ids.shape, self.embedding_dim)
+    def forward(self, ids: torch.Tensor | tuple[int, ...], *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        shape = ids.shape if isinstance(ids, torch.Tensor) else ids  # of positions, some models give the shape alone
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(*shape, self.embedding_dim)
+
+
+def stand_in_before_blocks(module: nn.Module, *, width: int | None, device: torch.device) -> nn.Module:
+    """Return what stands in for a module that runs before the blocks, on stages that do not hold it.
+
+    `width` is how many features it gives, where these are not as many as it takes.
+    """
+    embedding = original_of(module)
+    if isinstance(embedding, nn.Embedding):
+        return ZeroEmbedding(embedding, device=device)
+    return Passthrough(module, width=width)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
 
 from .adapters import is_adapted, tied_parameters
-from .placeholders import Passthrough, replace_module
+from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 
 __all__ = ["SplitProbe", "cannot_split"]
 
 
-def cannot_split(model: PreTrainedModel, why: str) -> ConfigError:
+def cannot_split(model: nn.Module, why: str) -> ConfigError:
     """Return the error that says why a model has no layers that could be placed apart."""
-    return ConfigError(f"model.type: {model.config.model_type} cannot be split into layers: {why}")
+    kind, config = type(model).__name__, model.config
+    assert isinstance(config, PreTrainedConfig)
+    return ConfigError(f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}")
 
 
 class _Probe(Passthrough):
@@ -36,12 +38,14 @@ class _Probe(Passthrough):
         self.received: torch.Tensor | None = None
         self.emitted: torch.Tensor | None = None
         self.side_input: str | None = None
+        self.entering: torch.Tensor | None = None
+        """What it sends out whatever comes in, as the first block of a stage does."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = [*((f"its argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
         (_, hidden), *others = named
         self.received = hidden
-        self.emitted = torch.empty_like(hidden).requires_grad_()
+        self.emitted = (torch.empty_like(hidden) if self.entering is None else self.entering).requires_grad_()
         self.side_input = next((name for name, value in others if _carries_gradient(value)), None)
         return (self.emitted,) if self.returns_tuple else self.emitted
 
@@ -52,6 +56,8 @@ class SplitProbe:
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}
+        self.widths: dict[str, int] = {}
+        """How many features modules give, where these are not as many as they take."""
         self._weightless_prelude: set[str] = set()
         self._untraceable: list[str] = []
         """Modules before the blocks that hide from autograd what comes of their parameters."""
@@ -86,9 +92,14 @@ class SplitProbe:
         with self._noting_calls(), self._probing():
             loss = self._model(input_ids=ids, labels=labels, use_cache=False).loss
         self.has_run = True
+        if not isinstance(loss, torch.Tensor):
+            raise cannot_split(self._model, f"{type(self._model).__name__} returns no loss for labels")
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
         with self._without_postlude(), self._probing():
+            output = self._model.base_model(input_ids=ids, use_cache=False)
+        self._require_nothing_after_the_blocks(output)
+        with self._without_prelude(), self._without_postlude(), self._probing():
             output = self._model.base_model(input_ids=ids, use_cache=False)
         self._require_nothing_after_the_blocks(output)
 
@@ -136,6 +147,22 @@ class SplitProbe:
                 handle.remove()
 
     @contextmanager
+    def _without_prelude(self) -> Iterator[None]:
+        """Within the block, the model is what a stage without the embedding is, whose first block is the model's."""
+        received = self._probes[0].received
+        assert received is not None
+        self._probes[0].entering = torch.empty_like(received)
+        for name, module in self.prelude.items():
+            stand_in = stand_in_before_blocks(module, width=self.widths.get(name), device=received.device)
+            replace_module(self._model, name, stand_in)
+        try:
+            yield
+        finally:
+            self._probes[0].entering = None
+            for name, module in self.prelude.items():
+                replace_module(self._model, name, module)
+
+    @contextmanager
     def _without_postlude(self) -> Iterator[None]:
         """Within the block, the model is what a stage without the head is."""
         for name, module in self.postlude.items():
@@ -178,7 +205,9 @@ class SplitProbe:
         return note
 
     def _note_output(self, name: str, module: nn.Module) -> Any:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def note(_module: nn.Module, inputs: Any, output: Any) -> None:
+            if inputs and _width_of(inputs[0]) not in (None, width := _width_of(output)) and width is not None:
+                self.widths[name] = width
             blocks_have_begun = self._probes[0].received is not None
             if _has_own_parameters(module) and not blocks_have_begun and not _carries_gradient(output):
                 self._untraceable.append(name)
@@ -239,6 +268,10 @@ class SplitProbe:
 
 def _has_own_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _width_of(value: Any) -> int | None:
+    return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else None
 
 
 def _carries_gradient(value: Any) -> bool:

@@ -13,7 +13,7 @@ every block, router losses) is refused with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from torch import nn
@@ -27,7 +27,7 @@ from .adapters import tied_parameters
 from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
-__all__ = ["Anatomy", "dissect"]
+__all__ = ["Anatomy", "dissect", "require_one_stack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class Anatomy:
     tied: Mapping[str, str]
     """Names of parameters that are another parameter, and that other one's name."""
     hidden_size: int
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Of modules of the prelude, how many features each gives, where these are not as many as it takes."""
 
 
 def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anatomy:
@@ -59,8 +61,6 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     Raises:
         ConfigError: the model cannot be split; says why.
     """
-    if model.config.is_encoder_decoder:
-        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
     _refuse_losses_across_layers(model)
     block_list = _find_block_list(model)
     probe = _run_probe(model, block_list, task, sequence_length)
@@ -73,9 +73,16 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
         blocks_return_tuples=probe.blocks_return_tuples,
         tied=tied,
         hidden_size=probe.hidden_size,
+        widths={name: width for name, width in probe.widths.items() if name in probe.prelude},
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy
+
+
+def require_one_stack(model: PreTrainedModel) -> None:
+    """Raise ConfigError for an encoder-decoder."""
+    if model.config.is_encoder_decoder:
+        raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
 
 
 def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
@@ -99,10 +106,30 @@ def _find_block_list(model: PreTrainedModel) -> str:
         and all(isinstance(block, GradientCheckpointingLayer) for block in module)
     ]
     if len(found) != 1:
+        lists = ", ".join(found) or ", ".join(_lists_of_modules(model)) or "no list of modules"
         raise cannot_split(
-            model, f"it needs exactly one list of {count} transformer blocks and has {len(found)} {found}"
+            model,
+            f"it needs exactly one list of {count} transformer blocks (as num_hidden_layers says, each a "
+            f"GradientCheckpointingLayer), and has {lists}",
         )
+    _require_blocks_of_their_own(model, found[0])
     return found[0]
+
+
+def _lists_of_modules(model: PreTrainedModel) -> list[str]:
+    """The longest lists, which may have been meant."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    longest = sorted(lists, key=lambda each: -len(each[1]))[:3]
+    return [f"{name} ({len(module)} {type(module[0]).__name__})" for name, module in longest if len(module)]
+
+
+def _require_blocks_of_their_own(model: PreTrainedModel, block_list: str) -> None:
+    first: dict[int, int] = {}
+    blocks = model.get_submodule(block_list)
+    assert isinstance(blocks, nn.ModuleList)
+    for index, block in enumerate(blocks):
+        if first.setdefault(id(block), index) != index:
+            raise cannot_split(model, f"block {index} is the same module as block {first[id(block)]}")
 
 
 def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_length: int) -> SplitProbe:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -19,13 +19,32 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Task
+from oobleck.training.dropout import names_a_probability
 
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .configuration import build_config, build_model, check_head, prepared, task_of, task_of_built
+from .brought import (
+    GradientHook,
+    named_state,
+    persistent_buffers,
+    require_constant_buffers,
+    require_independent_samples,
+    require_no_hooks,
+)
+from .configuration import (
+    build_config,
+    build_model,
+    check_head,
+    prepared,
+    require_known_loss,
+    task_of,
+    task_of_built,
+    with_padding,
+)
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
+from .losses import LossRule
 from .signature import names_taken
-from .splitting import Anatomy, dissect
+from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
 __all__ = ["LossOfOutputs", "ModelStructure", "Site", "SplittableModel"]
@@ -37,16 +56,17 @@ LossOfOutputs = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A place in the model's modules where a parameter is plugged in."""
+    """A place in the model's modules where a parameter or a persistent buffer is plugged in."""
 
     module: str
     attribute: str
     parameter: str
     """Canonical name."""
+    is_buffer: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.module}.{self.attribute}"
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +78,19 @@ class ModelStructure:
     sequence_length: int
     anatomy: Anatomy
     sites: tuple[tuple[Site, ...], ...]
-    """For each layer, where its parameters go."""
+    """For each layer, where its parameters and persistent buffers go."""
     shapes: Mapping[str, torch.Size]
-    """Of every parameter, by canonical name, in the order of layers."""
+    """Of every parameter and persistent buffer, by canonical name, in the order of layers."""
     frozen: frozenset[str]
-    """Parameters that are not trained, as `requires_grad` says of them."""
+    """What is not trained: buffers, and parameters of which `requires_grad` says so."""
+    buffers: Mapping[str, torch.dtype]
+    """The persistent buffers, by canonical name, and what type the model has them in."""
     takes: frozenset[str]
     """What its forward can be given beside tokens and labels."""
     draws_at_random: bool
     """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
+    drops: bool = True
+    """Whether it is to: without, the generators are seeded as they are with dropout, and nothing is drawn."""
 
     make: Callable[[torch.dtype], SplittableModel]
     """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
@@ -76,17 +100,34 @@ class ModelStructure:
     """Whether what is built has its buffers' values; else they follow from the model's rules."""
     compute_loss: LossOfOutputs | None = None
     """What takes the place of the model's own loss."""
+    loss_rule: LossRule = field(default_factory=LossRule)
+    """What the model's own loss is, as `with_tried_loss` finds out."""
     adapters: Adapters | None
     """Those in the model, which start from the seed; None: there are none."""
+    hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
+    """What the script has each trained parameter's gradient go through, by canonical name."""
 
     @classmethod
     def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
         """Build a transformers model of fake tensors and find its layers.
 
+        Nothing is padded, so it has no padding token unless its type counts positions by one.
+
         Raises:
             ConfigError: unknown type or configuration key, a configuration that the model refuses, or a model
                 that cannot be split.
         """
+        try:
+            return cls._from_spec(model, vocab_size=vocab_size, sequence_length=sequence_length)
+        except ConfigError as error:
+            if (padded := with_padding(model)) is None:
+                raise
+            with suppress(ConfigError):
+                return cls._from_spec(padded, vocab_size=vocab_size, sequence_length=sequence_length)
+            raise error from None
+
+    @classmethod
+    def _from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
         config = build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
         task = task_of(model, config)
         adapters = None if model.lora.r is None else new_adapters(model.lora, task=task, base=model.path)
@@ -99,7 +140,6 @@ class ModelStructure:
 
         return cls._of(
             make,
-            is_adapted=adapters is not None,
             config=config,
             task=task,
             sequence_length=sequence_length,
@@ -135,10 +175,7 @@ class ModelStructure:
                 return prepared(built)
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
-        is_adapted = adapters_of(_on_meta(make)) is not None
-        return cls._of(
-            make, is_adapted=is_adapted, config=None, task=task, sequence_length=sequence_length, weights=None
-        )
+        return cls._of(make, config=None, task=task, sequence_length=sequence_length, weights=None)
 
     @classmethod
     def from_live(
@@ -150,52 +187,72 @@ class ModelStructure:
         """
         structure = cls._of(
             lambda dtype: prepared(live.make()),
-            is_adapted=True,
             config=None,
             task=None,
             sequence_length=sequence_length,
             weights=live.weights,
+            has_loss=compute_loss is not None,
         )
-        return replace(structure, keeps_buffers=True, compute_loss=compute_loss)
+        hooks = {name: live.hooks[name] for name in structure.shapes if name in live.hooks}
+        return replace(structure, keeps_buffers=True, compute_loss=compute_loss, hooks=hooks)
 
     @classmethod
     def _of(
         cls,
         make: Callable[[torch.dtype], SplittableModel],
         *,
-        is_adapted: bool,  # or made without torch's contexts
         config: PreTrainedConfig | None,
         task: Task | None,
         sequence_length: int,
         weights: WeightFiles | LiveWeights | None,
+        has_loss: bool = False,
     ) -> ModelStructure:
-        """Without a configuration, the model has its own; so it is with the task."""
-        on_meta = _on_meta(make) if is_adapted else None
+        """Without a configuration, the model has its own; so it is with the task. With `has_loss`, its own loss is not
+        taken.
+        """
+        on_meta = _on_meta(make)
+        require_independent_samples(on_meta)
+        require_no_hooks(on_meta)
+        adapters = adapters_of(on_meta)
         with FakeTensorMode():
-            skeleton = make(torch.float32) if on_meta is None else with_fake_tensors(on_meta)
+            skeleton = with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
                 task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
+                require_one_stack(skeleton)
                 task, takes = task or task_of_built(skeleton), names_taken(skeleton)
                 check_head(skeleton.config, task)
+                if not has_loss:
+                    require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
-        sites = tuple(tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
-        parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+            ids = torch.zeros((1, sequence_length), dtype=torch.int64)
+            require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
+        sites = _all_sites(skeleton, anatomy)
+        state = dict(named_state(skeleton))
         return cls(
             config=skeleton.config if config is None else config,
             task=task,
             sequence_length=sequence_length,
             anatomy=anatomy,
             sites=sites,
-            shapes={site.parameter: parameters[site.name].shape for layer in sites for site in layer},
+            shapes={site.parameter: state[site.name].shape for layer in sites for site in layer},
             frozen=_frozen(skeleton, sites),
+            buffers={
+                site.parameter: state[site.parameter].dtype for layer in sites for site in layer if site.is_buffer
+            },
             takes=takes,
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
             make=make,
             weights=weights,
-            adapters=adapters_of(skeleton),
+            adapters=adapters,
         )
+
+    @cached_property
+    def buffers_everywhere(self) -> frozenset[str]:
+        """The persistent buffers of modules that run on every stage, by their places' names."""
+        roots = tuple(f"{root}." for root in self.layer_roots(0))
+        return frozenset(site.name for site in self.sites[0] if site.is_buffer and not site.name.startswith(roots))
 
     @property
     def num_layers(self) -> int:
@@ -217,7 +274,7 @@ class ModelStructure:
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in self.buffers)
 
     def layer_parameters(self, layer: int) -> tuple[str, ...]:
         """Return the canonical names of a layer's parameters; a tied one is in every layer that uses it."""
@@ -290,19 +347,35 @@ def _layer_roots(anatomy: Anatomy) -> tuple[tuple[str, ...], ...]:
     return (anatomy.prelude, *blocks, anatomy.postlude)
 
 
+def _all_sites(skeleton: SplittableModel, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
+    """Every layer's. Buffers of modules that run on every stage belong to the embedding."""
+    embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
+    placed = {site.name for layer in (embedding, *others) for site in layer}
+    modules = ((path, module) for path, module in skeleton.named_modules(remove_duplicate=False))
+    everywhere = (site for path, module in modules for site in _buffer_sites(path, module, anatomy))
+    return (*embedding, *(site for site in everywhere if site.name not in placed)), *others
+
+
 def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
     for root in roots:
         for path, module in skeleton.get_submodule(root).named_modules(prefix=root):
             for attribute, _ in module.named_parameters(recurse=False):
                 name = f"{path}.{attribute}"
                 yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name))
+            yield from _buffer_sites(path, module, anatomy)
+
+
+def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Site]:
+    for attribute, _ in persistent_buffers(module):
+        name = f"{path}.{attribute}" if path else attribute
+        yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 
 
 def _frozen(skeleton: SplittableModel, sites: Iterable[Iterable[Site]]) -> frozenset[str]:
     """Find what is not trained. Raises ConfigError where nothing would be."""
-    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    state = dict(named_state(skeleton))
     names = {site.parameter for layer in sites for site in layer}
-    frozen = frozenset(name for name in names if not parameters[name].requires_grad)
+    frozen = frozenset(name for name in names if not state[name].requires_grad)
     if frozen == names:
         raise ConfigError("model: none of its parameters is to be trained; leave requires_grad of some as it is")
     return frozen
@@ -331,4 +404,4 @@ def _has_probability(config: Mapping[str, object]) -> bool:
 
 def _names_a_probability(key: str) -> bool:
     # Causal language models have no classifier and summary heads, though their configurations speak of them.
-    return any(word in key for word in ("drop", "jitter", "noise")) and not key.startswith(("classifier", "summary"))
+    return names_a_probability(key) and not key.startswith(("classifier", "summary"))

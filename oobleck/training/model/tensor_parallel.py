@@ -188,6 +188,8 @@ def _styles(structure: ModelStructure) -> dict[str, Style]:
     """Read the model's plan: the style of every module that is not left whole."""
     if structure.adapters is not None:
         raise _cannot(structure, "its plan says nothing of adapters")
+    if structure.hooks:
+        raise _cannot(structure, f"the hook on {min(structure.hooks)} is for the whole of it")
     model = structure.build(dtype=torch.float32)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(glob).replace(r"\*", r"\d+")), style) for glob, style in plan.items()]

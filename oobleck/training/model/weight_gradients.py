@@ -106,7 +106,8 @@ class _Linear(torch.autograd.Function):
 
 def _forward(layer: Any, note: Callable[[_Owed], None], inputs: torch.Tensor) -> torch.Tensor:
     """What a linear layer does instead of its own forward pass."""
-    if not torch.is_grad_enabled() or not layer.weight.requires_grad:
+    is_hooked = layer.weight._backward_hooks or (layer.bias is not None and layer.bias._backward_hooks)
+    if not torch.is_grad_enabled() or not layer.weight.requires_grad or is_hooked:
         return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
     return _Linear.apply(inputs, layer.weight, layer.bias, layer, note)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -22,6 +22,7 @@ from oobleck.errors import ConfigError
 from oobleck.user_path import expand_user
 
 from .adapters import is_adapter, plain_name
+from .brought import named_state
 
 __all__ = ["WeightFiles"]
 
@@ -78,9 +79,13 @@ class WeightFiles:
         """Return what the files call parameters; adapters are in none."""
         return {name: plain_name(name) for name in parameters if not is_adapter(name)}
 
-    def known(self, names: Iterable[str], model: PreTrainedModel) -> tuple[str, ...]:
-        """Return those of some parameters that the files have by their own names."""
-        return tuple(name for name in names if self._name_in_files(name, model) is not None)
+    def known(self, names: Iterable[str], model: PreTrainedModel, *, renamed: bool = False) -> tuple[str, ...]:
+        """Return those of some names that the files have: by their own names, or also as transformers renames them."""
+        wanted = list(names)
+        found = {name for name in wanted if self._name_in_files(name, model) is not None}
+        if renamed and len(found) < len(wanted):
+            found |= self._all_of(model).keys()
+        return tuple(name for name in wanted if name in found)
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -114,7 +119,7 @@ class WeightFiles:
         return tensor
 
     def _all_of(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """All parameters, by transformers' own loading; those that the directory lacks are left out."""
+        """All parameters and buffers, by transformers' own loading; those that the directory lacks are left out."""
         if self._loaded is None:
             loaded: Any = type(model).from_pretrained(
                 self._directory,
@@ -125,7 +130,5 @@ class WeightFiles:
             )
             whole, told = loaded
             missing = set(told["missing_keys"])
-            self._loaded = {
-                name: parameter.detach() for name, parameter in whole.named_parameters() if name not in missing
-            }
+            self._loaded = {name: tensor.detach() for name, tensor in named_state(whole) if name not in missing}
         return self._loaded

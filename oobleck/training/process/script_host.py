@@ -17,9 +17,11 @@ from typing import BinaryIO, TextIO
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UserError
 from oobleck.job import JobSpec, ScriptSpec
-from oobleck.script import run_script
+from oobleck.script import blamed, run_script
 from oobleck.streams import shield_scripts
 from oobleck.wire import decode_json
+
+from .plain_trainers import refuse_plain_trainers
 
 __all__ = ["main"]
 
@@ -38,15 +40,24 @@ def main() -> int:
 
 def _describe(line: bytes, answers: TextIO) -> None:
     script = decode_json((ScriptSpec,), line)
+    refuse_plain_trainers()
     try:
         job = run_script(script)
-        answer = json.dumps({"settings": job.settings, "provides": job.provides})
+        answer = _as_text({"settings": job.settings, "provides": job.provides}, script)
     except UserError as error:
         answer = json.dumps({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
-    except TypeError as error:
-        answer = json.dumps({"problem": f"{script.name}: a setting is no plain value: {error}", "is_usage": False})
+    # What settings are made of is the user's own, samples and all, and may fail in any way.
+    except Exception as error:  # noqa: BLE001
+        answer = json.dumps({"problem": blamed(error, script), "is_usage": False})
     answers.write(answer)
     answers.flush()
+
+
+def _as_text(described: dict[str, object], script: ScriptSpec) -> str:
+    try:
+        return json.dumps(described)
+    except TypeError as error:
+        raise ConfigError(f"{script.name}: a setting is no plain value: {error}") from error
 
 
 def _run_callbacks(lines: BinaryIO, answers: TextIO) -> None:

@@ -31,6 +31,8 @@ from oobleck.script import blamed, never_trained, run_as_main
 from oobleck.training.randomness import seed_scripts
 from oobleck.wire import decode_json
 
+from .plain_trainers import refuse_plain_trainers
+
 __all__ = ["main"]
 
 _FAILED = 1
@@ -46,6 +48,7 @@ def main() -> int:
     host = _TrainerHost(master)
     script = decode_json((ScriptSpec,), host.lines.readline())
     seed_scripts()
+    refuse_plain_trainers()
     try:
         with receiving(host.train):
             run_as_main(script)

@@ -65,6 +65,7 @@ from oobleck.training.comm import (
     use_device,
 )
 from oobleck.training.data import ShardScanner
+from oobleck.training.likeness import things_of_worker
 from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
 from oobleck.training.worker_log import WorkerLog, start_logging
@@ -150,6 +151,7 @@ class _Worker:
         self._dataset = assembly.train
         self._structure = assembly.structure
         self._optimizer = assembly.optimizer
+        self._alike = things_of_worker(assembly)
         self._scanner: ShardScanner | None = None
         self._shards: tuple[str, ...] = ()
         self._records, shards = self._dataset.records, self._dataset.shards
@@ -183,7 +185,7 @@ class _Worker:
                 device=self._device,
                 pid=os.getpid(),
                 data_digest=self._dataset.digest,
-                weights_digest="" if self._structure.weights is None else self._structure.weights.digest(),
+                alike=self._alike,
                 num_samples=self._dataset.num_samples,
                 layer_names=self._structure.layer_names,
                 parameters=self._structure.num_parameters,

@@ -58,6 +58,7 @@ from oobleck.control.commit import (
 )
 from oobleck.control.protocol import (
     CommitRecord,
+    EpochEntered,
     Evaluating,
     Finished,
     LayersMoving,
@@ -72,6 +73,7 @@ from oobleck.control.protocol import (
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements
+from oobleck.training.likeness import EpochThings
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
 
@@ -119,6 +121,7 @@ class Engine:
         self._next_update = next_update
         self._report = report
         self._records = dataset.records
+        self._epoch_things = EpochThings(job, dataset)
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer
         self._model = StageModel(
@@ -201,6 +204,9 @@ class Engine:
             case ForgetStep():
                 self._step.forget()
             case BeginStep(step=step):
+                if (entered := self._epoch_things.enter(step)) is not None:
+                    epoch, alike = entered
+                    self._report(EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
                 self._step.begin(step, scale=self._layer_store.scale)
             case Save() | SaveEnd() | PrepareToSave():
                 if self._saving is not None:

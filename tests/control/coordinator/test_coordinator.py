@@ -832,7 +832,7 @@ def test_a_new_node_that_does_not_fit_costs_nobody_else():
     bench.up("n9")
     bench.say("n9", ready(data_digest="other text"))
     assert bench.ended is None
-    assert "different text" in bench.journal(NodeLost)[0].loss.problem
+    assert "n9:0 and n0:0 differ in the data" in bench.journal(NodeLost)[0].loss.problem
     assert bench.coordinator.phase is Phase.TRAINING
 
 

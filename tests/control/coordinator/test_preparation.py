@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.membership import LOSS, WEIGHTS
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
 from oobleck.planner import profile_to_json
@@ -149,14 +151,17 @@ def test_a_profile_that_nobody_asked_for_costs_the_node(bench: Bench):
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ({"data_digest": "other"}, "n1 and n0 would train on different text"),
-        ({"weights_digest": "other"}, "n1 and n0 would start from different weights; give model.path the same files"),
+        ({"data_digest": "other"}, "n1:0 and n0:0 differ in the data (other and"),
+        ({"alike": ((WEIGHTS, "b"), (LOSS, "a sum"))}, f"n1:0 and n0:0 differ in {WEIGHTS} (b and a); give model.path"),
+        ({"alike": ((WEIGHTS, "a"), (LOSS, "the mean"))}, f"n1:0 and n0:0 differ in {LOSS} (the mean and a sum)"),
     ],
 )
-def test_nodes_with_other_text_or_weights_cannot_train_together(bench: Bench, other: dict[str, str], problem: str):
+def test_a_worker_that_is_unlike_the_others_is_named_and_nothing_begins(
+    bench: Bench, other: dict[str, Any], problem: str
+):
     for node in ("n0", "n1"):
         bench.up(node)
-    bench.say("n0", ready())
+    bench.say("n0", ready(alike=((WEIGHTS, "a"), (LOSS, "a sum"))))
     commands = bench.say("n1", ready(**other))
     (end,) = [command for command in commands if isinstance(command, End)]
     assert end.exit_code == 78

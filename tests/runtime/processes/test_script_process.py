@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+import pytest
 import trio
 
+from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, ScriptSpec
-from oobleck.runtime.processes.script_process import CallbackProcess
+from oobleck.runtime.processes.script_process import CallbackProcess, describe_script
 from tests.training.process.test_callbacks import step
 
 STOPS_AT_TWO = """
@@ -54,3 +57,25 @@ async def test_a_script_that_ends_its_process_ends_nothing_else(tmp_path: Path):
             await process.finish()
         process.tell(step(4))
     assert log.read_text() == "about to go\n"
+
+
+def test_a_fault_in_what_settings_are_made_of_is_said_with_its_line(tmp_path: Path):
+    source = """
+        import oobleck
+
+        class Fails(oobleck.Job):
+            @property
+            def settings(self):
+                raise KeyError("my own fault")
+
+            @settings.setter
+            def settings(self, value):
+                pass
+
+        def job():
+            return Fails(max_steps=3)
+        """
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(source))
+    with pytest.raises(ConfigError, match=r"train\.py:7: KeyError: 'my own fault'"):
+        describe_script(script, ())

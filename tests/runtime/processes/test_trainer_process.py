@@ -35,6 +35,19 @@ def script(source: str, *arguments: str) -> ScriptSpec:
     return ScriptSpec(name="train.py", source=source, arguments=arguments, directory="/nowhere")
 
 
+PLAIN = """
+import transformers
+
+class Mine(transformers.Trainer):
+    "As a library has it that has imported the Trainer before a script puts another one in its place."
+
+    def __init__(self):
+        pass
+
+Mine().train()
+"""
+
+
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110  another process makes it true
         await trio.sleep(0.01)
@@ -89,6 +102,7 @@ def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
             ConfigError,
             "leave fsdp out",
         ),
+        (PLAIN, ConfigError, r"Mine.train\(\): its class is one of transformers' own Trainer, and would train in the"),
     ],
 )
 def test_what_is_wrong_before_is_said(source: str, kind: type[UsageError], problem: str):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oobleck.checkpoint import CheckpointDirectory
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.checkpoint.conversion import export_model, import_model
+from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
+from oobleck.training.model import LiveModel, ModelStructure
 from tests.disks import fill, small_disk
 
 SIZES = {
@@ -90,3 +96,40 @@ def test_what_is_no_model_directory_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError):
         import_model(tmp_path / "empty", tmp_path / "imported")
+
+
+def hand_tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def hand_untied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1.0)
+
+
+def with_a_buffer_of_its_own(model: Any) -> None:
+    model.model.layers[1].mlp.register_buffer("seen", torch.tensor([5, 7]))
+
+
+@pytest.mark.parametrize(
+    ("declared", "change"),
+    [(False, hand_tied), (True, hand_untied), (False, with_a_buffer_of_its_own), (True, with_a_buffer_of_its_own)],
+)
+def test_what_a_script_has_made_of_its_model_is_exported(
+    declared: bool, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    sizes = {**SIZES["llama"], "tie_word_embeddings": declared}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).eval()
+    change(model)
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=8)
+    checkpoint = write_checkpoint(tmp_path / "saved", structure, model.state_dict(), {}, step=1)
+    export_model(checkpoint, tmp_path / "exported")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, after(ids).logits)
+    with safe_open(tmp_path / "exported" / "model.safetensors", framework="pt") as file:
+        if change is with_a_buffer_of_its_own:
+            assert file.get_tensor("model.layers.1.mlp.seen").tolist() == [5, 7]
+    assert (after.lm_head.weight is after.model.embed_tokens.weight) == (
+        model.lm_head.weight is model.model.embed_tokens.weight
+    )

@@ -47,8 +47,24 @@ def test_nothing_counts_of_samples_that_are_none(numbers: list[int]):
     assert (batch.labels[1] == IGNORED_LABEL).all()
 
 
+class TwoSteps:
+    """An epoch of two steps, of which the second has one sample."""
+
+    def __call__(self, step: int) -> tuple[int, ...]:
+        return (3, 1) if step % 2 else (0,)
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        return divmod(step - 1, 2)
+
+    def first_step(self, epoch: int) -> int:
+        return 1 + 2 * epoch
+
+    def digest(self, epoch: int) -> str:
+        return "310"
+
+
 def test_a_step_takes_what_its_order_says_and_is_filled_up():
-    ordered = Dataset(dataset(ROWS).source, order=lambda step: (3, 1) if step == 1 else (0,))
+    ordered = Dataset(dataset(ROWS).source, order=TwoSteps())
     assert ordered.samples_of_step(0, 1, 2) == (3, 1)
     assert ordered.samples_of_step(0, 2, 2) == (0, NO_SAMPLE)
     assert ordered.fills_up

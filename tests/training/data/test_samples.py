@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from oobleck.errors import ConfigError
 from oobleck.training.data.batches import Batch
@@ -49,6 +51,32 @@ def test_padding_is_hidden_and_predicts_nothing():
     assert made.labels.tolist() == [[1, 2, 3, -100, -100, -100], [0, 1, 2, 3, 4, 5]]
     assert others(made) == {"attention_mask": [[1, 1, 1, 0, 0, 0], [1] * 6]}
     assert made.num_items == 2 + 5
+
+
+class Drawn:
+    """Samples that are drawn when they are asked for, from all that there is to draw from."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index >= 3:
+            raise IndexError(index)
+        return [random.randrange(10), int(np.random.randint(10)), *torch.randint(10, (4,)).tolist()]
+
+
+def test_samples_that_are_drawn_follow_from_seed_step_and_number():
+    def drawn(seed: int, step: int, number: int) -> list[list[int]]:
+        torch.rand(number + 1)
+        random.random()
+        source = ScriptSamples(Drawn, sequence_length=LENGTH, vocab_size=10, seed=seed)
+        made: list[list[int]] = Dataset(source).with_inputs(GPT).batch([2, number], step=step).input_ids.tolist()
+        return made
+
+    first = drawn(0, 1, 1)
+    assert drawn(0, 1, 1) == first, "on each worker, whatever it has drawn before"
+    assert drawn(0, 1, 0)[0] == first[0], "whatever is beside it"
+    assert first not in (drawn(0, 2, 1), drawn(1, 1, 1))
 
 
 def test_a_mask_says_itself_what_is_padding():

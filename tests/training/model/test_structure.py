@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,13 +10,31 @@ from transformers import (
     AutoModelForMaskedLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertForMultipleChoice,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    ElectraConfig,
+    ElectraForPreTraining,
+    GenerationMixin,
     GPT2Config,
+    GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
+    GPT2Model,
+    GPT2PreTrainedModel,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
+from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
+from oobleck.training.model import LiveModel
 from oobleck.training.model.configuration import build_config
 from oobleck.training.model.models import ModelStructure
 from tests.training.zoo import SPECS, structure_of, whole_stage
@@ -98,7 +116,7 @@ def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
     roformer = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
     with pytest.raises(ConfigError, match=r"roformer\.encoder\.embed_positions computes without gradients"):
         _from_spec("roformer", roformer)
-    with pytest.raises(ConfigError, match=r"12 transformer blocks .*0"):
+    with pytest.raises(ConfigError, match=r"12 transformer blocks .* has transformer\.h \(12 Block\)"):
         _from_spec("openai-gpt", {})
 
 
@@ -115,6 +133,9 @@ def test_encoder_decoders_are_refused_with_the_reason(tmp_path: Path):
         ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)
     with pytest.raises(ConfigError, match=reason):
         ModelStructure.from_factory(lambda: BartForConditionalGeneration(bart), vocab_size=96, sequence_length=24)
+    t5 = T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration .*encoder-decoder"):
+        ModelStructure.from_factory(lambda: T5ForConditionalGeneration(t5), vocab_size=96, sequence_length=24)
     decoder = ModelStructure.from_spec(
         ModelSpec(path=str(tmp_path), task="causal_lm"), vocab_size=96, sequence_length=24
     )
@@ -162,3 +183,99 @@ def test_what_is_predicted_follows_from_the_type_unless_it_is_said():
     spec = ModelSpec(type="opt", config=SPECS["opt"].config, task="masked_lm")
     with pytest.raises(ConfigError, match=r"model\.task: opt .*masked_lm"):
         ModelStructure.from_spec(spec, vocab_size=96, sequence_length=24)
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "modernbert", "modernbert-decoder", "gemma3_text"])
+def test_types_whose_defaults_need_a_padding_token_or_look_at_what_they_draw_are_built_by_name(name: str):
+    config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    structure = _from_spec(name, config)
+    whole_stage(structure)
+    assert structure.num_blocks == 2
+
+
+def test_a_type_that_counts_positions_by_its_padding_has_a_padding_token_and_no_other_has():
+    config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    assert _from_spec("roberta", config).config.pad_token_id == 0
+    assert _from_spec("roberta", {**config, "pad_token_id": 3}).config.pad_token_id == 3
+    assert _from_spec("bert", config).config.pad_token_id is None
+
+
+BERT = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+
+
+class OwnQuestionAnswering(BertForQuestionAnswering):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BertForQuestionAnswering(BERT),
+        lambda: BertForPreTraining(BERT),
+        lambda: BertForMultipleChoice(BERT),
+        lambda: ElectraForPreTraining(ElectraConfig(**BERT.to_diff_dict())),
+        lambda: GPT2DoubleHeadsModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=96)),
+        lambda: LlamaModel(LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=96)),
+        lambda: OwnQuestionAnswering(BERT),
+    ],
+)
+def test_heads_that_no_task_is_known_for_are_refused_by_name(make: Callable[[], PreTrainedModel]):
+    name = type(make()).__name__
+    with pytest.raises(ConfigError, match=rf"{name} has a head that no task is known for; known are causal_lm, "):
+        ModelStructure.from_factory(make, vocab_size=96, sequence_length=24)
+
+
+class OwnHead(GPT2PreTrainedModel, GenerationMixin):
+    """What a research repository may have: a head of its own, and a loss."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer = GPT2Model(config)
+        self.predict = torch.nn.Linear(config.n_embd, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: object) -> CausalLMOutput:
+        logits = self.predict(self.transformer(input_ids).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class OwnHeadWithoutALoss(OwnHead):
+    def forward(self, input_ids: torch.Tensor, **options: object) -> CausalLMOutput:  # type: ignore[override]
+        return CausalLMOutput(logits=self.predict(self.transformer(input_ids).last_hidden_state))
+
+
+def test_a_class_of_ones_own_that_can_generate_is_a_causal_language_model():
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=96, n_positions=24)
+    structure = ModelStructure.from_factory(lambda: OwnHead(config), vocab_size=96, sequence_length=24)
+    assert structure.task == "causal_lm"
+    assert "predict.weight" in structure.layer_parameters(3)
+    with pytest.raises(ConfigError, match="OwnHeadWithoutALoss returns no loss for labels"):
+        ModelStructure.from_factory(lambda: OwnHeadWithoutALoss(config), vocab_size=96, sequence_length=24)
+
+
+class Weighted(BertForSequenceClassification):
+    """What many scripts have: a loss of its own in the model's forward."""
+
+    def forward(self, *args: object, labels: torch.Tensor | None = None, **options: object) -> SequenceClassifierOutput:
+        outputs = super().forward(*args, **options)
+        loss = None if labels is None else 3 * torch.nn.functional.cross_entropy(outputs.logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=outputs.logits)
+
+
+def with_a_loss_function(config: BertConfig) -> BertForSequenceClassification:
+    model = BertForSequenceClassification(config)
+    model.loss_function = lambda *args, **options: args[0].sum()
+    return model
+
+
+@pytest.mark.parametrize("make", [Weighted, with_a_loss_function])
+def test_a_loss_of_its_own_that_would_be_passed_over_is_refused(make: Callable[[BertConfig], PreTrainedModel]):
+    config = BertConfig(**{**BERT.to_diff_dict(), "num_labels": 3, "pad_token_id": 0})
+    model = make(config)
+    live = LiveModel.skeleton_of(model)
+    with pytest.raises(
+        ConfigError, match=rf"{type(model).__name__} has a forward or a loss_function .*compute_loss_func"
+    ):
+        ModelStructure.from_live(live, sequence_length=8)
+    assert ModelStructure.from_live(live, compute_loss=lambda *_: torch.zeros(()), sequence_length=8).num_blocks == 2

@@ -1,0 +1,74 @@
+"""What all workers must have alike, compared by digest before the first step and at each epoch.
+
+A script runs in every worker, and may be different there: it reads a clock, another file, another version of a library.
+What follows from that is no error anywhere: stages of one pipeline take tokens of one sample and labels of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from oobleck.control.protocol import EpochEntered, Things
+from oobleck.plan import WorkerId
+
+__all__ = [
+    "DATA",
+    "FIRST_SAMPLES",
+    "LOSS",
+    "ORDER",
+    "STRUCTURE",
+    "WEIGHTS",
+    "EpochLikeness",
+    "difference",
+    "version_of",
+]
+
+DATA = "the data"
+WEIGHTS = "the weights that training starts from"
+STRUCTURE = "the model's structure"
+LOSS = "what the model's loss is"
+ORDER = "the order of samples"
+FIRST_SAMPLES = "the first samples of an epoch"
+_VERSION = "the version of "
+
+_ADVICE: Mapping[str, str] = {
+    DATA: "give all nodes the same files",
+    WEIGHTS: "give model.path the same files on all nodes, and have a script make the same weights wherever it runs",
+    STRUCTURE: "a script must make the same model wherever it runs",
+    LOSS: "a script must make the same model wherever it runs",
+    ORDER: "it must follow from the seed and the epoch, and not from a clock, a process or a node",
+    FIRST_SAMPLES: "what a dataset and its collator return may follow from random, numpy and torch, which are seeded, "
+    "and not from a clock, a process or a node",
+}
+_MOST_EPOCHS = 4
+"""Of which the first report is kept."""
+
+
+def version_of(package: str) -> str:
+    """What the version of a package is called."""
+    return f"{_VERSION}{package}"
+
+
+def difference(worker: WorkerId, things: Things, other: WorkerId, others: Things) -> str | None:
+    """Return the first thing that two workers both tell and have differently, with what to change; None if none is."""
+    theirs = dict(others)
+    for thing, mine in things:
+        if theirs.get(thing, mine) != mine:
+            advice = _ADVICE.get(thing, "install the same on all nodes")
+            return f"{worker} and {other} differ in {thing} ({mine} and {theirs[thing]}); {advice}"
+    return None
+
+
+class EpochLikeness:
+    """What the first worker that entered an epoch has told of it, for the newest epochs."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[WorkerId, Things]] = {}
+
+    def entered(self, worker: WorkerId, message: EpochEntered) -> str | None:
+        """Take in what a worker tells; returns what it has differently from the first, as `difference` does."""
+        first = self._first.setdefault(message.epoch, (worker, message.alike))
+        if len(self._first) > _MOST_EPOCHS:
+            del self._first[min(self._first)]
+        text = difference(worker, message.alike, *first)
+        return None if text is None else f"epoch {message.epoch}: {text}"

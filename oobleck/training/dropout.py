@@ -1,0 +1,51 @@
+"""Dropout turned off, for runs that are compared with others, whose dropout draws other numbers.
+
+Some models drop by modules, others by functions that read a probability from the module or from the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["names_a_probability", "turn_off_dropout"]
+
+_WORDS = ("drop", "jitter", "noise")
+
+
+def names_a_probability(key: str) -> bool:
+    """Return whether a key of a configuration names a probability to drop something, or an amount of noise."""
+    return any(word in key for word in _WORDS)
+
+
+def turn_off_dropout(model: nn.Module) -> dict[str, float]:
+    """Set every probability to drop something, and every amount of noise, to zero.
+
+    Returns what they were, by the names of its configuration, and by those of modules where it names none of that size;
+    only those above zero.
+    """
+    of_modules: dict[str, float] = {}
+    found: dict[str, float] = {}
+    owners: dict[int, Any] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2] or type(module).__name__
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            of_modules[name] = max(module.p, of_modules.get(name, 0.0))
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            if owner is not None:
+                owners[id(owner)] = owner
+    for owner in owners.values():
+        for key, value in list(_probabilities(owner)):
+            found[key] = max(value, found.get(key, 0.0))
+            setattr(owner, key, 0.0)
+    return found | {name: value for name, value in of_modules.items() if value not in found.values()}
+
+
+def _probabilities(owner: Any) -> Iterator[tuple[str, float]]:
+    for key, value in vars(owner).items():
+        is_one = isinstance(value, float) and value > 0 and names_a_probability(key)
+        if is_one and not key.startswith("summary"):  # of GPT-2's, for a head that is a module of its own
+            yield key, value

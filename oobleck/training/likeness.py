@@ -1,0 +1,109 @@
+"""What a worker has that all others must have too, as digests: the master compares them.
+
+Each of these follows from a script that runs in every worker, and from files and libraries that lie on every node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+
+from oobleck.control.membership import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, WEIGHTS, version_of
+from oobleck.control.protocol import Things
+from oobleck.job import JobSpec
+from oobleck.training.assembly import Assembly
+from oobleck.training.data import Batch, Dataset
+from oobleck.training.model import ModelStructure
+
+__all__ = ["EpochThings", "things_of_worker"]
+
+_PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "numpy")
+"""What results depend on, where it is imported."""
+_OF_A_NODE = ("_name_or_path", "transformers_version")
+"""What a configuration says of where it was read, and by what."""
+
+
+def things_of_worker(assembly: Assembly) -> Things:
+    """Return what a worker must have as all others do before the first step; reads the first samples."""
+    structure = assembly.structure
+    weights = () if structure.weights is None else ((WEIGHTS, structure.weights.digest()),)
+    return (
+        *((version_of(name), version) for name, version in _versions()),
+        (STRUCTURE, _digest_of_structure(structure)),
+        *weights,
+        (LOSS, str(structure.loss_rule)),
+        *EpochThings(assembly.job, assembly.train).of(0),
+    )
+
+
+class EpochThings:
+    """What a worker must have as all others do in each epoch that it enters; nothing of records from shards."""
+
+    def __init__(self, job: JobSpec, dataset: Dataset) -> None:
+        self._job = job
+        self._dataset = dataset
+        self._entered = 0  # with what is told before the first step
+
+    def enter(self, step: int) -> tuple[int, Things] | None:
+        """Return the epoch of a step and what is to be told of it, once for each epoch after the first."""
+        epoch = self._epoch_of(step)
+        if epoch is None or epoch == self._entered:
+            return None
+        self._entered = epoch
+        return epoch, self.of(epoch)
+
+    def of(self, epoch: int) -> Things:
+        """Return digests of an epoch's order and of its first microbatch. Raises ConfigError as reading it does."""
+        dataset, job = self._dataset, self._job
+        if dataset.records is not None:
+            return ()
+        order, size = dataset.order, job.global_batch_size
+        step = epoch * dataset.num_samples // size + 1 if order is None else order.first_step(epoch)
+        numbers = dataset.samples_of_step(job.seed, step, size)[: job.microbatch_size]
+        first = (FIRST_SAMPLES, _digest_of_batch(dataset.batch(numbers, step=step)))
+        return (first,) if order is None else ((ORDER, order.digest(epoch)), first)
+
+    def _epoch_of(self, step: int) -> int | None:
+        dataset = self._dataset
+        if dataset.records is not None:
+            return None
+        if dataset.order is not None:
+            return dataset.order.epoch_of(step)[0]
+        return (step - 1) * self._job.global_batch_size // dataset.num_samples
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            yield name, str(version).partition("+")[0]  # what is behind it says for which device it was built
+
+
+def _digest_of_structure(structure: ModelStructure) -> str:
+    config = {key: value for key, value in structure.config.to_dict().items() if key not in _OF_A_NODE}
+    parts = (
+        structure.layer_names,
+        structure.sites,
+        sorted((name, tuple(shape)) for name, shape in structure.shapes.items()),
+        sorted(structure.frozen),
+        sorted(structure.takes),
+        structure.task,
+        json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__),
+    )
+    return _digest(repr(parts).encode())
+
+
+def _digest_of_batch(batch: Batch) -> str:
+    tensors = {"input_ids": batch.input_ids, "labels": batch.labels, **batch.others}
+    return _digest(
+        b"".join(
+            f"{name}:{tensor.dtype}{tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()
+            for name, tensor in sorted(tensors.items())
+        )
+    )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,324 @@
+"""What a model brings beside values: read from the objects themselves, and refused by name where it cannot be trained.
+
+A configuration says what a model was meant to be; a script may have tied its head, shared a module between two blocks,
+or put a hook on a parameter since. So identities of tensors count here, and never what a configuration declares.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from oobleck.errors import ConfigError
+
+__all__ = [
+    "GradientHook",
+    "changed_buffer",
+    "gradient_hooks",
+    "named_state",
+    "persistent_buffers",
+    "require_constant_buffers",
+    "require_independent_samples",
+    "require_no_hooks",
+    "require_trainable",
+    "shared_tensors",
+]
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_MOST_TRIED = 1 << 22
+"""Elements of a gradient that a hook is tried on before anything is launched; of larger ones the first real one is."""
+
+
+def shared_tensors(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of parameters and persistent buffers that are another one, and that other one's name.
+
+    That is the one that `declared` has, which files of the model go by, or else the first. O(parameters).
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_state(model):
+        names.setdefault(id(tensor), []).append(name)
+    shared: dict[str, str] = {}
+    for group in names.values():
+        home = next((declared[name] for name in group if declared.get(name) in group), group[0])
+        shared |= {name: home for name in group if name != home}
+    return shared
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters and persistent buffers, under each name that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, buffer in persistent_buffers(module):
+            yield f"{path}.{attribute}" if path else attribute, buffer
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of one module, without those in it, that are saved with the model."""
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            yield attribute, buffer
+
+
+# --- buffers that are saved with the model ---------------------------------------------------------------------
+
+
+def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> None:
+    """Raise ConfigError that names a persistent buffer which `run`, a forward pass of the model, changes.
+
+    A pass that does not run on tensors without values proves nothing: stages look as well.
+    """
+    before = {
+        (path, attribute): (buffer, buffer._version)
+        for path, module in model.named_modules()
+        for attribute, buffer in persistent_buffers(module)
+    }
+    if not before:
+        return
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True  # it prints what is expected here
+    try:
+        run()
+    # It is a model's own code, and it may look at values.
+    except Exception:  # noqa: BLE001
+        return
+    finally:
+        log.disabled = False
+    for (path, attribute), (buffer, version) in before.items():
+        now = model.get_submodule(path)._buffers.get(attribute)
+        if now is not buffer or buffer._version != version:
+            raise changed_buffer(f"{path}.{attribute}" if path else attribute)
+
+
+def changed_buffer(name: str) -> ConfigError:
+    """Return the error for a buffer that training would change."""
+    return ConfigError(
+        f"model: a forward pass changes the buffer {name}, which is saved with the model: microbatches are spread over "
+        "nodes, and none of them would see all; leave the update out, or use a module without statistics"
+    )
+
+
+# --- hooks on parameters ---------------------------------------------------------------------------------------
+
+
+class GradientHook:
+    """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear.
+
+    Gradients are added up in other places than the script's: over microbatches, and over stages where the parameter is
+    tied. That makes no difference to a hook that is linear (a mask, a factor), and to no other.
+    """
+
+    def __init__(self, parameter: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._parameter = parameter
+        self._hook = hook
+        self._is_tried = False
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what the hook makes of a gradient. Raises ConfigError where it is not linear."""
+        if not self._is_tried:
+            self.try_out(gradient)
+        return self._result(gradient).to(gradient.dtype)
+
+    @torch.no_grad()
+    def try_out(self, like: torch.Tensor) -> None:
+        """Try whether the hook is linear, on numbers drawn for the shape of a gradient. Raises ConfigError."""
+        self._is_tried = True
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        first, second = (torch.randn(like.shape, generator=generator).to(like.device, dtype) for _ in range(2))
+        one, two, both = (self._result(each).double() for each in (first, second, 2 * first + second))
+        if not torch.allclose(2 * one + two, both, rtol=1e-3, atol=1e-5):
+            raise ConfigError(
+                f"model: the hook on {self._parameter} is not linear: gradients are added up over microbatches and "
+                "nodes after it, so it must give the same for a sum as for its parts (a mask or a factor does); leave "
+                "it out, or give max_grad_norm"
+            )
+
+    def _result(self, gradient: torch.Tensor) -> torch.Tensor:
+        result = self._hook(gradient.clone())  # it may change what it is given
+        if not isinstance(result, torch.Tensor) or result.shape != gradient.shape:
+            raise ConfigError(
+                f"model: the hook on {self._parameter} returns no gradient: it runs on nodes, where nothing that it "
+                "notes would be seen by the script; leave it out, or have it return a gradient of the same shape"
+            )
+        return result
+
+
+def gradient_hooks(model: nn.Module) -> dict[str, tuple[GradientHook, ...]]:
+    """Return the hooks on parameters that are to be trained, by all names that these have.
+
+    Raises ConfigError for those that cannot be trained with.
+    """
+    found: dict[int, tuple[GradientHook, ...]] = {}
+    named: dict[str, tuple[GradientHook, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in found:
+            found[id(parameter)] = _hooks_on(name, parameter)
+        if found[id(parameter)]:
+            named[name] = found[id(parameter)]
+    return named
+
+
+def _hooks_on(name: str, parameter: nn.Parameter) -> tuple[GradientHook, ...]:
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"model: {name} has a hook that runs once its gradient is accumulated; gradients are added up over nodes "
+            "after that, so leave it out (register_post_accumulate_grad_hook), and leave steps to the optimizer"
+        )
+    hooks = tuple(GradientHook(name, hook) for hook in (parameter._backward_hooks or {}).values())
+    if parameter.requires_grad and parameter.numel() <= _MOST_TRIED:
+        for hook in hooks:
+            hook.try_out(parameter)
+    return hooks if parameter.requires_grad else ()
+
+
+# --- what cannot be trained ------------------------------------------------------------------------------------
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Raise ConfigError that names the first part of a script's model that stages could not have as it is."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        _require_plain(name, parameter)
+    _require_memory_of_their_own(model)
+    references = _References(model, parameters)
+    for path, module in model.named_modules():
+        references.refuse_those_of(path or type(module).__name__, module)
+
+
+def require_no_hooks(model: nn.Module) -> None:
+    """Raise ConfigError for a hook on a parameter of a model that is made without values."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"model: {name} has a hook, and a job()'s model is made without values, on the meta device; train it "
+                "by oobleck.transformers.Trainer, or leave the hook out"
+            )
+
+
+def require_independent_samples(model: nn.Module) -> None:
+    """Raise ConfigError for a module that computes with all samples of a batch, which are spread over nodes."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"model: {path} is a {type(module).__name__}, whose statistics are those of a whole batch, and batches "
+                "are cut into microbatches over nodes; replace it by LayerNorm or GroupNorm"
+            )
+
+
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+        kind = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
+        raise ConfigError(
+            f"model: {name} is a {kind}, which is not spread over nodes; load the model without quantization, and not "
+            "as part of another framework's"
+        )
+    if not parameter.dtype.is_floating_point:
+        raise ConfigError(
+            f"model: {name} is of {parameter.dtype}, which is not trained here; load the model without quantization"
+        )
+
+
+def _require_memory_of_their_own(model: nn.Module) -> None:
+    """Two parameters over the same memory would each be trained in the place of the other."""
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed([*named_state(model)])}
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size(), name)
+        for name, tensor in unique.values()
+        if tensor.device.type not in ("meta",) and tensor.numel() and tensor.layout == torch.strided
+    )
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"model: {one} and {other} are two tensors over the same memory; make them one object, which ties them "
+                "(`model.lm_head.weight = model.model.embed_tokens.weight`), or copy one of them (clone)"
+            )
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _References:
+    """Stages have copies of modules: what a function or an attribute refers to by itself would be the original."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._own = {id(tensor): name for name, tensor in reversed([*parameters.items()])}
+        self._modules = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
+
+    def refuse_those_of(self, place: str, module: nn.Module) -> None:
+        """Raise ConfigError for what a module called `place` refers to."""
+        for what, function in _functions_of(module):
+            for value in _reached_by(function):
+                if (name := self._name_of(value)) is not None:
+                    raise ConfigError(
+                        f"model: {what} of {place} reaches {name} by itself, and nodes have copies of the model: use "
+                        "the module that it is given, or make it a method of that module"
+                    )
+        for attribute, value in vars(module).items():
+            if attribute in _REGISTERED:
+                continue
+            for each in _flat(value):
+                if isinstance(each, torch.Tensor) and id(each) in self._own:
+                    raise ConfigError(
+                        f"model: {place}.{attribute} keeps the parameter {self._own[id(each)]} without being one; "
+                        "assign the parameter itself to an attribute of the module, which ties the two"
+                    )
+
+    def _name_of(self, value: object) -> str | None:
+        if isinstance(value, nn.Module) and id(value) not in self._modules:
+            holds_ours = any(id(parameter) in self._own for parameter in value.parameters())
+            return type(value).__name__ if holds_ours else None
+        return self._own.get(id(value)) or self._modules.get(id(value))
+
+
+def _functions_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Hooks, and functions that stand in the place of methods."""
+    for kind, word in (
+        ("_forward_pre_hooks", "a forward pre-hook"),
+        ("_forward_hooks", "a forward hook"),
+        ("_backward_pre_hooks", "a backward pre-hook"),
+        ("_backward_hooks", "a backward hook"),
+    ):
+        for hook in getattr(module, kind).values():
+            yield word, hook
+    for attribute, value in vars(module).items():
+        if isinstance(value, types.FunctionType):
+            yield f"the function {attribute}", value
+
+
+def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
+    """What a function refers to, beside what it is given: by closures and by names of its module.
+
+    Methods and `functools.partial` are copied along with the model, and so is what they hold.
+    """
+    if not isinstance(function, types.FunctionType):
+        return
+    names = {each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"}
+    held = [function.__globals__[name] for name in sorted(names) if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # it is empty
+            continue
+    for value in (*held, *(function.__defaults__ or ())):
+        yield from _flat(value)
+        if isinstance(value, types.FunctionType) and depth < 2:
+            yield from _reached_by(value, depth + 1)
+
+
+def _flat(value: object) -> Iterator[object]:
+    """A value, and what it holds where it is a plain container."""
+    yield value
+    match value:
+        case list() | tuple() | set():
+            yield from value
+        case dict():
+            yield from value.values()

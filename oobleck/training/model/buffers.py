@@ -1,0 +1,110 @@
+"""Persistent buffers of a stage: state of their layers, read by modules in the type that these have them in.
+
+Buffers that training changes are refused: microbatches are spread over nodes, and may be assigned again after a
+failure, so replicas would not stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oobleck.errors import ConfigError, CorruptCheckpoint
+
+from .brought import changed_buffer
+from .structure import ModelStructure, Site, SplittableModel
+
+__all__ = ["StageBuffers"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plugged:
+    """A buffer in its place."""
+
+    module: nn.Module
+    attribute: str
+    value: torch.Tensor
+    """What the module reads: the state itself, or a copy of another type."""
+    state: torch.Tensor
+
+
+class StageBuffers:
+    """The persistent buffers of a model's modules; those of layers that are not held have the values that they began
+    with.
+    """
+
+    def __init__(self, model: SplittableModel, modules: Mapping[str, nn.Module], structure: ModelStructure) -> None:
+        """`modules` are all of the model's, by name, with the buffers' first values.
+
+        Raises ConfigError where those that every stage computes with cannot be read from the files of weights.
+        """
+        self._modules = modules
+        self._everywhere = structure.buffers_everywhere
+        sites = [site for layer in structure.sites for site in layer if site.is_buffer]
+        if structure.weights is not None and self._everywhere:
+            assert isinstance(model, PreTrainedModel)
+            known = structure.weights.known(self._everywhere, model, renamed=True)
+            values = structure.weights.read(known, model, structure.shapes)
+            for site in sites:
+                if site.name in values:
+                    first = self._place(site)[site.attribute]
+                    self._place(site)[site.attribute] = values[site.name].to(first.device, first.dtype)
+        self._first = {site.name: self._place(site)[site.attribute] for site in sites}
+        self._plugged: dict[str, _Plugged] = {}
+
+    @torch.no_grad()
+    def begin(self, sites: Iterable[Site], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the state of buffers to the values that they begin with. Raises ConfigError for what it cannot hold."""
+        for site in sites:
+            if not site.is_buffer:
+                continue
+            first, state = self._first[site.name], parameters[site.parameter]
+            state.copy_(first)
+            if not torch.equal(state.to(first.dtype), first):
+                raise ConfigError(
+                    f"model: the buffer {site.name} is of {first.dtype}, and has values that {state.dtype} "
+                    "cannot hold, in which layers travel; register it with persistent=False"
+                )
+
+    def plug(self, site: Site, state: torch.Tensor) -> None:
+        """Have the module read this state."""
+        buffers, first = self._place(site), self._first[site.name]
+        value = state.detach() if state.dtype == first.dtype else state.detach().to(first.dtype)
+        buffers[site.attribute] = value
+        self._plugged[site.name] = _Plugged(self._modules[site.module], site.attribute, value, state)
+
+    def unplug(self, site: Site) -> None:
+        """Have the module read what it began with."""
+        self._place(site)[site.attribute] = self._first[site.name]
+        self._plugged.pop(site.name, None)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block a forward pass may run. Raises ConfigError that names a buffer that it has changed."""
+        for each in self._plugged.values():
+            if each.value.dtype != each.state.dtype:
+                each.value.copy_(each.state.detach())
+        versions = {name: each.value._version for name, each in self._plugged.items()}
+        yield
+        for name, each in self._plugged.items():
+            if each.module._buffers.get(each.attribute) is not each.value or each.value._version != versions[name]:
+                raise changed_buffer(name)
+
+    def require_known(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise CorruptCheckpoint where other values are given for what every stage computes with."""
+        for name in sorted(self._everywhere & state.keys()):
+            first, given = self._first[name], state[name]
+            if not torch.equal(given.to(first.device, first.dtype), first):
+                raise CorruptCheckpoint(
+                    f"the buffer {name}, which every stage computes with, has other values than the model that the "
+                    "job names; give the model that was trained as model.path"
+                )
+
+    def _place(self, site: Site) -> dict[str, torch.Tensor]:
+        buffers: dict[str, torch.Tensor] = self._modules[site.module]._buffers  # type: ignore[assignment]
+        return buffers

@@ -1,0 +1,74 @@
+"""The process that trains without Oobleck, as `oobleck verify` speaks to it.
+
+    here it comes     a PlainJob
+    out it goes       a PlainAccount; with a problem, it ends here
+    here it comes     TensorsAsked, once a run has done the same
+    out it goes       TensorsCompared
+
+What the script prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from oobleck.checkpoint import CheckpointDirectory
+from oobleck.control.verification import PlainAccount, PlainJob, TensorsAsked, TensorsCompared
+from oobleck.errors import ConfigError, CorruptCheckpoint, UserError
+from oobleck.script import blamed
+from oobleck.streams import shield_scripts
+from oobleck.training.checkpoint import read_weights
+from oobleck.wire import decode_json, encode_json
+
+from .recorder import Recorder
+
+__all__ = ["serve"]
+
+Train = Callable[[PlainJob], tuple[PlainAccount, Recorder]]
+
+
+def serve(train: Train) -> int:
+    """Train what comes on stdin by `train`, and compare it with what a run has saved; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    shield_scripts()
+    asked = decode_json((PlainJob,), sys.stdin.buffer.readline())
+    try:
+        account, recorder = train(asked)
+    except UserError as error:
+        account, recorder = PlainAccount(problem=str(error), is_refused=isinstance(error, ConfigError)), None
+    # It is the user's own script, and may fail in any way.
+    except Exception as error:
+        if asked.job.script is None:
+            raise
+        account, recorder = PlainAccount(problem=blamed(error, asked.job.script)), None
+    answers.write(encode_json(account))
+    answers.flush()
+    line = sys.stdin.buffer.readline()
+    if recorder is not None and line:
+        recorder.forget_model()
+        answers.write(encode_json(_compared(recorder, Path(decode_json((TensorsAsked,), line).checkpoints))))
+        answers.flush()
+    return 0
+
+
+def _compared(recorder: Recorder, directory: Path) -> TensorsCompared:
+    try:
+        saved = {
+            each.manifest.step: directory / each.name
+            for each in CheckpointDirectory(directory).find()
+            if each.manifest is not None
+        }
+
+        def weights_after(step: int) -> Mapping[str, torch.Tensor] | None:
+            return read_weights(saved[step])[1] if step in saved else None
+
+        tensors = tuple(recorder.compare(weights_after))
+    except CorruptCheckpoint as error:
+        return TensorsCompared(problem=str(error))
+    return TensorsCompared(tensors=tensors, steps=tuple(sorted({each.step for each in tensors})))

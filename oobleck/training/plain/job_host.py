@@ -1,0 +1,13 @@
+"""Trains a job without Oobleck: `python -m oobleck.training.plain.job_host`."""
+
+from __future__ import annotations
+
+import sys
+
+from .host import serve
+from .job_loop import train_job
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(serve(train_job))

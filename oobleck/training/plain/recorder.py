@@ -1,0 +1,134 @@
+"""Notes what a plain loop does: the numbers of each step, and what the model is before, after the first and at the end.
+
+It has copies of the model in the host's memory for that: three, until they are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from oobleck.control.verification import StepAccount, TensorDifference, Tolerance
+
+__all__ = ["Recorder", "gradient_norm"]
+
+_FIRST = 1
+
+Values = dict[str, torch.Tensor]
+
+
+class Recorder:
+    """What happens to a model."""
+
+    def __init__(self, model: nn.Module, *, num_steps: int, tolerance: Tolerance) -> None:
+        """Copies the model as it is now."""
+        self._model = model
+        self._num_steps = num_steps
+        self._tolerance = tolerance
+        self._names = _names_of(model)
+        self._buffers = frozenset(self._names) - {name for name, _ in model.named_parameters()}
+        self._before = self._values()
+        self._after: dict[int, Values] = {}
+        self._noise: frozenset[str] = frozenset()
+        self.steps: list[StepAccount] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps were noted."""
+        return len(self.steps) >= self._num_steps
+
+    def note_gradients(self) -> None:
+        """Look at the gradients that the next step is taken with, before they are clipped. O(parameters), once."""
+        if self.steps:
+            return
+        norms = {
+            name: float(parameter.grad.norm(dtype=torch.float64))
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+        }
+        least = self._tolerance.noise * sum(norm**2 for norm in norms.values()) ** 0.5
+        self._noise = frozenset(name for name, norm in norms.items() if 0 < norm <= least)
+
+    def step_done(self, *, loss: float, grad_norm: float, learning_rate: float, samples: Iterable[int] | None) -> None:
+        """Note a step, after it was applied."""
+        step = len(self.steps) + 1
+        self.steps.append(
+            StepAccount(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                samples=None if samples is None else tuple(samples),
+            )
+        )
+        if step in (_FIRST, self._num_steps):
+            self._after[step] = self._values()
+
+    def forget_model(self) -> None:
+        """Keep the copies alone."""
+        self._model = nn.Module()
+
+    def compare(self, weights_after: Callable[[int], Mapping[str, torch.Tensor] | None]) -> Iterator[TensorDifference]:
+        """Compare the copies with the weights of a run, which are None after a step that it has not saved."""
+        for step, values in self._after.items():
+            weights = weights_after(step)
+            if weights is not None:
+                yield from self._compare(step, values, weights)
+
+    def _compare(self, step: int, values: Values, weights: Mapping[str, torch.Tensor]) -> Iterator[TensorDifference]:
+        unknown = set(weights)
+        for name, aliases in self._names.items():
+            is_buffer = name in self._buffers
+            unknown -= set(aliases)
+            found = [weights[alias] for alias in aliases if alias in weights]
+            if not found:
+                problem = "is not in what the run has saved"
+                yield TensorDifference(name=name, step=step, is_buffer=is_buffer, problem=problem)
+            elif found[0].shape != values[name].shape:
+                shapes = f"{tuple(found[0].shape)} on the nodes, and {tuple(values[name].shape)} by itself"
+                problem = f"has the shape {shapes}"
+                yield TensorDifference(name=name, step=step, is_buffer=is_buffer, problem=problem)
+            else:
+                yield self._difference(name, step, values[name], found[0])
+        for name in sorted(unknown):
+            problem = "is in what the run has saved, and not in the script's model"
+            yield TensorDifference(name=name, step=step, problem=problem)
+
+    def _difference(self, name: str, step: int, own: torch.Tensor, found: torch.Tensor) -> TensorDifference:
+        wide = torch.float64
+        ours, theirs = found.to(own.dtype).to(wide), own.to(wide)
+        difference, moved = ours - theirs, theirs - self._before[name].to(wide)
+        return TensorDifference(
+            name=name,
+            step=step,
+            is_buffer=name in self._buffers,
+            size=float(theirs.norm()),
+            moved=float(moved.norm()),
+            difference=float(difference.norm()),
+            largest=float(difference.abs().max()) if difference.numel() else 0.0,
+            is_noise=name in self._noise,
+        )
+
+    def _values(self) -> Values:
+        state = self._model.state_dict()
+        return {name: state[name].detach().to("cpu", copy=True) for name in self._names}
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the global norm of gradients as torch's own clipping takes it, rounding and all.
+
+    A norm in single precision is too small by 1e-5 of it for a million values, so the exact one would differ more.
+    """
+    return float(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+
+
+def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all parameters and saved buffers, each by its first name, with all its names."""
+    first: dict[int, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        home = first.setdefault(id(value), name)
+        names[home] = (*names.get(home, ()), name)
+    return names

@@ -1,0 +1,112 @@
+"""The model of a job in one piece, as transformers or the script builds it.
+
+Weights that are saved are read by transformers itself. Those that a job draws from its seed are copied from Oobleck's
+own model, which alone knows how: they are equal by definition, and what is done with them is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from oobleck.errors import ConfigError
+from oobleck.job import JobSpec, Task
+from oobleck.training.assembly import Assembly
+from oobleck.training.model import Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
+
+__all__ = ["ListedLayers", "uncut_model"]
+
+_CLASSES: Mapping[Task, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
+
+
+class ListedLayers(nn.Module):
+    """The layers that a script lists, under the names that checkpoints have for them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = layers[0]
+        self.blocks = nn.ModuleList(layers[1:-1])
+        self.head = layers[-1]
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """All of them, in their order."""
+        return (self.embedding, *self.blocks, self.head)
+
+
+def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..., Any]]) -> nn.Module:
+    """Return the model with its initial values, in training mode.
+
+    Raises ConfigError where the script's model cannot be built.
+    """
+    dtype = Precision.of(job.dtype).parameters
+    model: Any
+    read: frozenset[str] = frozenset()
+    if "model" in made:
+        model = _of_script(made["model"], dtype)
+    elif job.model.path is not None:
+        model, read = _saved(job, assembly, dtype)
+    else:
+        model = build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
+    if assembly.structure.adapters is not None and "model" not in made:
+        add_adapters(model, assembly.structure.adapters)
+    _copy_drawn(job, assembly, model, read)
+    model.train()
+    whole: nn.Module = model
+    return whole
+
+
+def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        built = unwrapped(make())
+    # It is somebody else's code, and may fail in any way.
+    except Exception as error:
+        raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_default_dtype(before)
+    return built if isinstance(built, PreTrainedModel) else ListedLayers(built)  # type: ignore[arg-type]  # as it was
+
+
+def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
+    """Return a saved model, and the names of the parameters that the files have."""
+    loaded: Any = _CLASSES[assembly.structure.task].from_pretrained(
+        job.model.path,
+        config=assembly.structure.config,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, told = loaded
+    missing = set(told["missing_keys"])
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return model, frozenset(names - missing)
+
+
+def _copy_drawn(job: JobSpec, assembly: Assembly, model: nn.Module, read: frozenset[str]) -> None:
+    """Give parameters that no file has the values that Oobleck draws for them."""
+    structure = assembly.structure
+    stage = StageModel(structure, dtype=Precision.of(job.dtype).parameters, device="cpu")
+    stage.adopt(0, structure.num_layers, {})
+    stage.initialize(range(structure.num_layers), seed=job.seed)
+    drawn = stage.parameters
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in drawn and plain_name(name) not in read:
+                parameter.copy_(drawn[name])

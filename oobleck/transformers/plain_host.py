@@ -1,0 +1,45 @@
+"""Trains a Trainer's script by transformers alone: `python -m oobleck.transformers.plain_host`.
+
+The script runs as `__main__` up to its `train()`, as it does in workers, and finds a class in place of
+`oobleck.transformers.Trainer` that is transformers' own Trainer with its first steps noted. So all lines that follow
+`train()` are left out, and whatever the script makes of the class (subclasses, callbacks, samplers) is used by
+transformers itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import oobleck
+from oobleck.control.verification import PlainAccount, PlainJob
+from oobleck.handover import TrainReached
+from oobleck.script import never_trained, run_as_main
+from oobleck.training.plain import Recorder, serve
+from oobleck.training.randomness import seed_scripts
+
+from .plain_trainer import Observation, plain_trainer
+
+__all__: list[str] = []
+
+_OURS = "oobleck.transformers"
+
+
+def _train(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
+    """Run a script to the end of its first steps."""
+    assert asked.job.script is not None
+    observation = Observation(asked)
+    stand_in = types.ModuleType(_OURS)
+    stand_in.__dict__["Trainer"] = plain_trainer(observation)
+    sys.modules[_OURS] = stand_in
+    vars(oobleck)["transformers"] = stand_in
+    seed_scripts()
+    try:
+        run_as_main(asked.job.script)
+    except TrainReached:
+        return observation.account(), observation.recorder
+    raise never_trained(asked.job.script)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(_train))

@@ -1,0 +1,272 @@
+"""transformers' own Trainer, whose first steps are noted, and which leaves nothing behind.
+
+It trains as it does anywhere, but for what would keep two runs from being compared: dropout is off, and a sampler that
+draws from the process's own generator, whose order nobody can repeat, gives the order that it has on the nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
+from oobleck.errors import ConfigError
+from oobleck.handover import TrainReached
+from oobleck.training.dropout import turn_off_dropout
+from oobleck.training.plain import Recorder, gradient_norm
+from oobleck.training.randomness import drawing_alike
+
+from .epochs import EpochOrder
+from .job import epochs_of, inner_model
+
+__all__ = ["Observation", "plain_trainer"]
+
+_CAUSAL = frozenset(
+    name
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+)
+"""Classes of models that predict the next token."""
+_TRIED_SAMPLES = 8
+_DRAWN = (
+    "the sampler's order depends on all that was drawn before it, and a run draws it from the seed and the epoch: the "
+    "script by itself was given the order of the run"
+)
+
+
+def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
+    """Return the class that stands where a script has `oobleck.transformers.Trainer`."""
+
+    class Trainer(transformers.Trainer):
+        def __init__(
+            self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **named: Any
+        ) -> None:
+            args = args or TrainingArguments(output_dir="tmp_trainer")
+            observation.keep_outputs(args)
+            super().__init__(model, args, *others, **named)
+
+        def train(self, *args: Any, **named: Any) -> Any:
+            """Train the first steps from the script's own model, and end the script."""
+            observation.begin(self)
+            super().train()
+            raise TrainReached(self)
+
+    return Trainer
+
+
+class Observation:
+    """What is noted of a trainer's steps."""
+
+    recorder: Recorder
+
+    def __init__(self, asked: PlainJob) -> None:
+        self._asked = asked
+        self._output_dir = ""
+        self._dropped: dict[str, float] = {}
+        self._remarks: list[str] = []
+        self._batches: list[Sequence[int]] = []
+        """Those that the loader has given out."""
+        self._num_batches = 0
+        """Those that were computed."""
+        self._samples: list[int] = []
+        self._loss = 0.0
+        self._grad_norm = 0.0
+        self._is_drawn = False
+        self._order: EpochOrder | None = None
+        self._steps_per_epoch = 0
+
+    def account(self) -> PlainAccount:
+        """Return what was noted."""
+        steps = tuple(self.recorder.steps)
+        return PlainAccount(
+            steps=steps,
+            samples_on_nodes=() if self._order is None else tuple(self._order(step.step) for step in steps),
+            dropped=self._dropped,
+            remarks=(*self._remarks, *((_DRAWN,) if self._is_drawn else ())),
+            output_dir=self._output_dir,
+        )
+
+    def keep_outputs(self, args: TrainingArguments) -> None:
+        """Have a trainer write nothing where the script has it write, and evaluate and report nothing."""
+        self._output_dir = str(Path(args.output_dir or "").absolute())
+        args.output_dir = str(Path(self._asked.directory) / "output")
+        args.report_to = []
+        args.push_to_hub = False
+        args.save_strategy = SaveStrategy.NO
+        args.eval_strategy = IntervalStrategy.NO
+
+    def begin(self, trainer: Any) -> None:
+        """Note what a trainer does from now on."""
+        self._count_as_predicted(trainer)
+        trainer.add_callback(_Observer(self, trainer))
+        training_step, get_train_dataloader = trainer.training_step, trainer.get_train_dataloader
+
+        def noted_step(*args: Any, **named: Any) -> torch.Tensor:
+            loss: torch.Tensor = training_step(*args, **named)
+            self._batch_done(trainer, float(loss))
+            return loss
+
+        def noted_loader() -> Any:
+            loader = get_train_dataloader()
+            self._note_batches_of(trainer, loader)
+            return loader
+
+        trainer.training_step, trainer.get_train_dataloader = noted_step, noted_loader
+
+    def _count_as_predicted(self, trainer: Any) -> None:
+        """Have transformers divide the loss of a step by the labels that are predicted, as it does for most models.
+
+        For classes that do not name their loss, as GPT-2's, it counts the first label of each sample as well.
+        """
+        kind = type(inner_model(trainer.model))
+        names = {base.__name__ for base in kind.__mro__}
+        if getattr(trainer, "_loss_shifts_labels", True) or names.isdisjoint(_CAUSAL):
+            return
+        trainer._loss_shifts_labels = True
+        self._remarks.append(
+            f"transformers divides the loss of {kind.__name__} by all labels of a step, with the first of each sample, "
+            "which is never predicted; here both divide by those that are predicted"
+        )
+
+    # --- samples -----------------------------------------------------------------------------------------------
+
+    def _note_batches_of(self, trainer: Any, loader: Any) -> None:
+        _require_lasting_samples(loader)
+        inner, epochs = loader.batch_sampler, epochs_of(trainer, loader)
+        self._steps_per_epoch = epochs.num_steps
+        self._order = EpochOrder(_Copy(inner), epochs, seed=trainer.args.seed)
+        base = getattr(loader, "base_dataloader", loader)
+        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch lets nobody set it
+
+    def batches_of_epoch(self, batches: list[list[int]], *, is_drawn: bool) -> list[list[int]]:
+        """Note the batches of an epoch, by numbers of samples; returns those that are to be given out."""
+        if is_drawn:
+            self._is_drawn = True
+            batches = self._as_on_nodes(batches)
+        self._batches += batches
+        return batches
+
+    def _as_on_nodes(self, batches: list[list[int]]) -> list[list[int]]:
+        assert self._order is not None
+        first = len(self.recorder.steps) + 1
+        numbers: list[int] = []
+        for step in range(first, first + self._steps_per_epoch):
+            numbers += self._order(step)
+        ends = np.cumsum([len(batch) for batch in batches])
+        return [numbers[end - len(batch) : end] for end, batch in zip(ends.tolist(), batches, strict=True)]
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def train_begins(self, trainer: Any) -> None:
+        """Look at the model that training starts from."""
+        job, model = self._asked.job, inner_model(trainer.model)
+        if job.dtype == "float64":
+            model.double()  # in place: the optimizer has its parameters already, and no state yet
+        self._dropped = turn_off_dropout(trainer.model)
+        self.recorder = Recorder(model, num_steps=self._asked.num_steps, tolerance=tolerance_of(job.dtype))
+
+    def _batch_done(self, trainer: Any, loss: float) -> None:
+        self._loss += loss
+        self._samples += self._batches[self._num_batches]
+        self._num_batches += 1
+        if trainer.accelerator.sync_gradients:  # the step's last
+            scaler = trainer.accelerator.scaler
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self._grad_norm = gradient_norm(trainer.model.parameters()) / scale
+            self.recorder.note_gradients()
+
+    def step_done(self, learning_rate: float) -> None:
+        """Note a step that was applied."""
+        self.recorder.step_done(
+            loss=self._loss, grad_norm=self._grad_norm, learning_rate=learning_rate, samples=self._samples
+        )
+        self._loss, self._samples = 0.0, []
+
+
+class _NotedBatches:
+    """A batch sampler whose batches are noted an epoch at a time; like it in all else."""
+
+    def __init__(self, inner: Any, observation: Observation) -> None:
+        self._inner = inner
+        self._observation = observation
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        is_drawn = _is_drawn(_Copy(self._inner), self._epoch)
+        self._epoch += 1
+        batches = [list(map(int, batch)) for batch in self._inner]
+        yield from self._observation.batches_of_epoch(batches, is_drawn=is_drawn)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Observer(TrainerCallback):
+    """Called at the places of a step that are of interest; stops training after the last that is compared."""
+
+    def __init__(self, observation: Observation, trainer: Any) -> None:
+        self._observation = observation
+        self._trainer = trainer
+        self._learning_rate = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self._observation.train_begins(self._trainer)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self._learning_rate = float(self._trainer.optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self._observation.step_done(self._learning_rate)
+        if self._observation.recorder.is_done:
+            control.should_training_stop = True
+
+
+class _Copy:
+    """A batch sampler's copy in place of its loader: drawing from it leaves the loader's own as it is."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.batch_sampler = copy.deepcopy(sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, to the batch sampler and the sampler in it, as accelerate's loader does."""
+        each: Any
+        for each in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+
+
+def _is_drawn(twin: _Copy, epoch: int) -> bool:
+    """Whether a sampler gives an order that depends on what was drawn before: another one for the same epoch."""
+    orders = []
+    with drawing_alike(0):
+        for _ in range(2):
+            twin.set_epoch(epoch)
+            orders.append([list(map(int, batch)) for batch in twin.batch_sampler])
+    return orders[0] != orders[1]
+
+
+def _require_lasting_samples(loader: Any) -> None:
+    """Raise ConfigError where samples are other ones each time that they are read: then no two runs are equal."""
+    numbers = range(min(_TRIED_SAMPLES, len(loader.dataset)))
+    read = []
+    for seed in range(2):
+        with drawing_alike(seed):
+            batch = loader.collate_fn([loader.dataset[number] for number in numbers])
+            read.append({name: torch.as_tensor(value) for name, value in batch.items()})
+    if any(not torch.equal(value, read[1][name]) for name, value in read[0].items()):
+        raise ConfigError(
+            "train_dataset or data_collator draws random numbers, which a run draws from (seed, step, samples) and the "
+            "script from all that was drawn before; have it draw none (mlm=False, for instance) to compare the rest"
+        )

@@ -1,0 +1,144 @@
+"""What a model's own loss is, whoever wrote it: found before the first step, so that microbatches add up to what the
+model returns for all samples at once, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from oobleck.errors import ConfigError
+from oobleck.training.data import IGNORED_LABEL, Batch
+from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel, with_tried_loss
+from oobleck.training.model.losses import LossRule
+from tests.training.zoo import SPECS, structure_of
+
+LENGTH, VOCAB_SIZE = 8, 40
+KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+GPT2 = GPT2Config(
+    n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH, vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=2,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+BART = BartConfig(
+    vocab_size=VOCAB_SIZE, d_model=16, encoder_layers=2, decoder_layers=2, decoder_attention_heads=2,
+    decoder_ffn_dim=16, max_position_embeddings=16, dropout=0.0, is_encoder_decoder=False,
+)  # fmt: skip
+
+
+class OfOwn(GPT2LMHeadModel):
+    """What many repositories have: a loss of their own, without a look at num_items_in_batch."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        logits = super().forward(input_ids=input_ids, attention_mask=attention_mask, **others).logits
+        return CausalLMOutput(loss=None if labels is None else self.own(logits, labels), logits=logits)
+
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Mean(OfOwn):
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Unshifted(OfOwn):
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class OverAllPositions(OfOwn):
+    """A mean that counts labels that are ignored."""
+
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
+
+
+class MeanOfSamples(OfOwn):
+    """The mean over samples of the sum of each."""
+
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / len(labels)
+
+
+def tried(model: Any) -> ModelStructure:
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=LENGTH)
+    return with_tried_loss(structure)
+
+
+def small(kind: str) -> Any:
+    torch.manual_seed(2)
+    match kind:
+        case "mean":
+            return Mean(GPT2)
+        case "unshifted":
+            return Unshifted(GPT2)
+        case "bart":
+            return AutoModelForCausalLM.from_config(BART)
+        case "mamba":
+            config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2, state_size=4)
+            return AutoModelForCausalLM.from_config(config)
+        case "llama":
+            config = LlamaConfig(
+                vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                num_attention_heads=2, max_position_embeddings=LENGTH,
+            )  # fmt: skip
+            return AutoModelForCausalLM.from_config(config)
+    return GPT2LMHeadModel(GPT2)
+
+
+KINDS = {
+    "mean": LossRule(is_mean=True),
+    "unshifted": LossRule(is_mean=True, counts_first=True),
+    "bart": LossRule(is_mean=True, counts_first=True),
+    "llama": LossRule(),
+    "gpt2": LossRule(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rule_of_a_loss_is_found(kind: str) -> None:
+    assert tried(small(kind)).loss_rule == KINDS[kind]
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_models_that_transformers_makes_by_name_keep_their_losses(name: str) -> None:
+    assert with_tried_loss(structure_of(name)).loss_rule == LossRule()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mamba"])
+def test_microbatches_add_up_to_what_the_model_returns_for_all_samples(kind: str) -> None:
+    """In microbatches of one sample, whose labels differ in number; one of them has none that counts."""
+    model = small(kind).double()
+    structure = tried(model)
+    ids = torch.arange(3, 3 + 4 * LENGTH).reshape(4, LENGTH) % VOCAB_SIZE
+    labels = ids.clone()
+    labels[1, 3:] = labels[2, 1:5] = labels[3] = IGNORED_LABEL
+    whole = Batch(input_ids=ids, labels=labels, is_causal=not structure.loss_rule.counts_first)
+    expected = model(input_ids=ids, labels=labels, num_items_in_batch=whole.num_items, use_cache=False).loss
+    expected.backward()
+    stage = StageModel(structure, dtype=torch.float64, device="cpu")
+    stage.adopt(0, structure.num_layers, {name: value.detach() for name, value in model.named_parameters()})
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(4):
+        batch = replaced(whole, row)
+        loss = stage.forward(batch, None, num_items=whole.num_items, key=KEY)
+        loss.backward()
+        total += loss.detach()
+    assert float(total) == pytest.approx(float(expected.detach()), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(stage.parameters[name].grad, parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def replaced(whole: Batch, row: int) -> Batch:
+    ids, labels = whole.input_ids[row : row + 1], whole.labels[row : row + 1]
+    return Batch(input_ids=ids, labels=labels, is_causal=whole.is_causal).to(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [OverAllPositions, MeanOfSamples])
+def test_a_loss_that_does_not_add_up_is_refused_by_the_name_of_its_class(kind: type[OfOwn]) -> None:
+    with pytest.raises(ConfigError, match=f"{kind.__name__} returns a loss of which it is not known"):
+        tried(kind(GPT2))
