@@ -42,8 +42,13 @@ def train_here(trainer: Trainer) -> TrainOutput:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")
     job = trainer.job()
     job.check()
+    num_nodes, set_keys = _num_nodes(), {}
+    if num_nodes == 1:  # there is no pipeline to keep busy
+        set_keys["microbatch_size"] = trainer.args.per_device_train_batch_size
     with _while_it_waits():
-        run = oobleck.launch(Path(script), arguments=sys.argv[1:], local=_num_nodes(), resume=_resume(trainer))
+        run = oobleck.launch(
+            Path(script), arguments=sys.argv[1:], local=num_nodes, resume=_resume(trainer), set=set_keys
+        )
     follower = trainer.follow(job)
     for event in run:
         follower.take(event.entry)
