@@ -6,6 +6,7 @@ from .cost_options import parse_costs
 from .durations import duration_s
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
+from .job_sources import open_job, read_job
 from .kinds_option import KindCount, parse_local, parse_nodes, parse_prices, parse_profiles
 from .nearest import did_you_mean
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
@@ -42,7 +43,6 @@ from .planning_options import (
     RecomputeOption,
     SequenceLengthOption,
 )
-from .read_job import open_job, read_job
 from .save_every import with_save_every
 from .scaling_option import parse_scaling
 from .schedule_option import parse_schedule_name
