@@ -78,6 +78,22 @@ def test_states_of_many_shapes_take_no_more_memory_than_two_and_none_once_the_ru
 
 
 @pytest.mark.slow
+def test_scripts_of_one_name_in_two_directories_each_continue_from_their_own_states(tmp_path: Path) -> None:
+    """With no tag given; the same command again continues."""
+    said = []
+    for name, steps in (("a", "5"), ("b", "3"), ("a", "5"), ("b", "3")):
+        project = tmp_path / name
+        project.mkdir(exist_ok=True)
+        shutil.copy(SCRIPT, project / "train.py")
+        words = ("--directory", str(project), "--base-dir", str(tmp_path / "base"), "train.py", str(project), steps)
+        done = oobleck("run", *words)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stderr.count("continues after step " + steps))
+    assert said == [0, 0, 1, 1]
+    assert len((tmp_path / "b" / "log.0").read_text().splitlines()) == 3, "no step was taken again, and none left out"
+
+
+@pytest.mark.slow
 def test_a_node_that_is_lost_with_its_memory_costs_no_saved_step_and_one_that_comes_is_given_the_state(
     ranks: Ranks,
 ) -> None:

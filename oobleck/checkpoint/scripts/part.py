@@ -10,6 +10,7 @@ Parts of the same step and start belong together (`starts`).
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import struct
@@ -25,6 +26,7 @@ from oobleck.checkpoint.layer_file import read_layer_file, write_file, write_lay
 from oobleck.checkpoint.layout import Layout, TensorSpec
 from oobleck.checkpoint.memory import FlashMemory, Slot, memory_files
 from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.json_table import load_json
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding
@@ -171,7 +173,7 @@ def find_parts(
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
             try:
-                said = decode_json(_PartFile, path.read_bytes())
+                said = _read_note(path.read_bytes())
                 file = path.with_suffix(".safetensors")
                 size_bytes = file.stat().st_size
             except FileNotFoundError:
@@ -183,6 +185,18 @@ def find_parts(
                 yield Part(said.note, "disk", said.sha256, file)
             else:
                 tell(f"{file}: {size_bytes} bytes, and its note says {said.size_bytes}")
+
+
+def _read_note(raw: bytes) -> _PartFile:
+    """Read a part's note; those of a version before scripts were told apart say nothing of them. Raises PeerError."""
+    try:
+        said = load_json(raw)
+        if isinstance(said, dict) and isinstance(said.get("note"), dict):
+            said["note"] = {"script": "", "arguments": "", **said["note"]}
+        text = json.dumps(said)
+    except ValueError as error:
+        raise PeerError(f"it is not JSON: {error}") from error
+    return decode_json(_PartFile, text)
 
 
 def _slots(memory: Path) -> Iterator[Slot]:
