@@ -16,6 +16,7 @@ from oobleck.control.protocol import (
     MasterMessage,
     PeerFailed,
     SetUpWorker,
+    UseShare,
     WorkerBound,
     WorkerCommand,
     WorkerFailed,
@@ -45,7 +46,7 @@ def test_every_message_of_a_worker_reaches_the_master():
 def test_every_message_for_a_worker_is_relayed_to_it():
     assert subclasses(ForWorker) == set(get_args(WorkerCommand))
     assert set(get_args(WorkerCommand)) <= set(get_args(MasterMessage))
-    assert set(get_args(WorkerBound)) - set(get_args(WorkerCommand)) == {SetUpWorker}
+    assert set(get_args(WorkerBound)) - set(get_args(WorkerCommand)) == {SetUpWorker, UseShare}
 
 
 @pytest.fixture
