@@ -62,7 +62,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["--hosts-from", "cat nowhere"], 78, ["--hosts-from 'cat nowhere' failed", "status 1", "No such file"]),
         (["--hosts-from", "cat typo"], 78, ["--hosts-from 'cat typo':2:", "unknown key 'slotz'", "slots"]),
         (["--hosts-from", "cat empty"], 78, ["--hosts-from 'cat empty': names no node"]),
-        (["--slurm"], 2, ["--slurm: this is no allocation of Slurm's", "SLURM_JOB_ID"]),
+        (["--slurm"], 2, ["--slurm: this is not inside a Slurm allocation", "SLURM_JOB_ID"]),
         (["hosts", "--slurm"], 2, ["--slurm", "leave the others out"]),
         (["--slurm", "--slurm-job", "mine"], 2, ["--slurm", "leave the others out"]),
         (["--dial-in", "7077"], 2, ["--dial-in and --nodes belong together"]),

@@ -158,10 +158,10 @@ def read_source(
         _check_selector(kubernetes)
         dial_in = dial_in or str(_POD_PORT)
     sources = {"a hostfile": hostfile, "--local": local, "--hosts-from": hosts_from, "--dial-in": dial_in}
-    used = [name for name, given in sources.items() if given is not None]
-    if len(used) > 1:
-        raise UsageError(f"{' and '.join(used)} each name all nodes; leave all but one out")
-    if not used:
+    asked = [name for name, given in sources.items() if given is not None]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)} each name all nodes; leave all but one out")
+    if not asked:
         raise UsageError(
             "no nodes are named; use a hostfile, --local N (virtual ones), --hosts-from COMMAND (which prints a "
             "hostfile), --dial-in PORT, --slurm, --slurm-job NAME, --ray, or --kubernetes LABELS"

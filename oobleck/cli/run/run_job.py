@@ -399,7 +399,12 @@ def _start_callbacks(
         process = run.trainer
         process.begin(log, on_stop=lambda: master.submit(stop))
     elif script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ:
-        process = CallbackProcess(run.job, log=log, on_stop=lambda: master.submit(stop))
+        process = CallbackProcess(
+            run.job,
+            log=log,
+            on_stop=lambda: master.submit(stop),
+            report=lambda text: master.submit(Remark(level="warning", text=text)),
+        )
     else:
         return None
     master.observe(process.tell)

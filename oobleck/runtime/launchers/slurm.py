@@ -73,8 +73,8 @@ class SlurmJobs:
         job_id = os.environ.get("SLURM_JOB_ID", "")
         if not _JOB_ID.fullmatch(job_id):
             raise UsageError(
-                "--slurm: this is no allocation of Slurm's (SLURM_JOB_ID is not set); run it in a batch script or "
-                "below salloc, or name a job that runs by --slurm-job"
+                "--slurm: this is not inside a Slurm allocation (SLURM_JOB_ID is not set); run it in a batch script or "
+                "below salloc, or name a running job with --slurm-job"
             )
         return cls(job_id=job_id)
 
@@ -90,7 +90,7 @@ class SlurmJobs:
         found = [each for each in found if self.job_id in (None, each.job_id)]
         if not found:
             raise ConfigError(
-                f"{self}: none runs, by what squeue says; see `squeue --me` for the names of those that do"
+                f"{self}: not running, according to squeue; `squeue --me` lists your jobs and their names"
             )
         return tuple(found)
 

@@ -74,18 +74,27 @@ def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
     )
 
 
+_FAILED = b"failed "
+
+
 class EntryFeed:
     """Entries of the journal on their way to a process, which may be slow, or gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str], None] = _log.warning) -> None:
+        """`report` is called with what people should know."""
         self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
+        self._report = report
+        self._is_behind = False
 
     def tell(self, entry: JournalEntry) -> None:
         """Hand an entry on; never waits."""
         try:
             self._send.send_nowait(entry)
+            self._is_behind = False
         except trio.WouldBlock:
-            _log.warning("callbacks are too slow: %s is not passed on to them", type(entry).__name__)
+            if not self._is_behind:  # once until they are not: what is reported may become an entry itself
+                self._is_behind = True
+                self._report(f"callbacks are too slow: {type(entry).__name__} and others are not passed on to them")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the process is gone, which was said
 
@@ -93,12 +102,21 @@ class EntryFeed:
 class CallbackProcess(EntryFeed):
     """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
 
-    def __init__(self, job: JobSpec, *, log: Path, on_stop: Callable[[], None]) -> None:
-        """`on_stop` is called when a callback wants training to stop; what the script prints goes to `log`."""
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        log: Path,
+        on_stop: Callable[[], None],
+        report: Callable[[str], None] = _log.warning,
+    ) -> None:
+        """`on_stop` is called when a callback wants training to stop, `report` with what people should know; what the
+        script prints goes to `log`.
+        """
         self._job = job
         self._log = log
         self._on_stop = on_stop
-        super().__init__()
+        super().__init__(report)
         self._scope = trio.CancelScope()
         self._closed = trio.Event()
 
@@ -124,7 +142,7 @@ class CallbackProcess(EntryFeed):
                 )
                 await self._converse(process)
         except OSError as error:
-            _log.warning("the script's callbacks cannot run: %s", error)
+            self._report(f"the script's callbacks cannot run: {error}")
         finally:
             self._entries.close()
             self._closed.set()
@@ -147,11 +165,16 @@ class CallbackProcess(EntryFeed):
                 await process.stdin.send_all(encode_json(entry))
             await process.stdin.aclose()
         except trio.BrokenResourceError:
-            _log.warning("the script's callbacks have ended; see %s", self._log)
+            self._report(f"the script's callbacks have ended; see {self._log}")
         await process.wait()
 
     async def _listen(self, process: trio.Process) -> None:
         assert process.stdout is not None
+        said = b""
         async for words in process.stdout:
-            if b"stop" in words:
-                self._on_stop()
+            *lines, said = (said + bytes(words)).split(b"\n")
+            for line in lines:
+                if line == b"stop":
+                    self._on_stop()
+                elif line.startswith(_FAILED):
+                    self._report(f"{json.loads(line.removeprefix(_FAILED))}; see {self._log}")

@@ -46,7 +46,7 @@ __all__ = ["CallbackRunner"]
 
 
 class CallbackRunner:
-    """Calls callbacks, one event after the other. One that raises is reported on stderr, and continues to be called."""
+    """Calls callbacks, one event after the other. One that raises is reported, and continues to be called."""
 
     def __init__(self, callbacks: Sequence[object], job: JobSpec) -> None:
         self._callbacks = callbacks
@@ -60,6 +60,9 @@ class CallbackRunner:
         )
         self._control = TrainerControl()
         self._has_begun = False
+        self._failed: set[str] = set()
+        self.failures: list[str] = []
+        """What has failed for the first time, for people, and taken out by what shows them. All are on stderr."""
 
     @property
     def wants_stop(self) -> bool:
@@ -114,9 +117,13 @@ class CallbackRunner:
             return
         try:
             answer = method(self._arguments, self._state, self._control, **details)
-        except Exception:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
-            print(f"{type(callback).__name__}.{event} failed:", file=sys.stderr)  # noqa: T201  its own log
+        except Exception as error:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
+            name = f"{type(callback).__name__}.{event}"
+            print(f"{name} failed:", file=sys.stderr)  # noqa: T201  its own log
             traceback.print_exc()
+            if name not in self._failed:
+                self._failed.add(name)
+                self.failures.append(f"the callback {name} failed: {type(error).__name__}: {error}")
             return
         if isinstance(answer, TrainerControl):
             self._control = answer

@@ -68,6 +68,9 @@ def _run_callbacks(lines: BinaryIO, answers: TextIO) -> None:
     runner = CallbackRunner(run_script(job.script).callbacks, job)
     for line in lines:
         runner.take(decode_json(JournalEntry, line))
+        while runner.failures:
+            answers.write(f"failed {json.dumps(runner.failures.pop(0))}\n")
+            answers.flush()
         if runner.wants_stop:
             answers.write("stop\n")
             answers.flush()

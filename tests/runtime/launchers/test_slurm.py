@@ -76,8 +76,8 @@ async def test_time_limits_are_read_as_slurm_writes_them(shown: str, expected_s:
     ("jobs", "queue", "problem"),
     [
         (SlurmJobs(job_id="99"), "", "squeue failed with exit status 1: Invalid job id"),
-        (SlurmJobs(job_id="17"), "", "Slurm's job 17: none runs"),
-        (SlurmJobs(name="mine"), "", "Slurm's jobs of the name mine: none runs"),
+        (SlurmJobs(job_id="17"), "", "Slurm's job 17: not running"),
+        (SlurmJobs(name="mine"), "", "Slurm's jobs of the name mine: not running"),
         (SlurmJobs(name="mine"), "maintenance until noon\n", "squeue printed 'maintenance until noon'"),
         (SlurmJobs(name="mine"), f"17 17 {NO_LIMIT} n9\n", "scontrol failed with exit status 1"),
     ],
@@ -97,7 +97,7 @@ async def test_where_there_is_no_slurm_that_is_said(tmp_path: Path, monkeypatch:
 
 def test_outside_of_an_allocation_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(UsageError, match="no allocation of Slurm's"):
+    with pytest.raises(UsageError, match="not inside a Slurm allocation"):
         SlurmJobs.of_allocation()
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert SlurmJobs.of_allocation() == SlurmJobs(job_id="17")
@@ -128,7 +128,7 @@ async def test_nodes_are_started_once_and_new_ones_when_they_are_listed(cluster:
     await until(lambda: told)
     (report,) = told
     assert isinstance(report, Reported)
-    assert "none runs" in report.text
+    assert "not running" in report.text
     assert [call.partition(" --overlap")[0] for call in calls()] == ["--jobid 17", "--jobid 18"]
     assert "--no-kill" in calls()[0]
     assert ["--het-group 1" in call for call in calls()] == [False, True]
