@@ -52,6 +52,8 @@ TRAINED = "tests/e2e/test_trainer.py::test_losses_and_weights_are_those_of_trans
 ADAPTED = "tests/training/model/test_adapters.py::test_adapters_leave_a_model_as_it_is_until_they_are_trained"
 NOT_FULL = "tests/training/data/test_script_stream.py::test_a_step_that_is_not_full_is_filled_with_what_does_not_count"
 REDUCED = "tests/training/model/test_frozen.py::test_only_what_is_trained_is_reduced"
+PATIENT = "tests/sim/test_patience.py::test_workers_that_are_slow_for_an_hour_are_not_taken_for_stuck"
+OUTAGES = "tests/sim/test_patience.py::test_a_network_that_is_down_for_up_to_a_minute_ends_no_run"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
 
@@ -88,6 +90,22 @@ MUTATIONS = (
         old=" or answer.status.generation != state.recovery.generation:",
         new=":",
         caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_are_ignored",
+    ),
+    Mutation(
+        name="slow_is_stuck",
+        what="a step that takes longer than its limit is a hang, whatever its workers do",
+        file="oobleck/control/coordinator/hang_watch.py",
+        old="        if not comes_on or stuck_workers(answers, busy):\n",
+        new="        if running_s >= 0:\n",
+        caught_by=PATIENT,
+    ),
+    Mutation(
+        name="cut_off_is_lost",
+        what="nodes that do not reach each other are given up, however many they are and whatever they hold",
+        file="oobleck/control/coordinator/recovery/fencing.py",
+        old=" or is_network_down(statuses, cut_off, recovery.fault_threshold):",
+        new=":",
+        caught_by=OUTAGES,
     ),
     Mutation(
         name="dead_holders",

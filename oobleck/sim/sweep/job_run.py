@@ -31,12 +31,14 @@ from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentMessage,
     AgentStopped,
+    AskActivity,
     Fence,
     Finished,
     Hello,
     Killed,
     KillWorker,
     PlanUpdate,
+    ProcessorUse,
     StartWorker,
     StepCommitted,
     StopAgent,
@@ -194,6 +196,9 @@ class JobRun:
                     self.log.record(entry)
                 case SendAll(message=Fence(generation=fence)):
                     pass
+                case SendAll(worker_ids=worker_ids, message=AskActivity() as asked) if self.crew.is_computing:
+                    use = ProcessorUse(device=0, inquiry=asked.inquiry, used_s=1.0, within_s=1.0)
+                    self._say(worker_ids[0], replace(use, device=worker_ids[0].device))
                 case SendOrders(update=PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
