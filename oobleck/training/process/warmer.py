@@ -115,8 +115,7 @@ class Warmer:
         """Note the end of a child of the server, which may be it."""
         if self._sock is None or pid != self._pid:
             return
-        self._listen(self._sock)
-        if self._sock is None:
+        if not self._listen(self._sock):
             return  # it has said why itself
         code = os.waitstatus_to_exitcode(status)
         how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
@@ -181,13 +180,13 @@ class Warmer:
         ours.setblocking(False)
         self._sock, self._pid = ours, pid
 
-    def _listen(self, sock: socket.socket) -> None:
-        """Take in how far it is."""
+    def _listen(self, sock: socket.socket) -> bool:
+        """Take in how far it is; returns False where it has given itself up."""
         while True:
             try:
                 message = sock.recv(_MESSAGE_BYTES)
             except OSError:
-                return
+                return True
             kind, text = message[:1], message[1:].decode(errors="replace")
             if kind == TRYING:
                 self._trying, self._due_s = text, time.monotonic() + self._import_s
@@ -195,12 +194,12 @@ class Warmer:
                 name, _, why = text.partition(" ")
                 self._refused.add(name)
                 self._lose(f"{name} {why} when it is imported, which no fork takes along")
-                return
+                return False
             elif kind == READY:
                 self._due_s = None
                 self._warmth.touch()
             else:
-                return  # it has ended, as its end tells
+                return True  # it has ended, as its end tells
 
     def _lose(self, problem: str) -> None:
         self._end()

@@ -309,3 +309,16 @@ def test_what_somebody_has_put_in_our_place_is_neither_used_nor_touched(
         assert child.is_running()
         assert child.status() != psutil.STATUS_ZOMBIE
         assert note.exists()
+
+
+def test_an_agent_that_ends_leaves_nothing_and_nothing_of_others_goes(directory: AgentDir) -> None:
+    other = AgentDir(directory.run_id, "other")
+    other.create()
+    for each in (directory, other):
+        each.answer.touch()
+        each.note_process("agent", os.getpid())
+    directory.remove()
+    assert not directory.path.exists()
+    assert other.pid_file("agent").exists()
+    other.remove()
+    assert not directory.job_path.parent.exists()

@@ -1,0 +1,26 @@
+"""Storms of faults on `oobleck run`: no saved step is lost, the result is right, and nothing is left behind.
+
+`python -m tests.e2e.run_storm SEED …` runs as many as one wants.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples import seeds
+
+from .run_storm import RunStorm
+
+
+def test_a_killed_fork_server_and_then_a_killed_rank_cost_no_saved_step(tmp_path: Path) -> None:
+    storm = RunStorm(tmp_path, 31, steps=40, num_faults=2)
+    assert storm.ride() == [], (storm.done, storm.said.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(5))
+def test_a_storm_costs_no_saved_step(tmp_path: Path, seed: int) -> None:
+    storm = RunStorm(tmp_path, seed)
+    assert storm.ride() == [], (storm.done, storm.said.read_text())
