@@ -27,10 +27,12 @@ from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
 
-__all__ = ["TrainerJob", "decayed_parameters", "epochs_of", "inner_model"]
+__all__ = ["TrainerJob", "decayed_parameters", "epochs_of", "inner_model", "microbatch_size_of"]
 
-_LEAST_MICROBATCHES = 8
-"""Of a step, if its samples suffice: for four stages, or two pipelines of two."""
+_MANY_MICROBATCHES, _ENOUGH_MICROBATCHES = 8, 4
+"""Of a step, if its samples suffice: what keeps four stages busy, or two pipelines of two, and what is enough."""
+_ENOUGH_TOKENS = 1024
+"""Of a microbatch: with fewer, a device spends its time on launching kernels."""
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
@@ -136,11 +138,12 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
     global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
+    length = max(2, *(longest_row(each) for each in batches))
     return {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
         "data": {
-            "sequence_length": max(2, *(longest_row(each) for each in batches)),
+            "sequence_length": length,
             "vocab_size": max(257, trainer.model.get_input_embeddings().num_embeddings),
         },
         "optimizer": {
@@ -150,7 +153,7 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
         },
         "max_steps": max_steps,
         "global_batch_size": global_batch_size,
-        "microbatch_size": _microbatch_size(args.per_device_train_batch_size, global_batch_size),
+        "microbatch_size": microbatch_size_of(args.per_device_train_batch_size, global_batch_size, length),
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
@@ -162,10 +165,18 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
     }
 
 
-def _microbatch_size(batch_size: int, global_batch_size: int) -> int:
-    """The largest divisor of a batch that leaves enough microbatches."""
-    sizes = (size for size in range(batch_size, 0, -1) if batch_size % size == 0)
-    return next((size for size in sizes if global_batch_size // size >= _LEAST_MICROBATCHES), 1)
+def microbatch_size_of(batch_size: int, global_batch_size: int, length: int) -> int:
+    """Return the largest divisor of a batch that leaves many microbatches; of short rows a larger, that leaves enough.
+
+    It does not depend on the nodes: dropout and collators draw for each microbatch.
+    """
+    sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    many, enough = (
+        max((size for size in sizes if global_batch_size // size >= number), default=1)
+        for number in (_MANY_MICROBATCHES, _ENOUGH_MICROBATCHES)
+    )
+    long = next((size for size in sizes if size * length >= _ENOUGH_TOKENS), batch_size)
+    return min(max(many, long), enough)
 
 
 def _dtype(trainer: Any) -> str:

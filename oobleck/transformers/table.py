@@ -66,8 +66,8 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # What is trained, and how long.
     "output_dir": _honoured("for what the script writes; checkpoints are in the run's directory"),
     "per_device_train_batch_size": _mapped(
-        "`global_batch_size`, times `gradient_accumulation_steps`, however many nodes there are; its largest divisor "
-        "that leaves eight microbatches a step is `microbatch_size`"
+        "`global_batch_size`, times `gradient_accumulation_steps`, however many nodes there are; a divisor of it is "
+        "`microbatch_size`: the largest that leaves eight microbatches a step, or of short rows four"
     ),
     "gradient_accumulation_steps": _mapped("`global_batch_size`"),
     "num_train_epochs": _mapped("`max_steps`, by the length of the dataset"),

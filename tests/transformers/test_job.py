@@ -14,7 +14,7 @@ import transformers
 from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.errors import ConfigError
-from oobleck.transformers.job import inner_model
+from oobleck.transformers.job import inner_model, microbatch_size_of
 from oobleck.transformers.lengths import longest_row
 
 from .trainers import VOCAB_SIZE, model, rows, trainer
@@ -29,9 +29,9 @@ def settings(tmp_path: Path, **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, (16, 2)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, (16, 4)),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, (32, 4)),
-        ({"per_device_train_batch_size": 8}, (8, 1)),
+        ({"per_device_train_batch_size": 8}, (8, 2)),
         ({"per_device_train_batch_size": 3}, (3, 1)),
     ],
 )
@@ -40,6 +40,16 @@ def test_the_batch_is_that_of_one_process_however_it_is_divided(
 ):
     found = settings(tmp_path, count=64, **values)
     assert (found["global_batch_size"], found["microbatch_size"]) == expected
+
+
+@pytest.mark.parametrize(("length", "expected"), [(16, 4), (128, 4), (256, 4), (512, 2), (1024, 2), (2048, 2)])
+def test_microbatches_of_short_rows_are_larger_as_long_as_there_are_enough(length: int, expected: int):
+    assert microbatch_size_of(16, 16, length) == expected
+
+
+def test_a_batch_that_has_enough_microbatches_anyway_is_not_divided():
+    assert microbatch_size_of(4, 64, 16) == 4
+    assert microbatch_size_of(1, 4, 16) == 1
 
 
 class Mean(transformers.GPT2LMHeadModel):
