@@ -42,7 +42,7 @@ def try_class(model_type: str, class_name: str) -> tuple[str, str, float]:
     """Return the outcome for a class, what there is to say of it, and the seconds until it was refused."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         return _try(model_type, class_name)
     except _Untried as error:
@@ -116,14 +116,15 @@ def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:
 
 def _batch(structure: ModelStructure, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
+    num_labels = structure.config.num_labels or 1
     ids = torch.randint(3, VOCAB_SIZE, (BATCH_SIZE, LENGTH), generator=generator)
     match structure.task:
         case "causal_lm":
             return Batch(input_ids=ids, labels=ids)
         case "sequence_classification":
-            return Batch(input_ids=ids, labels=ids[:, 0] % structure.config.num_labels, is_causal=False)
+            return Batch(input_ids=ids, labels=ids[:, 0] % num_labels, is_causal=False)
         case "token_classification":
-            return Batch(input_ids=ids, labels=ids % structure.config.num_labels, is_causal=False)
+            return Batch(input_ids=ids, labels=ids % num_labels, is_causal=False)
     is_masked = torch.rand(ids.shape, generator=generator) < 0.3
     return Batch(input_ids=ids, labels=ids.masked_fill(~is_masked, -100), is_causal=False)
 
@@ -166,7 +167,11 @@ def _compare(structure: ModelStructure, batches: Sequence[Batch], expected: _Tra
 def _difference(one: _Trained, other: _Trained) -> float:
     """The largest of losses, as a share of them, and of weights. Infinite where something is no number."""
     losses = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(one[0], other[0], strict=True)]
-    weights = [float((value - other[1][name]).abs().max()) for name, value in one[1].items() if name in other[1]]
+    weights = [
+        float((value - other[1][name]).abs().max())
+        for name, value in one[1].items()
+        if name in other[1] and value.numel()
+    ]
     return max(each if math.isfinite(each) else math.inf for each in (*losses, *weights))
 
 

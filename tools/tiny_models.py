@@ -18,57 +18,57 @@ NUM_BLOCKS, VOCAB_SIZE = 4, 96
 _POSITIONS = 64
 _BOS, _EOS, _PAD = 1, 2, 0
 
-_WIDTHS = {
-    32: (
+_WIDTHS = (
+    (32, (
         "hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "dim", "word_embed_proj_dim", "emb_dim",
         "projection_dim", "encoder_hidden_size", "decoder_hidden_size", "cross_attention_hidden_size", "lru_width",
         "text_config_hidden_size", "attention_hidden_size", "conv_dim_out", "output_hidden_size", "mm_hidden_size",
-    ),
-    48: (
+    )),
+    (48, (
         "intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "d_inner",
         "feed_forward_proj_dim", "intermediate_size_mlp", "block_ff_dim", "shared_intermediate_size",
         "dense_intermediate_size", "ffn_hidden_size",
-    ),
-    NUM_BLOCKS: (
+    )),
+    (NUM_BLOCKS, (
         "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "layers",
         "num_encoder_layers", "num_decoder_layers",
-    ),
-    4: (
+    )),
+    (4, (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_encoder_attention_heads", "num_decoder_attention_heads", "num_experts", "num_local_experts",
         "n_routed_experts", "moe_num_experts", "num_routed_experts", "num_memory_blocks", "mamba_n_heads",
         "linear_num_value_heads", "mamba_num_heads", "num_buckets",
-    ),
-    2: (
+    )),
+    (2, (
         "num_key_value_heads", "num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k", "moe_topk",
         "linear_num_key_heads", "num_kv_heads", "decoder_num_key_value_heads", "encoder_num_key_value_heads",
-    ),
-    8: (
+    )),
+    (8, (
         "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "d_kv", "state_size", "mamba_d_state",
         "sliding_window", "sliding_window_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim",
         "mamba_chunk_size", "chunk_size", "patch_size", "attention_window_size", "global_head_dim", "swa_head_dim",
         "kv_channels", "qk_head_dim", "index_head_dim", "local_attention", "d_head", "time_step_rank",
-    ),
-    16: (
+    )),
+    (16, (
         "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "expert_ffn_hidden_size", "mamba_d_head",
         "mamba_head_dim", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
         "hidden_size_per_layer_input", "o_lora_rank", "mamba_dt_rank", "rotary_dim", "index_topk",
-    ),
-    1: ("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_groups",
-        "mamba_n_groups", "num_dense_layers"),
-    VOCAB_SIZE: (
+    )),
+    (1, ("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_groups",
+        "mamba_n_groups", "num_dense_layers")),
+    (VOCAB_SIZE, (
         "vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size",
         "text_vocab_size", "target_vocab_size", "encoder_vocab_size",
-    ),
-    _POSITIONS: (
+    )),
+    (_POSITIONS, (
         "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
         "max_seq_length", "max_target_positions", "max_source_positions", "block_size",
         "original_max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
         "sequence_length",
-    ),
-}  # fmt: skip
+    )),
+)  # fmt: skip
 _SIZES: Mapping[str, int] = {
-    **{name: size for size, names in _WIDTHS.items() for name in names},
+    **{name: size for size, names in _WIDTHS for name in names},
     "image_size": 32,
     "bos_token_id": _BOS,
     "eos_token_id": _EOS,
@@ -145,4 +145,4 @@ def _fits(field: dataclasses.Field[Any], value: Any) -> bool:
     """Whether a value may stand for a field: no number for a list or a word, and None only where that is allowed."""
     if value is None:
         return field.default is None or "None" in str(field.type)
-    return field.default is None or (type(field.default) is int and field.default is not dataclasses.MISSING)
+    return field.default is None or type(field.default) is int

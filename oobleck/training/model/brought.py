@@ -207,8 +207,8 @@ def require_independent_samples(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
-                f"model: {path} is a {type(module).__name__}, whose statistics are those of a whole batch, and batches "
-                "are cut into microbatches over nodes; replace it by LayerNorm or GroupNorm"
+                f"model: in {type(model).__name__}, {path} is a {type(module).__name__}: its statistics are those of a "
+                "whole batch, and batches are cut into microbatches over nodes; replace it by LayerNorm or GroupNorm"
             )
 
 

@@ -211,17 +211,18 @@ class ModelStructure:
         taken.
         """
         on_meta = _on_meta(make)
-        require_independent_samples(on_meta)
         require_no_hooks(on_meta)
         adapters = adapters_of(on_meta)
         with FakeTensorMode():
             skeleton = with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
+                require_independent_samples(skeleton)
                 task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
                 require_one_stack(skeleton)
                 task, takes = task or task_of_built(skeleton), names_taken(skeleton)
+                require_independent_samples(skeleton)
                 check_head(skeleton.config, task)
                 if not has_loss:
                     require_known_loss(skeleton, task)
