@@ -20,11 +20,14 @@ from oobleck.script import SCRIPT_WAITS
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["show_user_errors_alone", "train_here"]
+__all__ = ["TRAINS_ONCE", "show_user_errors_alone", "train_here"]
 
+TRAINS_ONCE = "a run trains once, as workers run the script up to its first train(); start another script for more"
 _RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"
 """How many virtual nodes there are, if it is set."""
+_launched: list[object] = []
+"""The job of this process's run, once there is one."""
 
 
 def train_here(trainer: Trainer) -> TrainOutput:
@@ -42,6 +45,9 @@ def train_here(trainer: Trainer) -> TrainOutput:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")
     job = trainer.job()
     job.check()
+    if _launched:
+        raise UsageError(f"{type(trainer).__name__}.train() comes after that of another trainer: {TRAINS_ONCE}")
+    _launched.append(job)
     num_nodes, set_keys = _num_nodes(), {}
     if num_nodes == 1:  # there is no pipeline to keep busy
         set_keys["microbatch_size"] = trainer.args.per_device_train_batch_size

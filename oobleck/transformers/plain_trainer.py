@@ -1,7 +1,7 @@
 """transformers' own Trainer, whose first steps are noted, and which leaves nothing behind.
 
 It trains as it does anywhere, but for what would keep two runs from being compared: dropout is off, and a sampler that
-draws from the process's own generator, whose order nobody can repeat, gives the order that it has on the nodes.
+depends on what was drawn before it, so that its order cannot be repeated, gives the order that it has on the nodes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Observation:
         self._steps_per_epoch = epochs.num_steps
         self._order = EpochOrder(_Copy(inner), epochs, seed=trainer.args.seed)
         base = getattr(loader, "base_dataloader", loader)
-        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch lets nobody set it
+        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch refuses to have it set
 
     def batches_of_epoch(self, batches: list[list[int]], *, is_drawn: bool) -> list[list[int]]:
         """Note the batches of an epoch, by numbers of samples; returns those that are to be given out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_ch
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, inner_model
-from .launched import show_user_errors_alone, train_here
+from .launched import TRAINS_ONCE, show_user_errors_alone, train_here
+from .repeats import SecondTrain, second_train
 
 __all__ = ["Trainer"]
 
@@ -59,10 +61,11 @@ class Trainer(transformers.Trainer):
         if trial is not None:
             raise UsageError("Trainer.train(trial=…): start one run for each trial")
         if self._has_trained:
-            raise UsageError("Trainer.train() is called twice: a run trains once; start another for more")
+            raise UsageError(f"Trainer.train() is called twice: {TRAINS_ONCE}")
         self._has_trained = True
         self._script_name = Path(sys.argv[0]).stem
         self._resumes_from = resume_from_checkpoint or None
+        _refuse_repeats(second_train(sys._getframe(1)))
         check_trainer(self, self._default)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
@@ -101,3 +104,13 @@ class Trainer(transformers.Trainer):
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leave a new model where it is: workers have their parts of it where they compute."""
+
+
+def _refuse_repeats(found: SecondTrain | None) -> None:
+    """Raise UsageError where the script trains twice; warn of a loop, which may be gone through once."""
+    if found is None:
+        return
+    line, is_loop = found
+    if not is_loop:
+        raise UsageError(f"Trainer.train() is called again in line {line}: {TRAINS_ONCE}")
+    warnings.warn(f"Trainer.train() is called in the loop of line {line}: {TRAINS_ONCE}", stacklevel=3)

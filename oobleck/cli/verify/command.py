@@ -132,7 +132,7 @@ def _asked(
             raise UsageError(f"--dtype: the script trains in {job.dtype}; leave its bf16 and fp16 out")
         job = replace(job, dtype=dtype)  # type: ignore[arg-type]  # checked just above
     if not is_of_trainer(job):
-        job = replace(job, max_steps=num_steps)  # its schedule is that of so many steps in both
+        job = replace(job, max_steps=num_steps)  # both follow the schedule of this many steps
     return Asked(
         job=replace(job, dropout=False),
         job_file=job_file,

@@ -17,7 +17,7 @@ from .tolerance import Tolerance
 __all__ = ["Comparison", "Difference", "compare"]
 
 _NAMED = 3
-"""Of several tensors, or samples, so many are named."""
+"""How many of several tensors or samples are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,8 +93,8 @@ def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, f
         local_files_only=True,
         output_loading_info=True,
     )
-    model, told = loaded
-    missing = set(told["missing_keys"])
+    model, report = loaded
+    missing = set(report["missing_keys"])
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return model, frozenset(names - missing)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from oobleck.control.journal import JournalEntry
-from oobleck.errors import ConfigError, UserError
+from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.handover import receiving
 from oobleck.job import ScriptSpec
 from oobleck.script import blamed, never_trained, run_as_main
@@ -78,7 +78,12 @@ class _TrainerHost:
         self._master.sendall(json.dumps(answer).encode() + b"\n")
 
     def train(self, trainer: Any) -> Any:
-        """Have a trainer's job trained; returns what its `train()` returns. Exits with the run, if that fails."""
+        """Have a trainer's job trained; returns what its `train()` returns. Exits with the run, if that fails.
+
+        Raises UsageError for a second one, of which workers would know nothing.
+        """
+        if self.has_begun:
+            raise UsageError(f"{type(trainer).__name__}.train() comes after another: a run trains once; start another")
         try:
             job = trainer.job()
             described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume()}
