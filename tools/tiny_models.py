@@ -37,7 +37,7 @@ _WIDTHS = (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_encoder_attention_heads", "num_decoder_attention_heads", "num_experts", "num_local_experts",
         "n_routed_experts", "moe_num_experts", "num_routed_experts", "num_memory_blocks", "mamba_n_heads",
-        "linear_num_value_heads", "mamba_num_heads", "num_buckets",
+        "linear_num_value_heads", "mamba_num_heads", "num_buckets", "rotary_dim",
     )),
     (2, (
         "num_key_value_heads", "num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k", "moe_topk",
@@ -52,7 +52,7 @@ _WIDTHS = (
     (16, (
         "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "expert_ffn_hidden_size", "mamba_d_head",
         "mamba_head_dim", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-        "hidden_size_per_layer_input", "o_lora_rank", "mamba_dt_rank", "rotary_dim", "index_topk",
+        "hidden_size_per_layer_input", "o_lora_rank", "mamba_dt_rank", "index_topk",
     )),
     (1, ("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_groups",
         "mamba_n_groups", "num_dense_layers")),
@@ -82,13 +82,14 @@ _PROBABILITIES = ("dropout", "drop_path", "layerdrop", "jitter", "_pdrop", "drop
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_BLOCKS // 2]], "window_size": 8},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 8), "attn_layers": ["local"] * NUM_BLOCKS,
-                 "feed_forward_size": 48, "is_decoder": True},
+                 "feed_forward_size": 48},
     "mpt": {"attn_config": {"attn_pdrop": 0.0}},
+    "beam": {"num_key_value_heads": 4},
+    "dots3_note": {"num_key_value_heads": 4},
     "xlstm": {"num_blocks": NUM_BLOCKS, "embedding_dim": 32},
-    "gpt_bigcode": {"multi_query": True},
+    "roc_bert": {"pronunciation_vocab_size": VOCAB_SIZE, "shape_vocab_size": VOCAB_SIZE,
+                 "pronunciation_embed_dim": 16, "shape_embed_dim": 16},
     "recurrent_gemma": {"block_types": ("recurrent", "attention")},
-    "bloom": {},
-    "falcon": {"new_decoder_architecture": False},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
 }  # fmt: skip

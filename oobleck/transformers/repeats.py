@@ -11,7 +11,6 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
 __all__ = ["SecondTrain", "second_train"]
 
@@ -71,7 +70,7 @@ def _after(path: Sequence[ast.AST], receiver: str) -> SecondTrain | None:
     for inner, outer in zip(reversed(path), reversed(path[:-1]), strict=False):
         for block in _blocks(outer):
             if inner in block:
-                for later in block[block.index(cast("ast.stmt", inner)) + 1 :]:
+                for later in block[block.index(inner) + 1 :]:
                     if (line := _line_in(later, receiver)) is not None:
                         return line, False
         if isinstance(outer, _LOOPS) and inner in outer.body and not any(map(_may_end, outer.body)):

@@ -34,6 +34,7 @@ def test_first_labels_count_for_transformers_alone_and_for_some_classes(
     labels = ids.clone()
     if is_masked:
         labels[:, 0] = IGNORED_LABEL
-    counted = int(theirs._get_num_items_in_batch([{"input_ids": ids, "labels": labels}], torch.device("cpu")))
+    batches = iter([{"input_ids": ids, "labels": labels}])
+    _, counted = theirs.get_batch_samples(batches, 1, torch.device("cpu"))
     assert Batch(input_ids=ids, labels=labels).num_items == 4 * 5
-    assert counted == (4 * 6 if counts_first and not is_masked else 4 * 5)
+    assert int(counted) == (4 * 6 if counts_first and not is_masked else 4 * 5)

@@ -35,7 +35,7 @@ class Passthrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(iter(kwargs.values()))
         if (width := self.__dict__["width"]) is not None:
-            hidden = hidden.new_zeros(()).expand(*hidden.shape[:-1], width)
+            hidden = hidden.new_zeros((*hidden.shape[:-1], width))  # some models add to it in place
         return (hidden,) if self.__dict__["returns_tuple"] else hidden
 
 
