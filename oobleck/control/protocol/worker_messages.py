@@ -155,7 +155,7 @@ class Status(FromWorker):
     waits_for: tuple[WorkerId, ...] = ()
     """The workers whose part it waits for; none while it computes. This and what follows only on request."""
     has_come_on: bool = False
-    """It was slow, not stuck: since it was asked, it has computed what it was at, or had what it waited for."""
+    """It was slow, not stuck: since it was asked, it has computed, or had what it waited for."""
     unreachable: tuple[WorkerId, ...] = ()
     """The workers that cannot be reached."""
     stack: str = ""

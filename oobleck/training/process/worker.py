@@ -80,6 +80,8 @@ _EXIT_FAILED = 1
 _STACK_LINES = 20
 _LOOK_S = 0.02
 """How often to see whether the training thread has come on."""
+_BUSY_SHARE = 0.1
+"""A process that uses this share of a core computes."""
 
 
 def run_worker(sock: socket.socket) -> None:
@@ -287,7 +289,7 @@ class _Worker:
 
     def _explain(self, fence: Fence) -> None:
         """Answer a fence that asks why no step is committed; that takes its time, so on a thread of its own."""
-        asked_s, mark = time.monotonic(), self._waiter.mark
+        asked_s, used_s, mark = time.monotonic(), time.process_time(), self._waiter.mark
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
         self._links.renew()  # before the answer: what the next plan is formed over is new at both ends
@@ -301,8 +303,10 @@ class _Worker:
             unreachable = probe_all(others)
             while not waits_for and not has_come_on() and time.monotonic() < asked_s + fence.patience_s:
                 time.sleep(_LOOK_S)
-            self._log.info("has %scome on since", "" if has_come_on() else "not ")
-            found = replace(status, waits_for=waits_for, has_come_on=has_come_on())
+            is_busy = time.process_time() - used_s >= _BUSY_SHARE * (time.monotonic() - asked_s)
+            comes_on = has_come_on() or (is_busy and not waits_for)  # one that waits may look again and again
+            self._log.info("has %scome on since", "" if comes_on else "not ")
+            found = replace(status, waits_for=waits_for, has_come_on=comes_on)
             self._link.send(replace(found, unreachable=unreachable, stack=stack))
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
