@@ -220,7 +220,8 @@ async def test_callers_that_say_nothing_or_nonsense_delay_nobody_and_are_dropped
     async with open_ssh_loop(), master_in(tmp_path / "keys", login_timeout_s=1.0) as master:
         silent = [await trio.open_tcp_stream(HOST, master.port) for _ in range(60)]
         for stream, nonsense in zip(silent, NONSENSE, strict=False):
-            await stream.send_all(nonsense)
+            with suppress(trio.BrokenResourceError):  # it is dropped at its first bytes, while others are on their way
+                await stream.send_all(nonsense)
         master.nursery.start_soon(Node("a").live, master)
         with trio.fail_after(60):
             await master.launcher.begin()
