@@ -157,14 +157,10 @@ def read_source(
             raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
         _check_selector(kubernetes)
         dial_in = dial_in or str(_POD_PORT)
-    sources = {"a hostfile": hostfile, "--local": local, "--hosts-from": hosts_from, "--dial-in": dial_in}
-    asked = [name for name, given in sources.items() if given is not None]
-    if len(asked) > 1:
-        raise UsageError(f"{' and '.join(asked)} each name all nodes; leave all but one out")
-    if not asked:
+    if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
         raise UsageError(
-            "no nodes are named; use a hostfile, --local N (virtual ones), --hosts-from COMMAND (which prints a "
-            "hostfile), --dial-in PORT, --slurm, --slurm-job NAME, --ray, or --kubernetes LABELS"
+            "name the nodes by a hostfile, or by a command that prints one with --hosts-from COMMAND, have them dial "
+            "in with --dial-in PORT, or ask for virtual ones with --local N; one of the four"
         )
     if (dial_in is None) != (num_nodes is None):
         raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")

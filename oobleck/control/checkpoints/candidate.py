@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oobleck.control.protocol import DataPosition, Restore, StateAge
+from oobleck.control.protocol import DataPosition, Restore
 from oobleck.planner import WorkerId
 
 __all__ = ["Candidate", "KnownCheckpoint"]
@@ -17,13 +17,8 @@ class KnownCheckpoint:
     name: str
     step: int
     saved_at: str
-    origin: str | None = None
     is_final: bool = False
     """Of a run that had nothing more to train: it stays, whatever limit there is."""
-
-    @property
-    def age(self) -> StateAge:
-        return StateAge(name=self.name, saved_at=self.saved_at, origin=self.origin)
 
 
 @dataclass(slots=True)
@@ -43,10 +38,6 @@ class Candidate:
     """The layers that each worker can read."""
     in_memory: set[str] = field(default_factory=set)
     """The nodes whose memory has some of it."""
-
-    @property
-    def age(self) -> StateAge:
-        return StateAge(name=self.name, saved_at=self.saved_at, origin=self.origin)
 
     @property
     def restore(self) -> Restore:

@@ -7,14 +7,17 @@ a layer turns out to be broken is left out from then on, and the one before is t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 
 from oobleck.control.events import Record, Send, notice
-from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState, ages, run_of
+from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState, run_of
 from oobleck.planner import WorkerId
 
 from .candidate import Candidate, KnownCheckpoint
 
 __all__ = ["Restoring"]
+
+_AGE = attrgetter("saved_at", "step", "name")
 
 
 class Restoring:
@@ -91,9 +94,7 @@ class Restoring:
         """
         past = self._past(candidate)
         return tuple(
-            KnownCheckpoint(
-                name=each.name, step=each.step, saved_at=each.saved_at, origin=each.origin, is_final=each.is_final
-            )
+            KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
             for each in self._own_directory()
             if each.run in past
         )
@@ -122,7 +123,7 @@ class Restoring:
 
     def _past(self, candidate: Candidate | None) -> frozenset[str]:
         """This run, and those that it continues from, one after the other."""
-        found = {each.run: each for each in reversed(_by_age(self._candidates()))}
+        found = {each.run: each for each in sorted(self._candidates(), key=_AGE, reverse=True)}
         past, run = {self._run}, candidate.run if candidate else None
         while run is not None and run not in past:
             past.add(run)
@@ -137,17 +138,20 @@ class Restoring:
 
     def newest_of_this_run(self, num_layers: int) -> Candidate | None:
         """For a run that has lost state: the newest of its own past that is whole."""
-        names = [each.name for each in _by_age(self._candidates())]
-        past = set(names[: names.index(self._origin) + 1]) if self._origin in names else set()
+        origins = [each.saved_at for each in self._candidates() if each.name == self._origin]
         return next(
-            (each for each in self._usable(num_layers) if each.run == self._run or each.name in past),
+            (
+                each
+                for each in self._usable(num_layers)
+                if each.run == self._run or any(each.saved_at <= saved_at for saved_at in origins)
+            ),
             None,
         )
 
     def _usable(self, num_layers: int) -> Sequence[Candidate]:
         """Newest first."""
-        newest_first = reversed(_by_age(self._candidates()))
-        return [each for each in newest_first if each.name not in self._broken and each.covers(num_layers)]
+        whole = [each for each in self._candidates() if each.name not in self._broken and each.covers(num_layers)]
+        return sorted(whole, key=_AGE, reverse=True)
 
     def _candidates(self) -> list[Candidate]:
         found: dict[str, Candidate] = {}
@@ -165,12 +169,6 @@ class Restoring:
                 candidate.directory = candidate.directory or state.directory
                 candidate.held[worker_id] = candidate.held.get(worker_id, frozenset()) | frozenset(state.layers)
         return list(found.values())
-
-
-def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """From the oldest to the newest."""
-    age = ages(each.age for each in candidates)
-    return sorted(candidates, key=lambda each: age[each.name])
 
 
 def _candidate(state: FoundState) -> Candidate:

@@ -31,7 +31,6 @@ from oobleck.control.protocol import (
     SaveState,
     StateNotSaved,
     StateSaved,
-    ages,
     run_of,
 )
 from oobleck.job import JobSpec
@@ -155,8 +154,7 @@ class Saving:
     def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> tuple[Send, ...]:
         """Note what lies in the directory from before; what was never finished is removed."""
         known = {known.name: known for known in (*self.complete, *complete)}
-        age = ages(each.age for each in known.values())
-        self.complete = sorted(known.values(), key=lambda each: age[each.name])
+        self.complete = sorted(known.values(), key=lambda known: (known.saved_at, known.step))
         return self._remove(name for name in unfinished if name not in self._saves)
 
     def order_made(self, update: PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
@@ -469,11 +467,7 @@ class Saving:
 
     def _known(self, save: Save) -> KnownCheckpoint:
         return KnownCheckpoint(
-            name=save.name,
-            step=save.step,
-            saved_at=save.saved_at,
-            origin=self._origin,
-            is_final=self._is_final(save.step, save.position),
+            name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
         )
 
     def _is_final(self, step: int, position: DataPosition | None) -> bool:

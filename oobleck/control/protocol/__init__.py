@@ -14,7 +14,6 @@ from .agent_messages import (
     WorkerStarted,
 )
 from .bases import ForWorker, FromWorker
-from .checkpoint_age import StateAge, ages
 from .checkpoint_messages import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -265,7 +264,6 @@ __all__ = [
     "Shard",
     "StartRanks",
     "StartWorker",
-    "StateAge",
     "StateNotSaved",
     "StateSaved",
     "Status",
@@ -293,7 +291,6 @@ __all__ = [
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
-    "ages",
     "checkpoint_name",
     "digest_of_shards",
     "end_text",

@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
-from oobleck.control.protocol import StateAge, StoragePaths, ages
+from oobleck.control.protocol import StoragePaths
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
@@ -109,15 +109,12 @@ class NodeCheckpoints:
 
     def _has_what_the_disk_lacks(self) -> bool:
         """Whether memory has a state that was saved later than every complete checkpoint that this node sees."""
-        states: list[StateAge] = []
+        in_memory: list[str] = []
         for slot in find_slots(self._memory, _ANY_DEVICE):
             with suppress(PeerError):  # of another version
-                state = decode_json(SavedState, slot.note)
-                states.append(StateAge(name=state.name, saved_at=state.saved_at))
-        manifests = [found.manifest for found in self._checkpoints.find() if found.manifest is not None]
-        states += [StateAge(name=each.name, saved_at=each.saved_at, origin=each.origin) for each in manifests]
-        age = ages(states)
-        return bool(age) and max(age, key=age.__getitem__) not in {each.name for each in manifests}
+                in_memory.append(decode_json(SavedState, slot.note).saved_at)
+        on_disk = [found.manifest.saved_at for found in self._checkpoints.find() if found.manifest is not None]
+        return bool(in_memory) and max(in_memory) > max(on_disk, default="")
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
         """Where nothing of a checkpoint is, a manifest would claim layers; a node that wrote some must find them."""

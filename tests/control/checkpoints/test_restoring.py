@@ -53,20 +53,6 @@ def test_newest_means_saved_last_not_furthest() -> None:
     assert restoring.newest(1).step == 2
 
 
-def test_within_a_run_steps_say_what_is_newest_whatever_clocks_say() -> None:
-    """A node whose clock was ahead is lost: what is saved after that has earlier times."""
-    restoring = asked([state(9, (0,), at=20), state(12, (0,), at=3)], [])
-    assert restoring.newest(1).step == 12
-    assert restoring.newest_of_this_run(1).step == 12
-
-
-def test_a_run_is_newer_than_the_one_that_it_continues_whatever_clocks_say() -> None:
-    first = state(9, (0,), run="0000000b", at=20)
-    second = state(10, (0,), at=2, origin=first.name)
-    for found in ([first, second], [second, first]):
-        assert asked(found, []).newest(1).step == 10
-
-
 def test_a_broken_one_is_left_out_and_the_one_before_taken() -> None:
     restoring = asked([state(1, (0,)), state(2, (0,))], [])
     restoring.note_broken(restoring.newest(1).name)
