@@ -20,6 +20,16 @@ __all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "Nod
 _MOST_PER_CORE = 32
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077
+_SOURCES = (
+    "a hostfile",
+    "--hosts-from COMMAND",
+    "--dial-in PORT",
+    "--local N",
+    "--slurm",
+    "--slurm-job NAME",
+    "--ray",
+    "--kubernetes LABELS",
+)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*==?[A-Za-z0-9._-]*")
 
 
@@ -157,15 +167,8 @@ def read_source(
             raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
         _check_selector(kubernetes)
         dial_in = dial_in or str(_POD_PORT)
-    sources = {"a hostfile": hostfile, "--local": local, "--hosts-from": hosts_from, "--dial-in": dial_in}
-    asked = [name for name, given in sources.items() if given is not None]
-    if len(asked) > 1:
-        raise UsageError(f"{' and '.join(asked)} each name all nodes; leave all but one out")
-    if not asked:
-        raise UsageError(
-            "no nodes are named; use a hostfile, --local N (virtual ones), --hosts-from COMMAND (which prints a "
-            "hostfile), --dial-in PORT, --slurm, --slurm-job NAME, --ray, or --kubernetes LABELS"
-        )
+    if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
+        raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
     if (dial_in is None) != (num_nodes is None):
         raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")
     if keys is not None and dial_in is None:
