@@ -42,7 +42,7 @@ _ANY = b"f"
 _COLD = b"c"
 _LISTEN_BACKLOG = 64
 _START_TIMEOUT_S = 120.0
-_PATIENCE_S = 10.0
+_PATIENCE_S = 30.0
 """How long a server that has forked before may take to fork again: a big process on a busy machine takes a second."""
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
