@@ -99,8 +99,10 @@ def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
             return Outcome(exit_code=code, plain=account, problem=f"by itself: {account.problem}")
         tell(f"{asked.num_steps} steps on {asked.num_nodes} virtual nodes")
         run = _RunOnNodes(asked, directory)
-        code = run.train()
-        _remove_output_dir(account, since_s=asked.began_s)
+        try:
+            code = run.train()
+        finally:
+            _remove_output_dir(account, since_s=asked.began_s)
         if code != ExitCode.DONE:
             return Outcome(exit_code=code, plain=account, problem=f"on the nodes: {run.problem()}")
         tensors = plain.compare(run.checkpoints)
