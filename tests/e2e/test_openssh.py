@@ -105,9 +105,7 @@ def test_nodes_that_are_one_machine_by_several_names_share_its_cores(
         outcome = up.finish()
     assert outcome.exit_code == 0, outcome.output
     logs = "".join(path.read_text() for path in (runner.directory / ".oobleck" / TAG).glob("agent*.log"))
-    threads: dict[str, str] = {}
-    for node, number in re.findall(r"\[(\w+):0[^]]*\].*?\b(\d+) threads", logs):
-        threads[node] = number  # what it was told last
+    threads = dict(re.findall(r"\[(\w+):0[^]]*\].*?\b(\d+) threads", logs))  # what each was told last
     share = max(1, this_machine().usable_cores // len(NODES))
     assert threads == dict.fromkeys(NODES, str(share)), logs
 
