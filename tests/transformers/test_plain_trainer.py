@@ -45,7 +45,6 @@ def losses_of_transformers(directory: Path, **values: Any) -> list[float]:
     plain = trainer(
         directory, kind=transformers.Trainer, per_device_train_batch_size=2, logging_steps=1, max_steps=STEPS, **values
     )
-    plain._loss_shifts_labels = True
     plain.train()
     return [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
 
@@ -53,7 +52,12 @@ def losses_of_transformers(directory: Path, **values: Any) -> list[float]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_is_noted_is_what_transformers_logs(tmp_path: Path, accumulation: int) -> None:
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    values = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.5, "lr_scheduler_type": "constant"}
+    values: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "constant",
+        "train_dataset": [{**row, "labels": [-100, *row["labels"][1:]]} for row in rows(11)],
+    }
     account = observed(tmp_path, model=model(**no_dropout), max_steps=20, **values).account()
     theirs = losses_of_transformers(tmp_path, model=model(**no_dropout), **values)
     assert [step.loss for step in account.steps] == pytest.approx(theirs, rel=1e-6)
