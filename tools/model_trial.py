@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
 import tempfile
 import time
 import traceback
@@ -30,6 +31,7 @@ __all__ = ["try_class"]
 
 LENGTH, BATCH_SIZE, NUM_STEPS = 24, 2, 3
 _RATE, _TOLERANCE = 1e-2, 1e-5
+_LONGEST_S = 20
 _LARGEST = 8_000_000
 """Parameters of a model that is worth trying."""
 
@@ -92,12 +94,21 @@ def _try_config(kind: Any, config: Any) -> tuple[str, str, float]:
 
 @contextmanager
 def _in_plain_transformers() -> Iterator[None]:
-    """Within the block nothing of this project runs: what fails there is no fault of it."""
+    """Within the block nothing of this project runs: what fails there, or takes too long, is no fault of it."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"more than {_LONGEST_S} s of a processor")
+
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, _LONGEST_S)
     try:
         yield
     # What a model raises is its author's choice.
     except Exception as error:
         raise _Untried(f"plain transformers: {type(error).__name__}: {_one_line(error)}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:

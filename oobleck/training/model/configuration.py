@@ -136,18 +136,21 @@ def _task_of_classes(names: Iterable[str]) -> Task | None:
     return next((task for task, (_, known) in _HEADS.items() if found.intersection(_class_names(known))), None)
 
 
-def check_head(config: PreTrainedConfig, task: Task) -> None:
+def check_head(model: PreTrainedModel, task: Task) -> None:
     """Raise ConfigError for a head that predicts something else than one label of several."""
+    config, kind = model.config, type(model).__name__
     if task not in CLASSIFICATION:
         return
     if not (config.num_labels or 0) >= 2 or config.problem_type not in (None, "single_label_classification"):
         problem = config.problem_type or "regression"
         raise ConfigError(
-            f"model.config.num_labels: {config.num_labels} ({problem}) is not supported; a head predicts one of two "
-            "labels or more"
+            f"model.config.num_labels: {config.num_labels} ({problem}) is not supported for {kind}; a head predicts "
+            "one of two labels or more"
         )
     if task == "sequence_classification" and not isinstance(getattr(config, "pad_token_id", None), int):
-        raise ConfigError("model.config.pad_token_id: set it; a sample's last token is found by what follows it")
+        raise ConfigError(
+            f"model.config.pad_token_id: set it for {kind}; a sample's last token is found by what follows it"
+        )
 
 
 def _class_names(known: Mapping[str, Any]) -> set[str]:

@@ -24,6 +24,8 @@ from oobleck.errors import ConfigError, ResourceLost
 
 from .adapters import unwrapped
 from .brought import GradientHook, gradient_hooks, named_state, require_trainable
+from .configuration import task_of_built
+from .splitting import require_one_stack
 
 __all__ = ["LiveModel", "LiveWeights"]
 
@@ -52,6 +54,8 @@ class LiveModel:
                 f"Trainer(model=…): {type(inner).__name__} is no model of transformers; write a job() whose model is a "
                 "list of layers"
             )
+        require_one_stack(inner)
+        task_of_built(inner)  # a head that no task is known for is refused before anything is copied
         require_trainable(inner)
         hooks = gradient_hooks(inner)
         skeleton = _without_memory(inner)

@@ -223,7 +223,7 @@ class ModelStructure:
                 require_one_stack(skeleton)
                 task, takes = task or task_of_built(skeleton), names_taken(skeleton)
                 require_independent_samples(skeleton)
-                check_head(skeleton.config, task)
+                check_head(skeleton, task)
                 if not has_loss:
                     require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
