@@ -119,8 +119,8 @@ def test_a_job_trains_on_nodes_as_its_uncut_model_does_in_a_plain_loop(verifier:
     assert verified.answer["without_dropout"] == {"drop": 0.1}
 
 
-def test_what_oobleck_does_not_call_is_refused_by_name(verifier: Verifier) -> None:
-    verified = verifier.kind("override")
+def test_what_oobleck_does_not_call_is_refused_by_name(verifier: Verifier, tmp_path: Path) -> None:
+    verified = verifier.verify(SCRIPT, "--", "override", str(tmp_path / "output"))
     assert verified.exit_code == ExitCode.CONFIG
     assert verified.answer["verdict"] == "refused"
     assert "Trainer.compute_loss is overridden by OwnLoss" in verified.answer["problem"]
