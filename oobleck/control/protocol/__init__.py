@@ -319,6 +319,7 @@ __all__ = [
     "WorkerReady",
     "WorkerReport",
     "WorkerStarted",
+    "ages",
     "checkpoint_name",
     "digest_of_shards",
     "end_text",
