@@ -27,7 +27,7 @@ _LOADER = "/lib64/ld-linux-x86-64.so.2"
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 _CLIENTS = ("srun", "sbatch", "squeue", "scontrol", "scancel", "sinfo")
 _DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
-_FORK_SERVER = "oobleck.training.process.fork_server"
+_FORK_SERVER = "oobleck.training.process.worker_server"
 """Of this machine, and so of all nodes, whichever has started it; the workers that it forks look like it."""
 _START_S = 30.0
 _END_S = 60.0

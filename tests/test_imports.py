@@ -54,7 +54,7 @@ MAY_IMPORT = {
         "checkpoint",
     },
     "runtime": _WORLD | {"checkpoint", "machine", "user_path", "writing"},
-    "transformers": _PURE | {"handover", "script", "training"},
+    "transformers": _PURE | {"handover", "script", "training", "writing"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
     "cli": _WORLD | {"machine", "script", "streams", "user_path", "writing", "checkpoint", "runtime", "sim", "ui"},

@@ -32,6 +32,7 @@ from oobleck.control.journal import (
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
+from oobleck.writing import write_whole
 
 from .epochs import Epochs
 from .job import inner_model
@@ -130,7 +131,7 @@ class RunFollower:
         """Keep the state for a script that runs again when all steps are done. A full disk costs no more than that."""
         kept = {"checkpoint": newest_checkpoint(checkpoints)[0], "state": dataclasses.asdict(self._trainer.state)}
         with suppress(OSError, TypeError):
-            _state_file(checkpoints).write_text(json.dumps(kept), encoding="utf-8")
+            write_whole(_state_file(checkpoints), json.dumps(kept))
 
     def _take(self, entry: JournalEntry) -> None:
         match entry:

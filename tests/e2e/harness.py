@@ -401,7 +401,7 @@ def processes_with(variable: str) -> list[psutil.Process]:
 
 def _fork_servers(found: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that have not been forked themselves: workers bear the command line of the server that forked them."""
-    servers = [process for process in found if "oobleck.training.process.fork_server" in words_of(process)]
+    servers = [process for process in found if "oobleck.training.process.worker_server" in words_of(process)]
     return [process for process in servers if process.ppid() not in {server.pid for server in servers}]
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from oobleck.training.process.fork_server import serve
+from oobleck.training.forking import serve
 
 
 def _work(sock: socket.socket) -> None:

@@ -24,7 +24,7 @@ from .processor_time import processor_s
 
 __all__ = ["ForkingWorkerHost", "Worker"]
 
-_SERVER = module_command("oobleck.training.process.fork_server")
+_SERVER = module_command("oobleck.training.process.worker_server")
 
 
 class Worker:

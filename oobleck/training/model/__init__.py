@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
-from .compilation import require_compiler
 from .configuration import build_model
 from .documents import separates_documents
+from .forward_passes import require_compiler
 from .live_model import LiveModel
 from .loss_trial import with_tried_loss
 from .models import MicrobatchKey, StageModel

@@ -24,13 +24,12 @@ from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
 from .buffers import StageBuffers
-from .compilation import compile_forward
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
+from .forward_passes import compile_forward, recompute_activations
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
 from .losses import causal_lm_loss, label_loss
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
-from .recomputation import recompute_activations
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
 from .traced_forward import TracedForward, trace_forward

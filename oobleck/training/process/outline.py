@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from oobleck.errors import UserError
 from oobleck.job import JobSpec
+from oobleck.training.forking import quick_imports
 from oobleck.wire import decode_json
-
-from .imports import quick_imports
 
 if TYPE_CHECKING:
     from oobleck.training.model import ModelStructure

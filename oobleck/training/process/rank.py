@@ -25,12 +25,11 @@ from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
 from oobleck.streams import shield_scripts
+from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
 from .generators import reseed_generators
 from .import_log import ImportLog
-from .process_names import set_command_line, set_name
-from .supervisor import ENDS
 
 __all__ = ["run_rank"]
 

@@ -12,11 +12,9 @@ import socket
 import sys
 from pathlib import Path
 
-from oobleck.training.process.fork_server import serve
+from oobleck.training.forking import leave_ends_to_agents, serve, set_command_line
 from oobleck.training.process.import_log import make_log
-from oobleck.training.process.process_names import set_command_line
 from oobleck.training.process.rank import run_rank
-from oobleck.training.process.supervisor import leave_ends_to_agents
 from oobleck.training.process.warmer import Warmer
 
 __all__ = ["main"]

@@ -26,10 +26,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from oobleck.training.forking import fork_supervised, set_name
+
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
-from .process_names import set_name
-from .supervisor import fork_supervised
 
 __all__ = ["LEARN", "READY", "REFUSED", "TRYING", "be_warm"]
 

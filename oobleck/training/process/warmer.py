@@ -19,7 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .fork_server import ForkServerSide
+from oobleck.training.forking import ForkServerSide
+
 from .import_log import LogReader
 from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
 

@@ -16,7 +16,7 @@ DRIVE = """
 import json, os, signal, socket, sys, time
 from pathlib import Path
 from oobleck.training.process.import_log import make_log
-from oobleck.training.process.supervisor import REPORT
+from oobleck.training.forking.supervisor import REPORT
 from oobleck.training.process.warmer import Warmer
 
 class Server:

@@ -7,7 +7,7 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.model.compilation import require_compiler
+from oobleck.training.model.forward_passes import require_compiler
 from oobleck.training.model.models import StageModel
 from tests.training.zoo import gradients_of, random_batch, run_pipeline, state_of, structure_of, whole_stage
 

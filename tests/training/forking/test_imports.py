@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from oobleck.training.process.imports import quick_imports
+from oobleck.training.forking.imports import quick_imports
 
 
 def test_a_worker_imports_no_scipy_and_can_use_it_later():
     code = """if True:
         import sys
-        from oobleck.training.process.imports import quick_imports
+        from oobleck.training.forking.imports import quick_imports
         with quick_imports():
             import oobleck.training.model.models
         assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)

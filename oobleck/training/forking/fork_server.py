@@ -1,4 +1,4 @@
-"""A process that forks workers on request, by default one that has imported everything that a worker needs.
+"""The server in a process that forks others on request, once it has imported what they need.
 
 Importing torch and transformers takes seconds, a fork milliseconds. The agents of one user and job on one machine
 share a fork server. It listens on a UNIX socket. A client sends one byte with two descriptors as ancillary data: a
@@ -17,7 +17,6 @@ be back in a fraction of one.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import selectors
@@ -28,8 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .imports import quick_imports
-from .supervisor import ENDS, fork_supervised, leave_ends_to_agents
+from .supervisor import fork_supervised
 
 __all__ = ["COLD", "ForkServerSide", "Forker", "serve"]
 
@@ -199,16 +197,6 @@ def _child_signals() -> socket.socket:
     return reading
 
 
-def main() -> None:
-    """Serve on the inherited listening socket whose descriptor is the first argument."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    leave_ends_to_agents()
-    _warm_up()
-    gc.collect()
-    gc.freeze()
-    serve(listener, _be_worker)
-
-
 def serve(
     listener: socket.socket,
     work: Callable[[socket.socket], None],
@@ -230,20 +218,3 @@ def serve(
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
             os.rmdir(os.path.dirname(os.path.dirname(path)))
-
-
-def _be_worker(sock: socket.socket) -> None:
-    from .worker import run_worker
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # they are ignored, but not by what it starts itself
-    run_worker(sock)
-
-
-def _warm_up() -> None:
-    """Import what a worker imports, without running a torch operation."""
-    with quick_imports():
-        import oobleck.training.process.worker  # noqa: F401
-
-
-if __name__ == "__main__":
-    main()
