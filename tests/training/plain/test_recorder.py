@@ -30,7 +30,7 @@ def recorded(model: nn.Module, *, num_steps: int = 1) -> Recorder:
     for _ in range(num_steps):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += MOVEMENT
+                parameter.add_(MOVEMENT)
         recorder.step_done(loss=1.0, grad_norm=2.0, learning_rate=0.1, samples=range(2))
     return recorder
 
