@@ -290,7 +290,7 @@ def _section(head: str, rows: Sequence[Row]) -> str:
 def _reason(row: Row) -> str:
     """A row's note without what it says of the class alone, so that classes with one reason stand together."""
     reason = re.sub(r"^model: (in )?\S+ (\(model\.type: \S+\) )?(cannot be split into layers: )?", "", row.note)
-    return reason.replace("|", "\\|").replace("<", "&lt;")
+    return reason.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 if __name__ == "__main__":

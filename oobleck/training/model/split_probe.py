@@ -217,7 +217,7 @@ class SplitProbe:
     def _require_a_chain(self) -> None:
         if self._untraceable:
             raise cannot_split(
-                self._model, f"{self._untraceable[0]} computes without gradients, so it cannot be told who needs it"
+                self._model, f"{self._untraceable[0]} computes without gradients, so nothing shows which layers need it"
             )
         expected: torch.Tensor | None = None
         for index, probe in enumerate(self._probes):
