@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
     "wire": _PURE,
-    "checkpoint": _PURE | {"wire"},
+    "storage": _PURE | {"wire"},
+    "checkpoint": {"training"},
     "roles": _PURE | {"wire"},
     "training": _VALUES
     | {
@@ -51,20 +52,16 @@ MAY_IMPORT = {
         "schedule",
         "control",
         "wire",
-        "checkpoint",
+        "storage",
     },
-    "runtime": _WORLD | {"checkpoint", "machine", "user_path", "writing"},
+    "runtime": _WORLD | {"storage", "machine", "user_path", "writing"},
     "transformers": _PURE | {"handover", "script", "training", "writing"},
     "sim": _WORLD,
     "ui": _PURE | {"streams"},
-    "cli": _WORLD | {"machine", "script", "streams", "user_path", "writing", "checkpoint", "runtime", "sim", "ui"},
+    "cli": _WORLD | {"machine", "script", "streams", "user_path", "writing", "storage", "runtime", "sim", "ui"},
     "__main__": {"cli"},
     "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
-
-FOR_SCRIPTS = {("oobleck/checkpoint/__init__.py", "oobleck.training.flash")}
-"""The one arrow upward, for types alone: what a user's script finds as `oobleck.checkpoint.load` and `save`. It is
-imported when a script asks for it."""
 
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
@@ -140,7 +137,7 @@ def test_the_walk_sees_relative_and_absolute_imports_inside_functions_too():
     assert {
         "oobleck.control.journal.entries",
         "oobleck.ui.formatting",
-        "oobleck.cli.run.run_job",
+        "oobleck.cli.up.run_job",
         "trio",
         "trio_asyncio",
     } <= names
@@ -157,7 +154,6 @@ def test_imports_go_down_only():
         for floor, place, name in imported()
         if name.startswith("oobleck.")
         and name.split(".")[1] not in ({floor, "__version__"} | MAY_IMPORT.get(floor, set()))
-        and (place.split(":")[0], name) not in FOR_SCRIPTS
     ]
     assert not upward, "\n".join(upward)
 
@@ -241,7 +237,7 @@ def test_one_file_knows_which_launchers_there_are():
     launchers = {*done.stdout.split()} - {"Launcher"}
     assert "ListedNodes" in launchers
     knowing = {file for file, name in names_from("oobleck.runtime.launchers") if name in launchers}
-    assert knowing == {"cli/run/launching.py"}
+    assert knowing == {"cli/up/launching.py"}
 
 
 def test_launchers_alone_connect_to_nodes():
@@ -270,7 +266,7 @@ def rooms_after(code: str) -> set[str]:
 
 
 def test_importing_a_pure_floor_loads_neither_torch_nor_trio():
-    floors = "oobleck, oobleck.planner, oobleck.schedule, oobleck.control, oobleck.checkpoint"
+    floors = "oobleck, oobleck.planner, oobleck.schedule, oobleck.control, oobleck.storage"
     assert not loaded_after(f"import {floors}") & {"torch", "trio", "transformers", "asyncssh", "rich"}
 
 
@@ -316,7 +312,7 @@ def test_the_help_of_a_command_that_trains_loads_no_torch():
 
 def test_a_master_loads_numpy_when_it_plans_and_not_before():
     """Another one takes over within two seconds; it has nothing to plan then."""
-    assert not loaded_after("import oobleck.cli.up, oobleck.cli.run.run_job") & {
+    assert not loaded_after("import oobleck.cli.up.command, oobleck.cli.up.run_job") & {
         "torch",
         "transformers",
         "numpy",
@@ -358,7 +354,10 @@ def test_commands_that_steer_a_run_load_its_socket_and_little_else(command):
 
 
 def test_a_run_that_trains_loads_no_generations_of_ranks():
-    assert not rooms_after("import oobleck.cli.up, oobleck.cli.run") & {"control.generations", "control.node_ranks"}
+    assert not rooms_after("import oobleck.cli.up.command, oobleck.cli.up") & {
+        "control.generations",
+        "control.node_ranks",
+    }
 
 
 def test_help_is_quick():

@@ -21,9 +21,9 @@ from tests.disks import fill, small_disk
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
 OWN_PROTOCOL = {
-    "checkpoint/layer_file.py": "forces what it writes to the disk; raises OSError, which saves survive",
-    "checkpoint/memory.py": "makes memory; raises OSError, which saves survive",
-    "checkpoint/scripts/part.py": "a mark in memory that has its room from the start",
+    "storage/layer_file.py": "forces what it writes to the disk; raises OSError, which saves survive",
+    "storage/memory.py": "makes memory; raises OSError, which saves survive",
+    "storage/scripts/part.py": "a mark in memory that has its room from the start",
     "runtime/agent/agent_process.py": "the log of an agent; ConfigError",
     "runtime/agent/checkpoint_store.py": "a mark in memory; without it, memory is given back a few days earlier",
     "runtime/agent/fork_client.py": "an empty file, as a lock; tried again",

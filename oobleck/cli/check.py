@@ -31,7 +31,7 @@ from .inputs import (
     SSHConfigOption,
     read_source,
 )
-from .up import readable_file
+from .up.command import readable_file
 
 if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport
@@ -141,7 +141,7 @@ async def _check(
     from oobleck.runtime.node_check import check_nodes
     from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 
-    from .run import open_launcher
+    from .up import open_launcher
 
     known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
     if isinstance(source, DialIn | FromSlurm | FromRay):

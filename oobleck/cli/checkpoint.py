@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from oobleck.checkpoint import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.control.journal import JobStarted
 from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
+from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.user_path import expand_user
 from oobleck.wire import to_builtins
 

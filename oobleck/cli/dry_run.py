@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from oobleck.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
 from oobleck.control.coordinator import check_kinds, fixed_schedule, one_kind_planner, planner_settings
 from oobleck.control.scaling import first_target
 from oobleck.errors import ConfigError, UsageError, UserError
@@ -25,6 +24,7 @@ from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
+from oobleck.storage.directory import MANIFEST_NAME, CheckpointDirectory
 from oobleck.user_path import expand_user
 
 from .inputs import NodeSource, VirtualOnes

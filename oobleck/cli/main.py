@@ -51,7 +51,7 @@ class CliCommand:
 COMMANDS: tuple[CliCommand, ...] = (
     CliCommand(
         name="up",
-        target="oobleck.cli.up:up",
+        target="oobleck.cli.up.command:up",
         help="Train a job on the nodes of a hostfile, or on this machine.",
         examples=(
             ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
@@ -63,7 +63,7 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="run",
-        target="oobleck.cli.torchrun:run",
+        target="oobleck.cli.run:run",
         help="Run a script that was written for torchrun, and start it again when a process or a node fails.",
         pass_through=True,
         examples=(

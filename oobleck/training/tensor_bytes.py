@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import FlashMemory, Layout, TensorSpec
+from oobleck.storage import FlashMemory, Layout, TensorSpec
 
 __all__ = ["DTYPE_NAMES", "as_tensor", "no_room"]
 

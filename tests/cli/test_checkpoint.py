@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.checkpoint import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file
 from oobleck.cli.main import main
 from oobleck.control.journal import JobStarted
 from oobleck.exit_codes import ExitCode
 from oobleck.job import CheckpointSpec, JobSpec
 from oobleck.runtime.journals import JournalWriter
+from oobleck.storage import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file
 
 
 @pytest.fixture(name="base_dir")

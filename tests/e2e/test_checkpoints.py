@@ -14,9 +14,9 @@ from random import Random
 import pytest
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.exit_codes import ExitCode
+from oobleck.storage import CheckpointDirectory
 from tests.disks import fill, small_disk
 
 from .elastic import TOLERANCE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.checkpoint import CheckpointDirectory
+from oobleck.storage import CheckpointDirectory
 
 from .elastic import ENDLESS, LLAMA_TOLERANCE, Reference, assert_all_is_right, assert_losses, each_loss, stopped
 from .harness import LLAMA, Runner, kill_everything, worker_pids

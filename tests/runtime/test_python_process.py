@@ -58,7 +58,7 @@ def test_every_module_is_started_that_way() -> None:
         for line in path.read_text().splitlines()
         if starts.search(line)
     }
-    assert found == {"cli/torchrun/options.py"}  # which reads torchrun's own -m
+    assert found == {"cli/run/options.py"}  # which reads torchrun's own -m
 
 
 def test_a_script_is_told_of_no_rank_that_the_surroundings_speak_of(

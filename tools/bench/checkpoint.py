@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
 from oobleck.control.protocol import Shard
+from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
 from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader, digest_of
 from tools.smoke import parse_arguments
 

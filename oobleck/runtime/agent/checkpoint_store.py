@@ -13,11 +13,11 @@ from pathlib import Path
 
 import trio
 
-from oobleck.checkpoint import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
 from oobleck.control.protocol import StoragePaths, run_of
 from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
+from oobleck.storage import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
 from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 from oobleck.writing import write_whole

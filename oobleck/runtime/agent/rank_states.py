@@ -14,8 +14,11 @@ from pathlib import Path
 
 import trio
 
-from oobleck.checkpoint import FlashMemory, Slot, memory_files
-from oobleck.checkpoint.scripts import (
+from oobleck.errors import CorruptCheckpoint
+from oobleck.job import CheckpointSpec
+from oobleck.ranks import RanksSpec
+from oobleck.storage import FlashMemory, Slot, memory_files
+from oobleck.storage.scripts import (
     DIRECTORY_VARIABLE,
     MEMORY_VARIABLE,
     PartNote,
@@ -26,9 +29,6 @@ from oobleck.checkpoint.scripts import (
     remove_old,
     write_part,
 )
-from oobleck.errors import CorruptCheckpoint
-from oobleck.job import CheckpointSpec
-from oobleck.ranks import RanksSpec
 from oobleck.user_path import expand_user
 
 from .checkpoint_store import NodeCheckpoints

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import trio
 
-from oobleck.checkpoint.scripts import START_VARIABLE
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, Killed, ProcessEnd, RankError, RanksCold
 from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import module_command
+from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer

@@ -24,7 +24,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from oobleck.checkpoint import (
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.job import ModelSpec, Task
+from oobleck.storage import (
     MANIFEST_VERSION,
     CheckpointDirectory,
     Layout,
@@ -34,8 +36,6 @@ from oobleck.checkpoint import (
     layer_file_name,
     write_layer_file,
 )
-from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.job import ModelSpec, Task
 from oobleck.training.model import (
     Adapters,
     ModelStructure,

@@ -14,15 +14,6 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import (
-    CheckpointDirectory,
-    Layout,
-    Manifest,
-    TensorSpec,
-    checkpoint_name,
-    read_layer_file,
-    run_of,
-)
 from oobleck.control.checkpoints import saving_shares
 from oobleck.control.protocol import (
     CheckpointsFound,
@@ -38,6 +29,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, WorkerId
+from oobleck.storage import CheckpointDirectory, Layout, Manifest, TensorSpec, checkpoint_name, read_layer_file, run_of
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 from oobleck.user_path import expand_user

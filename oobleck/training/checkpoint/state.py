@@ -24,7 +24,9 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import (
+from oobleck.control.protocol import DataPosition
+from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.storage import (
     CheckpointDirectory,
     FlashMemory,
     Layout,
@@ -37,8 +39,6 @@ from oobleck.checkpoint import (
     next_memory_file,
     read_layer_file,
 )
-from oobleck.control.protocol import DataPosition
-from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.training.comm import DeviceSave, start_thread
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from oobleck.checkpoint import CheckpointDirectory, checkpoint_name
 from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.storage import CheckpointDirectory, checkpoint_name
 from oobleck.training.model import LiveModel, ModelStructure
 
 from .conversion import IMPORTED, manifest_of, write_layer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory, read_layer_file
 from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import CheckpointDirectory, read_layer_file
 from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import Tensors, join_parts

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from oobleck.checkpoint.scripts import (
+from oobleck.errors import UsageError
+from oobleck.storage.scripts import (
     DIRECTORY_VARIABLE,
     MEMORY_VARIABLE,
     START_VARIABLE,
@@ -24,7 +25,6 @@ from oobleck.checkpoint.scripts import (
     start_number,
     state_name,
 )
-from oobleck.errors import UsageError
 from oobleck.user_path import expand_user
 
 from .loader import Loader

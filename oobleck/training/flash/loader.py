@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from oobleck.checkpoint import TensorSpec
-from oobleck.checkpoint.scripts import (
+from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import TensorSpec
+from oobleck.storage.scripts import (
     TREE,
     Chosen,
     Holding,
@@ -26,7 +27,6 @@ from oobleck.checkpoint.scripts import (
     resharded,
     sources,
 )
-from oobleck.errors import CorruptCheckpoint
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
-from oobleck.checkpoint.scripts import TREE, PartNote, is_taken, make_room_for_taken, note_of, remove_old, write_part
 from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
+from oobleck.storage.scripts import TREE, PartNote, is_taken, make_room_for_taken, note_of, remove_old, write_part
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import encode_json
 

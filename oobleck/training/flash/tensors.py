@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from oobleck.checkpoint.scripts import Sharding, TreeNode, from_tree, to_tree
 from oobleck.errors import CorruptCheckpoint, UsageError
+from oobleck.storage.scripts import Sharding, TreeNode, from_tree, to_tree
 from oobleck.training.tensor_bytes import DTYPE_NAMES
 
 __all__ = ["Flat", "Leaf", "flatten", "leaves", "put_together"]

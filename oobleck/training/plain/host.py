@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory
 from oobleck.control.verification import PlainAccount, PlainJob, TensorsAsked, TensorsCompared
 from oobleck.errors import ConfigError, CorruptCheckpoint, UserError
 from oobleck.script import blamed
+from oobleck.storage import CheckpointDirectory
 from oobleck.streams import shield_scripts
 from oobleck.training.checkpoint import read_weights
 from oobleck.wire import decode_json, encode_json

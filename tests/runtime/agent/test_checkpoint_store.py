@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.checkpoint import FlashMemory, Layout, Manifest, SavedState, Shard, TensorSpec, checkpoint_name
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints, remove_stale_memory
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
+from oobleck.storage import FlashMemory, Layout, Manifest, SavedState, Shard, TensorSpec, checkpoint_name
 from oobleck.wire import encode_json
 
 DAY_S = 86_400.0

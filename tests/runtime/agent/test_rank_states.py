@@ -10,12 +10,12 @@ from uuid import uuid4
 import pytest
 import trio
 
-from oobleck.checkpoint import FlashMemory, Layout, TensorSpec
-from oobleck.checkpoint.scripts import PartNote, Sharding, find_parts, is_taken, memory_stem, state_name
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
 from oobleck.runtime.files import AgentDir
+from oobleck.storage import FlashMemory, Layout, TensorSpec
+from oobleck.storage.scripts import PartNote, Sharding, find_parts, is_taken, memory_stem, state_name
 from oobleck.wire import encode_json
 
 LAYOUT = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(8,))]}, metadata={})

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oobleck.checkpoint import CheckpointDirectory
 from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.storage import CheckpointDirectory
 from oobleck.training.checkpoint.conversion import export_model, import_model
 from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
 from oobleck.training.model import LiveModel, ModelStructure

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory
+from oobleck.storage import CheckpointDirectory
 from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
 from tests.training.fake_cuda import FakeCuda
 

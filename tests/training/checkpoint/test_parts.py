@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, Shard, checkpoint_name, find_slots
 from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, Shard, checkpoint_name, find_slots
 from oobleck.training.checkpoint.conversion import export_model
 from oobleck.training.checkpoint.parts import cut_state, join_parts, part_metadata, part_to_save
 from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader

@@ -5,15 +5,9 @@
 
 A slot or a file is described by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
 put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`).
-
-`oobleck.checkpoint.load` and `save` are for a user's script. They are of `oobleck.training.flash`, which loads torch,
-and which nothing here knows but by this name: it is imported when a script asks for them.
 """
 
 from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 from oobleck.control.protocol import (
     MANIFEST_VERSION,
@@ -29,9 +23,6 @@ from .directory import CheckpointDirectory, FileFault, FoundManifest, layer_file
 from .layer_file import LayerFile, read_layer_file, write_layer_file
 from .layout import Entry, Layout, TensorSpec
 from .memory import FlashMemory, Slot, find_slots, memory_files, next_memory_file
-
-if TYPE_CHECKING:
-    from oobleck.training.flash import load, save
 
 __all__ = [
     "MANIFEST_VERSION",
@@ -50,19 +41,10 @@ __all__ = [
     "checkpoint_name",
     "find_slots",
     "layer_file_name",
-    "load",
     "memory_files",
     "next_memory_file",
     "read_layer_file",
     "run_digest",
     "run_of",
-    "save",
     "write_layer_file",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Return `load` or `save`, as the package of training has them."""
-    if name in ("load", "save"):
-        return getattr(import_module("oobleck.training.flash"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.checkpoint import FlashMemory, Layout, Slot, TensorSpec, find_slots, memory_files, next_memory_file
-from oobleck.checkpoint.layout import ALIGNMENT_BYTES, DTYPE_BYTES
-from oobleck.checkpoint.memory import CHUNK_BYTES, SlotState
 from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, find_slots, memory_files, next_memory_file
+from oobleck.storage.layout import ALIGNMENT_BYTES, DTYPE_BYTES
+from oobleck.storage.memory import CHUNK_BYTES, SlotState
 
 LAYOUT = Layout.of({3: [TensorSpec(name="w", dtype="F32", shape=(10, 3))]}, metadata={"config": "{}"})
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.checkpoint import FlashMemory, Layout, TensorSpec
-from oobleck.checkpoint.scripts import (
+from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import FlashMemory, Layout, TensorSpec
+from oobleck.storage.scripts import (
     PartNote,
     find_parts,
     is_taken,
@@ -18,7 +19,6 @@ from oobleck.checkpoint.scripts import (
     state_name,
     write_part,
 )
-from oobleck.errors import CorruptCheckpoint
 from oobleck.wire import encode_json
 
 LAYOUT = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(8,))]}, metadata={})

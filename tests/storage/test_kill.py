@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.checkpoint import CheckpointDirectory, checkpoint_name
+from oobleck.storage import CheckpointDirectory, checkpoint_name
 from oobleck.training.checkpoint.state import StateReader
 
 from .saving_processes import RUN, STEM, state_after
@@ -25,7 +25,7 @@ from .saving_processes import RUN, STEM, state_after
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[subprocess.Popen]:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint.saving_processes"],
+        [sys.executable, "-m", "tests.storage.saving_processes"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

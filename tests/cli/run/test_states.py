@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.checkpoint import Layout, TensorSpec
-from oobleck.checkpoint.scripts import PartNote, identity_of, state_name, write_part
 from oobleck.cli.main import main
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import RunDirectory
+from oobleck.storage import Layout, TensorSpec
+from oobleck.storage.scripts import PartNote, identity_of, state_name, write_part
 
 LAYOUT = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(8,))]}, metadata={})
 

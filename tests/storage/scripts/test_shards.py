@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.checkpoint.scripts import Box, Sharding, is_covered, overlap, resharded
 from oobleck.errors import UsageError
+from oobleck.storage.scripts import Box, Sharding, is_covered, overlap, resharded
 
 
 def sharding(mesh: tuple[int, ...], cut: tuple[int, ...]) -> Sharding:

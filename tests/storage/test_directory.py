@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oobleck.checkpoint import (
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.storage import (
     CheckpointDirectory,
     FlashMemory,
     Layout,
@@ -20,7 +21,6 @@ from oobleck.checkpoint import (
     find_slots,
     read_layer_file,
 )
-from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
 
 from .saving_processes import RUN, manifest_of, state_after

@@ -17,9 +17,8 @@ from typing import TextIO
 import trio
 from rich.console import Console
 
-from oobleck.checkpoint.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.cli.inputs import NodeSource, VirtualOnes
-from oobleck.cli.run import (
+from oobleck.cli.up import (
     ENDS_WELL,
     Session,
     background_logging,
@@ -47,6 +46,7 @@ from oobleck.runtime.journals import JournalWriter, set_aside
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
+from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
 from oobleck.user_path import expand_user

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.checkpoint.scripts import TreeNode, from_tree, to_tree
 from oobleck.errors import CorruptCheckpoint, UsageError
+from oobleck.storage.scripts import TreeNode, from_tree, to_tree
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans())
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))

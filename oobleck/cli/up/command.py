@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
-from oobleck.errors import ConfigError, ResourceLost, UsageError
-from oobleck.job import JobSpec
-from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
-from oobleck.user_path import expand_user
-
-from .common_options import BaseDirOption, JsonOption, base_dir_of
-from .inputs import (
+from oobleck.cli.common_options import BaseDirOption, JsonOption, base_dir_of
+from oobleck.cli.inputs import (
     DialIn,
     DialInOption,
     HostsEveryOption,
@@ -40,6 +35,10 @@ from .inputs import (
     read_source,
     with_save_every,
 )
+from oobleck.errors import ConfigError, ResourceLost, UsageError
+from oobleck.job import JobSpec
+from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
+from oobleck.user_path import expand_user
 
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress
@@ -192,7 +191,7 @@ def up(
     if summary is not None and not os.access(expand_user(summary).parent, os.W_OK):
         raise UsageError(f"--summary: {summary} cannot be written; its directory must exist and be yours")
     if verify is not None and not dry:
-        from .verify import verify_first
+        from oobleck.cli.verify import verify_first
 
         verify_first(job_file, script, arguments, settings or [], steps=verify)
     if dry:
@@ -245,7 +244,7 @@ def up(
     if dry:
         if summary is not None:
             raise UsageError("--summary: a dry run has none; leave it out, or take --json for the plan as JSON")
-        from .dry_run import dry_run
+        from oobleck.cli.dry_run import dry_run
 
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
@@ -258,7 +257,7 @@ def up(
             "~/.oobleck; unless that is shared, set checkpoint.directory to a directory that is",
             err=True,
         )
-    from .run import Run, end_with_stdin, run_job
+    from . import Run, end_with_stdin, run_job
 
     if until_eof:
         end_with_stdin()

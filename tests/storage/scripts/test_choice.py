@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from oobleck.checkpoint.scripts import (
-    Chosen,
-    Holding,
-    LostState,
-    PartNote,
-    Sharding,
-    Source,
-    choose,
-    sources,
-    state_name,
-)
+from oobleck.storage.scripts import Chosen, Holding, LostState, PartNote, Sharding, Source, choose, sources, state_name
 
 CUT = Sharding(device="cpu", mesh=(2,), cut=(0,))
 

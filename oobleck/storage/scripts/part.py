@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from oobleck.checkpoint.directory import CheckpointDirectory
-from oobleck.checkpoint.layer_file import read_layer_file, write_file, write_layer_file
-from oobleck.checkpoint.layout import Layout, TensorSpec
-from oobleck.checkpoint.memory import FlashMemory, Slot, memory_files
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
+from oobleck.storage.directory import CheckpointDirectory
+from oobleck.storage.layer_file import read_layer_file, write_file, write_layer_file
+from oobleck.storage.layout import Layout, TensorSpec
+from oobleck.storage.memory import FlashMemory, Slot, memory_files
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding

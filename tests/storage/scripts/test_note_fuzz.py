@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oobleck.checkpoint import Layout, TensorSpec
-from oobleck.checkpoint.scripts import (
+from oobleck.storage import Layout, TensorSpec
+from oobleck.storage.scripts import (
     Chosen,
     Holding,
     PartNote,

@@ -19,7 +19,6 @@ from pathlib import Path
 import trio
 from rich.console import Console
 
-from oobleck.checkpoint import CheckpointDirectory
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
@@ -44,6 +43,7 @@ from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.script import SCRIPT_WAITS
+from oobleck.storage import CheckpointDirectory
 from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from oobleck.checkpoint import MANIFEST_VERSION, CheckpointDirectory, Manifest, Slot, checkpoint_name, find_slots
 from oobleck.errors import CorruptCheckpoint
+from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, Slot, checkpoint_name, find_slots
 from oobleck.training.checkpoint.state import FlashSaver, SavedLayers
 
 RUN = "0123abcd"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oobleck.checkpoint import CheckpointDirectory, Manifest, Shard, checkpoint_name
-from oobleck.checkpoint.directory import MANIFEST_NAME
+from oobleck.storage import CheckpointDirectory, Manifest, Shard, checkpoint_name
+from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.wire import to_builtins
 
 RUN = "5f3a9c1e"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.cli.torchrun.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
+from oobleck.cli.run.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
 from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.ranks import RankStreams, Redirection
