@@ -237,7 +237,7 @@ def test_one_file_knows_which_launchers_there_are():
     launchers = {*done.stdout.split()} - {"Launcher"}
     assert "ListedNodes" in launchers
     knowing = {file for file, name in names_from("oobleck.runtime.launchers") if name in launchers}
-    assert knowing == {"cli/up/launching.py"}
+    assert knowing == {"cli/wiring/launching.py"}
 
 
 def test_launchers_alone_connect_to_nodes():
@@ -312,7 +312,7 @@ def test_the_help_of_a_command_that_trains_loads_no_torch():
 
 def test_a_master_loads_numpy_when_it_plans_and_not_before():
     """Another one takes over within two seconds; it has nothing to plan then."""
-    assert not loaded_after("import oobleck.cli.up.command, oobleck.cli.up.run_job") & {
+    assert not loaded_after("import oobleck.cli.up.run_job") & {
         "torch",
         "transformers",
         "numpy",
@@ -354,7 +354,7 @@ def test_commands_that_steer_a_run_load_its_socket_and_little_else(command):
 
 
 def test_a_run_that_trains_loads_no_generations_of_ranks():
-    assert not rooms_after("import oobleck.cli.up.command, oobleck.cli.up") & {
+    assert not rooms_after("import oobleck.cli.up.run_job") & {
         "control.generations",
         "control.node_ranks",
     }

@@ -31,7 +31,7 @@ from .inputs import (
     SSHConfigOption,
     read_source,
 )
-from .up.command import readable_file
+from .up import readable_file
 
 if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport
@@ -136,12 +136,11 @@ async def _check(
     """Check the nodes of a source; what has to be known is said by `say`, and what comes of it by `tell`."""
     import trio
 
+    from oobleck.cli.wiring import open_launcher
     from oobleck.runtime.connections import NodeConnections
     from oobleck.runtime.files import RunDirectory
     from oobleck.runtime.node_check import check_nodes
     from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
-
-    from .up import open_launcher
 
     known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
     if isinstance(source, DialIn | FromSlurm | FromRay):

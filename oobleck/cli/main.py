@@ -51,7 +51,7 @@ class CliCommand:
 COMMANDS: tuple[CliCommand, ...] = (
     CliCommand(
         name="up",
-        target="oobleck.cli.up.command:up",
+        target="oobleck.cli.up:up",
         help="Train a job on the nodes of a hostfile, or on this machine.",
         examples=(
             ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.inputs.job_file import load_job
-from oobleck.cli.up.past import advance_image
+from oobleck.cli.wiring.past import advance_image
 
 from .elastic import TOLERANCE
 from .harness import Runner, incidents, oobleck, started_at, worker_pids

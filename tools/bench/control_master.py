@@ -19,7 +19,7 @@ import trio
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.cli.inputs import read_job
-from oobleck.cli.up.past import read_past
+from oobleck.cli.wiring.past import read_past
 from oobleck.control.coordinator import Coordinator
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.control.replay import RunBooks

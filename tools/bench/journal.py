@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.cli.up.past import LEAST_BYTES, TIMES_AS_LONG, read_past
+from oobleck.cli.wiring.past import LEAST_BYTES, TIMES_AS_LONG, read_past
 from oobleck.control.journal import (
     Action,
     ConnectionLost,

@@ -11,7 +11,7 @@ from os import PathLike, fspath
 import typer
 
 from oobleck.cli.inputs import did_you_mean
-from oobleck.cli.up.command import up
+from oobleck.cli.up import up
 from oobleck.errors import UsageError, shown
 
 __all__ = ["known_options", "option_words"]

@@ -18,7 +18,7 @@ import trio
 from rich.console import Console
 
 from oobleck.cli.inputs import NodeSource, VirtualOnes
-from oobleck.cli.up import (
+from oobleck.cli.wiring import (
     ENDS_WELL,
     Session,
     background_logging,

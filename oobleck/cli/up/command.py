@@ -257,7 +257,9 @@ def up(
             "~/.oobleck; unless that is shared, set checkpoint.directory to a directory that is",
             err=True,
         )
-    from . import Run, end_with_stdin, run_job
+    from oobleck.cli.wiring import end_with_stdin
+
+    from .run_job import Run, run_job
 
     if until_eof:
         end_with_stdin()

@@ -20,6 +20,20 @@ import trio
 from rich.console import Console
 
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
+from oobleck.cli.wiring import (
+    ENDS_WELL,
+    MasterLeaves,
+    Session,
+    background_logging,
+    check_first,
+    give_memory_back,
+    is_any_alive,
+    keep_image,
+    open_nodes,
+    read_past,
+    remote_paths,
+    watch_run_directory,
+)
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
@@ -49,13 +63,6 @@ from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
 from oobleck.writing import write_in_place
-
-from .log_output import background_logging
-from .node_memory import ENDS_WELL, give_memory_back
-from .past import is_any_alive, keep_image, read_past
-from .places import check_first, open_nodes, remote_paths
-from .run_dir_watch import watch_run_directory
-from .session import MasterLeaves, Session
 
 __all__ = ["Run", "run_job"]
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from oobleck.cli.up.session import MasterLeaves, Session
+from oobleck.cli.wiring.session import MasterLeaves, Session
 from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
 from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost, TerminationNoticed
 from oobleck.control.replay import RunBooks

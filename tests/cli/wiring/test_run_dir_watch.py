@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from oobleck.cli.up.run_dir_watch import watch_run_directory
+from oobleck.cli.wiring.run_dir_watch import watch_run_directory
 from oobleck.errors import UsageError
 from oobleck.runtime.files.run_dir import RunDirectory
 from oobleck.runtime.journals.journal_file import JournalWriter, read_journal

@@ -11,7 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.cli.up.past import advance_image, is_any_alive, keep_image, read_books, read_past
+from oobleck.cli.wiring.past import advance_image, is_any_alive, keep_image, read_books, read_past
 from oobleck.control.journal import Action, JournalEntry, Notice, PlanAdopted
 from oobleck.control.replay import BooksImage
 from oobleck.job import NodeSpec

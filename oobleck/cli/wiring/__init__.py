@@ -1,0 +1,32 @@
+"""What every run on real nodes is wired together from: launchers, journals, lifelines, and what a person sees.
+
+`cli/up` wires runs that train, `cli/run` those of a script's ranks.
+"""
+
+from __future__ import annotations
+
+from .launching import open_launcher
+from .lifeline import end_with_stdin
+from .log_output import background_logging
+from .node_memory import ENDS_WELL, give_memory_back
+from .past import is_any_alive, keep_image, read_past
+from .places import check_first, open_nodes, remote_paths
+from .run_dir_watch import watch_run_directory
+from .session import MasterLeaves, Session
+
+__all__ = [
+    "ENDS_WELL",
+    "MasterLeaves",
+    "Session",
+    "background_logging",
+    "check_first",
+    "end_with_stdin",
+    "give_memory_back",
+    "is_any_alive",
+    "keep_image",
+    "open_launcher",
+    "open_nodes",
+    "read_past",
+    "remote_paths",
+    "watch_run_directory",
+]
