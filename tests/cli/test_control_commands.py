@@ -11,7 +11,8 @@ import trio
 from oobleck.cli.main import main
 from oobleck.control.journal.view import RunView
 from oobleck.errors import UsageError
-from oobleck.runtime.control_socket import KillRequest, StatusRequest, StopRequest, serve_control
+from oobleck.runtime.control_client import KillRequest, StatusRequest, StopRequest
+from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.files.run_dir import RunDirectory
 from tests.control.journals import run_with_a_loss
 

@@ -12,7 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.coordinator.coordinator import Coordinator, Phase
+from oobleck.control.coordinator.coordinator import Coordinator
+from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,

@@ -17,7 +17,9 @@ from oobleck.training.assembly import assemble, structure_of_job
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
 from oobleck.training.data.data import Dataset
 from oobleck.training.data.sampling import samples_of_step
-from oobleck.training.model.models import MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
+from oobleck.training.randomness import MicrobatchKey
 
 __all__ = ["each_reference_loss", "losses_of_rows", "reference_losses"]
 

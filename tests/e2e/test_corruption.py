@@ -10,7 +10,8 @@ import torch
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.training.data.data import Dataset, open_source
-from oobleck.training.model.models import ModelStructure, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
 
 from .harness import Runner, incidents, oobleck, worker_pids
 

@@ -30,7 +30,7 @@ from oobleck.job import LoraSpec, ModelSpec
 from oobleck.training.data.data import Dataset
 from oobleck.training.data.sampling import samples_of_step
 from oobleck.training.data.script_data import ScriptSamples
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import state_of, whole_stage
 
 from .elastic import ENDLESS, assert_nothing_lost, lost_nodes, stopped

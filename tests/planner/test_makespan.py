@@ -9,7 +9,7 @@ from oobleck.planner import PipelineTemplate, Profile
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.makespan import PassTimes, stops_of
 from oobleck.schedule import ScheduleKind, compile_schedule, timeline
-from oobleck.schedule.forecast import stage_costs
+from oobleck.schedule.costs_of_stages import stage_costs
 from tests.examples import examples
 from tests.planner.drawing import profiles
 from tests.planner.templates.test_templates import all_templates

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Planner, PlannerSettings, StageTemplate
 from oobleck.planner.costs import StageCosts
 from oobleck.schedule import ScheduleKind
-from oobleck.schedule.forecast import forecast, stage_costs
+from oobleck.schedule.costs_of_stages import stage_costs
+from oobleck.schedule.forecast import forecast
 from tests.planner.simple_profiles import make_profile, node_names
 
 forwards = st.lists(st.floats(0.001, 1.0), min_size=4, max_size=9)

@@ -11,9 +11,9 @@ import os
 import sys
 import threading
 
+from oobleck.control.commit import GroupKey
 from oobleck.control.protocol import WorkerAddress
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import GroupKey
 from tests.training.table import LinkedTable
 
 A, B, C = (WorkerId(node=node, device=0) for node in "abc")

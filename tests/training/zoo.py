@@ -20,8 +20,9 @@ from oobleck.job import ModelSpec, Scalar
 from oobleck.training.data.batches import Batch
 from oobleck.training.model.configuration import build_config
 from oobleck.training.model.losses import label_loss
-from oobleck.training.model.models import MicrobatchKey, ModelStructure, StageModel
-from oobleck.training.randomness import derive_seed
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
+from oobleck.training.randomness import MicrobatchKey, derive_seed
 
 VOCAB_SIZE = 96
 SEQUENCE_LENGTH = 24

@@ -18,7 +18,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.control_socket import (
+from oobleck.runtime.control_client import (
     AddRequest,
     ControlRequest,
     DrainRequest,

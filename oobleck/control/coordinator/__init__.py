@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from .coordinator import Coordinator, Phase
+from .coordinator import Coordinator
 from .node_lifecycle import NodeLifecycle
 from .planning import check_kinds, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
 from .preparation import misfit_of
+from .recovery import Phase
 from .recovery.states import GiveUp
 from .replayed_run import Replay, ReplayedRun, ReplayImage
 from .requests import Effect as LifecycleEffect

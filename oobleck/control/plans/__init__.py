@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .orders import WrongBase, orders_of, update_of
-from .plan_delta import apply_change, change_between, difference, rebuild
+from .orders import orders_of, update_of
+from .plan_delta import WrongBase, apply_change, change_between, difference, rebuild
 from .sections import (
     PARTIAL_COMMIT_COPIES,
     apportion,

@@ -10,7 +10,7 @@ from oobleck.planner.costs import GRADIENT_COPIES
 from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
-from oobleck.schedule.forecast import stage_costs
+from oobleck.schedule.costs_of_stages import stage_costs
 
 __all__ = ["StepTimes", "costs_on"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from oobleck.control.commit import GroupKey
+
 from .agreements import PeerAgreements
 from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, start_thread, use_device
 from .group import LARGE_SUM, Group, Reduction
-from .groups import GroupKey, GroupTable
+from .groups import GroupTable
 from .inbox import Inbox, Post
 from .link_timing import time_link
 from .network import open_device

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from oobleck.job import DataSpec
 
+from .record_text import NO_TOKEN
 from .records import NO_SAMPLE, Records
-from .shard_readers import NO_TOKEN, ShardSet
+from .shard_readers import ShardSet
 from .tokenizer import tokenizer_file
 
 __all__ = ["ShardSource"]

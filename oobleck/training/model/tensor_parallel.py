@@ -27,7 +27,8 @@ from torch.nn import functional
 
 from oobleck.errors import ConfigError
 
-from .models import ModelStructure, StageModel
+from .models import StageModel
+from .structure import ModelStructure
 
 __all__ = ["Share", "Style", "initialize_share", "install", "share_of"]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.cli.inputs.hostfile import MAX_DEVICES, MAX_NODES, parse_hostfile
+from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.errors import ConfigError
-from oobleck.job import NodeSpec
+from oobleck.job import MAX_DEVICES, MAX_NODES, NodeSpec
 from tests.examples import examples
 
 

@@ -9,7 +9,8 @@ from types import FrameType
 
 import pytest
 
-from oobleck.control.coordinator.coordinator import Coordinator, Phase
+from oobleck.control.coordinator.coordinator import Coordinator
+from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,

@@ -25,7 +25,6 @@ from oobleck.control.coordinator.recovery.states import (
     Decide,
     Deciding,
     Ended,
-    EndRun,
     FailureSuspected,
     Fencing,
     GiveUp,
@@ -54,7 +53,7 @@ from oobleck.control.coordinator.recovery.states import (
     WorkersResumed,
     WorkersWanted,
 )
-from oobleck.control.events import Record, SendAll
+from oobleck.control.events import EndRun, Record, SendAll
 from oobleck.control.journal import Action, CutOff, HangExplained, LossCause, Notice, PlanCause, Silent
 from oobleck.control.protocol import Fence, Resumed, Status
 from oobleck.job import ControlSpec

@@ -13,7 +13,8 @@ import trio
 from oobleck.control.node_check import NodeFacts, PairValue
 from oobleck.job import NodeSpec
 from oobleck.runtime.node_check.probe import RemoteProbe
-from oobleck.runtime.ssh.client import SSHOptions, open_ssh_loop
+from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
+from oobleck.runtime.ssh.client import SSHOptions
 from oobleck.wire import encode_frame
 from tests.openssh import needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import connections_by

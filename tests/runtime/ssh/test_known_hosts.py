@@ -15,7 +15,8 @@ import pytest
 
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
-from oobleck.runtime.ssh.client import SSHOptions, connect, open_ssh_loop
+from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
+from oobleck.runtime.ssh.client import SSHOptions, connect
 from oobleck.runtime.ssh.known_hosts import HostKeyFiles
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 

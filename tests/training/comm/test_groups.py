@@ -25,11 +25,11 @@ import psutil
 import pytest
 import torch
 
+from oobleck.control.commit import GroupKey
 from oobleck.control.commit.commit_state import Interrupted, PeerLost
 from oobleck.control.protocol import GroupValue, WorkerAddress
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
-from oobleck.training.comm.groups import GroupKey
 from tests.training.freezing_peer import A, B, C, keys_of
 from tests.training.table import LinkedTable, acquaint
 

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from oobleck.control.commit import GroupKey
 from oobleck.control.commit.commit_state import Interrupted
 from oobleck.planner import WorkerId
 from oobleck.planner.costs import MESSAGES_AT_A_CUT
 from oobleck.training.comm.group import Group
-from oobleck.training.comm.groups import GroupKey
 from oobleck.training.comm.inbox import RECEIVES_AHEAD, Inbox
 from oobleck.training.comm.staging import CopyStreams, Courier, HostCopy, Posting, StagedReceive
 from oobleck.training.comm.sums import StagedSum

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, LoraSpec, ModelSpec, ScriptSpec
 from oobleck.training.assembly import structure_of_job
-from oobleck.training.model.models import ModelStructure, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from tests.training.zoo import (
     KEY,

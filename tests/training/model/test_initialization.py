@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
 from oobleck.training.model.initialization import materialize_buffers
-from oobleck.training.model.models import ModelStructure, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import SPECS, state_of, structure_of, transformers_model, whole_stage
 
 

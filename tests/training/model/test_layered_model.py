@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from oobleck.errors import ConfigError
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import (
     KEY,
     SEQUENCE_LENGTH,

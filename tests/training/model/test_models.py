@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from oobleck.training.model.models import MicrobatchKey, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.randomness import MicrobatchKey
 from tests.training.zoo import (
     KEY,
     OTHER_TIES,

@@ -13,7 +13,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import Task
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
 from oobleck.training.model.documents import separates_documents
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import (
     KEY,
     SEQUENCE_LENGTH,

@@ -36,7 +36,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar
 from oobleck.training.model import LiveModel
 from oobleck.training.model.configuration import build_config
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import SPECS, structure_of, whole_stage
 
 

@@ -11,8 +11,9 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
-from oobleck.training.model.models import MicrobatchKey, StageModel
+from oobleck.training.model.models import StageModel
 from oobleck.training.model.tensor_parallel import Share, initialize_share, install, share_of
+from oobleck.training.randomness import MicrobatchKey
 from tests.training.zoo import random_batch, structure_of, whole_stage
 
 DEGREE = 2

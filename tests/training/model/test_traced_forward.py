@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from oobleck.training.data.batches import Batch
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.traced_forward import trace_forward
 from tests.training.zoo import (
     KEY,

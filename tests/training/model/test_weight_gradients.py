@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oobleck.training.model.models import MicrobatchKey, StageModel
+from oobleck.training.model.models import StageModel
 from oobleck.training.model.weight_gradients import WeightGradients
+from oobleck.training.randomness import MicrobatchKey
 from tests.training.zoo import random_batch, structure_of, whole_stage
 
 FAMILIES = ("gpt2-dropout", "llama-tied", "bert")

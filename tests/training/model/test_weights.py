@@ -19,7 +19,8 @@ from transformers import (
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
 from oobleck.training.model.configuration import build_config
-from oobleck.training.model.models import ModelStructure, StageModel
+from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import SEQUENCE_LENGTH, SPECS, VOCAB_SIZE, state_of, whole_stage
 
 

@@ -7,7 +7,7 @@ import torch
 
 from oobleck.job import ModelSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.process.profiler import bytes_of_nccl, measure_profile
 from tests.training.zoo import KEY, random_batch, structure_of, whole_stage
 

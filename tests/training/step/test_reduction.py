@@ -13,7 +13,7 @@ from torch import nn
 from oobleck.control.commit.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import GroupTable
-from oobleck.training.model.models import ModelStructure
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.step.reduction import Bucket, GradientReducer, make_buckets
 from tests.examples import examples

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from oobleck.control.commit import GroupKey
 from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
 from oobleck.control.commit.groups import Committee
 from oobleck.control.commit.partial_commit import PartialCommit
@@ -21,7 +22,6 @@ from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecor
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.agreements import PeerAgreements
-from oobleck.training.comm.groups import GroupKey
 from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
 from oobleck.training.step.sections import SectionSums
 from oobleck.training.step.step_work import StepWork

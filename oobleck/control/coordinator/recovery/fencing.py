@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from oobleck.control.commit import cut_off_nodes, is_network_down, stuck_workers
-from oobleck.control.events import Record, Send, SendAll, notice
+from oobleck.control.events import EndRun, Record, Send, SendAll, notice
 from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
 from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker, Status
@@ -27,7 +27,6 @@ from .states import (
     Decide,
     Deciding,
     Ended,
-    EndRun,
     Fencing,
     GiveUp,
     LocatingCheckpoint,
