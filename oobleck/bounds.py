@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from .errors import ConfigError, shown
 
-__all__ = ["MAX_SECONDS", "Bounds", "bounded", "bounds_of", "check_pattern", "check_spec", "check_text", "require"]
-
 MAX_SECONDS = 5e8
 """The longest duration: fifteen years, half as long again as the longest failure trace that is published."""
 _MAX_TEXT_CHARS = 1 << 20

@@ -22,25 +22,6 @@ Bugs of our own are assertions, not members of this tree.
 
 from __future__ import annotations
 
-__all__ = [
-    "AgentGone",
-    "ConfigError",
-    "CorruptCheckpoint",
-    "DataError",
-    "NodeUnreachable",
-    "OobleckError",
-    "PeerError",
-    "PlanningError",
-    "ResourceLost",
-    "RunFailed",
-    "ShardUnreadable",
-    "Unrecoverable",
-    "UsageError",
-    "UserError",
-    "WorkersUnavailable",
-    "shown",
-]
-
 _SHOWN_CHARS = 200
 
 

@@ -6,8 +6,6 @@ from enum import IntEnum
 
 from oobleck.errors import ConfigError, OobleckError, UsageError
 
-__all__ = ["EXIT_CODES_TEXT", "ExitCode", "exit_code_of"]
-
 
 class ExitCode(IntEnum):
     """The exit statuses; 64 to 78 are named as in BSD's sysexits, 130 and 143 as a shell names signals."""

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["TrainReached", "is_received", "receiving", "take_over"]
-
 Receiver = Callable[[Any], Any]
 """From the trainer to what its `train()` returns."""
 

@@ -15,31 +15,6 @@ from typing import Literal
 from .bounds import Bounds, bounded, check_pattern, check_spec, require
 from .errors import ConfigError
 
-__all__ = [
-    "DEFAULT_KIND",
-    "MAX_CHUNKS",
-    "MAX_DEVICES",
-    "MAX_KINDS",
-    "MAX_MICROBATCHES",
-    "MAX_NODES",
-    "MAX_STEPS",
-    "CheckpointSpec",
-    "ControlSpec",
-    "DataSpec",
-    "JobSpec",
-    "LoraSpec",
-    "ModelSpec",
-    "NodeSpec",
-    "OptimizerSpec",
-    "ScalingSpec",
-    "ScheduleName",
-    "ScriptSpec",
-    "Task",
-    "check_kind_name",
-    "check_model_numbers",
-    "check_tag",
-]
-
 Scalar = bool | int | float | str | None
 Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
 """What a model predicts: the next token, masked tokens, a label of a sample, or one of each token."""

@@ -13,8 +13,6 @@ from difflib import get_close_matches
 
 from .errors import ConfigError, shown
 
-__all__ = ["JsonTable", "load_json", "parse_json", "to_json", "unique_keys"]
-
 
 def load_json(text: str | bytes) -> object:
     """Read JSON. Raises ValueError for what is none, gives a key twice, or is nested deeper than we follow."""

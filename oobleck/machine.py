@@ -16,8 +16,6 @@ from typing import Final
 
 from oobleck.control.protocol import ResourceLimit
 
-__all__ = ["Machine", "num_oom_kills", "this_machine"]
-
 _ROOT: Final = Path("/")
 _V2: Final = "cgroup2"
 

@@ -15,17 +15,6 @@ from typing import NamedTuple
 
 from oobleck.errors import ConfigError
 
-__all__ = [
-    "ExecutionPlan",
-    "LayerTransfer",
-    "Pipeline",
-    "PipelineTemplate",
-    "ScheduleKind",
-    "Stage",
-    "StageTemplate",
-    "WorkerId",
-]
-
 
 class WorkerId(NamedTuple):
     """One device of one node: where one worker runs.

@@ -14,8 +14,6 @@ from typing import Literal
 from .bounds import bounded, check_spec, require
 from .job import MAX_NODES, ControlSpec, check_tag
 
-__all__ = ["DEFAULT_RESTARTS", "RankStreams", "RanksSpec", "Redirection"]
-
 DEFAULT_RESTARTS = 3
 _MOST_RANKS = 1024
 _COUNTED = ("auto", "cpu", "gpu", "slots")

@@ -27,19 +27,6 @@ from .errors import ConfigError, UsageError, shown
 from .handover import TrainReached, receiving
 from .job import ScriptSpec
 
-__all__ = [
-    "SCRIPT_STREAM",
-    "SCRIPT_WAITS",
-    "Job",
-    "blamed",
-    "has_job",
-    "is_running_script",
-    "module_of",
-    "never_trained",
-    "run_as_main",
-    "run_script",
-]
-
 SCRIPT_WAITS = "OOBLECK_SCRIPT_WAITS"
 """An environment variable that is set where a script waits already, in a process of its own, for the run to end, or
 where nothing of it is to run: neither callbacks nor the lines after its `train()`."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, TextIO
 
-__all__ = ["Output", "as_output", "lasting", "open_standard_streams", "settle", "shield_scripts"]
-
 _PASSING = (errno.ENOSPC, errno.EDQUOT)
 """There may be room again later."""
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["expand_user"]
-
 
 def expand_user(path: str | Path) -> Path:
     """Put a home in the place of `~` or `~name`. Raises ConfigError where nobody knows that home."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["naming", "write_in_place", "write_whole"]
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:

@@ -189,6 +189,13 @@ def test_every_room_has_a_door_that_says_what_it_is_for_and_gives_things_out():
         assert len(given) == 1, room
 
 
+def test_doors_alone_list_what_they_give_out():
+    """Everywhere else a leading underscore says what a module keeps to itself."""
+    doors = {path for _, path in modules() if path.name == "__init__.py"} | {PACKAGE / "checkpoint.py"}
+    listing = {path for _, path in modules() if "\n__all__ = " in path.read_text()}
+    assert {str(path.relative_to(PACKAGE)) for path in listing - doors} == set()
+
+
 def test_no_folder_has_more_modules_than_one_can_take_in():
     sizes = {folder: len(list(folder.glob("*.py"))) for folder in (PACKAGE, *PACKAGE.rglob("*")) if folder.is_dir()}
     assert not {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES}

@@ -24,8 +24,6 @@ from .inputs import (
 )
 from .trace import read_trace
 
-__all__ = ["chaos"]
-
 _LOCAL_TAG = "chaos"
 _ENDLESS_STEPS = 1_000_000
 

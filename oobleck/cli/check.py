@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport
     from oobleck.runtime.launchers import Launcher
 
-__all__ = ["check"]
-
 _MAX_SLOWNESS = 1e6
 _CLOSE_S = 2.0
 _TAG = "check"

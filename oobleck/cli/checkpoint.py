@@ -21,8 +21,6 @@ from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
 
-__all__ = ["export_checkpoint", "import_checkpoint", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
-
 _MANIFEST = "manifest.json"
 
 WhereArgument = Annotated[

@@ -14,8 +14,6 @@ from oobleck.errors import UsageError
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
 from oobleck.user_path import expand_user
 
-__all__ = ["BaseDirOption", "JsonOption", "TagArgument", "TagOption", "base_dir_of", "one_run"]
-
 BaseDirOption = Annotated[
     Path | None,
     typer.Option(

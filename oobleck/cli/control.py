@@ -27,8 +27,6 @@ from oobleck.wire import from_builtins
 
 from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
 
-__all__ = ["add", "drain", "kill", "status", "stop"]
-
 NodeArgument = Annotated[str, typer.Argument(help="Name of the node, as in the hostfile or `oobleck status`.")]
 NodesArgument = Annotated[
     list[str], typer.Argument(help="Nodes: names that the run knows, or lines as in a hostfile, quoted.")

@@ -31,8 +31,6 @@ from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
 from .plan_kinds import make_mixed_report
 
-__all__ = ["dry_run"]
-
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
 """Of parameters: mixed precision keeps them in float32."""
 _MOMENTS = 2

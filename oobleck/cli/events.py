@@ -27,8 +27,6 @@ from oobleck.wire import encode_json
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of, one_run
 
-__all__ = ["events"]
-
 RunArgument = Annotated[
     str | None,
     typer.Argument(

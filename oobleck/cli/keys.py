@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["keys"]
-
 
 def keys(
     directory: Annotated[Path, typer.Argument(help="Where to write master.json and node.json.")],

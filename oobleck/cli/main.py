@@ -21,9 +21,6 @@ from oobleck.errors import ConfigError, OobleckError
 from oobleck.exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
 from oobleck.streams import Output, as_output, open_standard_streams, settle
 
-__all__ = ["COMMANDS", "CliCommand", "main"]
-
-
 Examples = tuple[tuple[str, str], ...]
 """CliCommand lines, each with what it is for."""
 

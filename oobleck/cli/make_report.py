@@ -15,8 +15,6 @@ from oobleck.schedule.forecast import forecast
 from oobleck.ui.plan_json import plan_json
 from oobleck.ui.plan_report import AfterLosing, PlanReport, TemplateRow, plan_report
 
-__all__ = ["MAX_CASES", "make_report", "show_report"]
-
 MAX_CASES = 64
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 

@@ -15,8 +15,6 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import has_end, read_journal
 from oobleck.ui.formatting import duration_text
 
-__all__ = ["describe_masterless"]
-
 _MOST_RUNS = 3
 _MOST_NODES = 8
 _GONE = frozenset({NodeState.LOST, NodeState.ENDED})

@@ -13,8 +13,6 @@ from oobleck.errors import UsageError
 
 from .inputs import parse_hostfile
 
-__all__ = ["node"]
-
 
 def node(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The run's keys for its nodes: node.json.")],

@@ -8,8 +8,6 @@ from pathlib import Path
 from oobleck.errors import UsageError
 from oobleck.writing import write_in_place
 
-__all__ = ["picture_writer", "write_output"]
-
 
 def picture_writer(path: Path) -> Callable[[str], None]:
     """Check before any work whether a picture can be drawn there; return what writes one, given its SVG."""

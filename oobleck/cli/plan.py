@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from oobleck.schedule import ScheduleKind
     from oobleck.ui.plan_report import PlanReport
 
-__all__ = ["plan"]
-
 
 def plan(
     *,

@@ -17,8 +17,6 @@ from .inputs import KindCount
 from .make_report import MAX_CASES
 from .plan_profile import ProfileSource, profile_of
 
-__all__ = ["kinds_of", "make_mixed_report"]
-
 
 def kinds_of(
     counts: Sequence[KindCount], source: ProfileSource, profiles: Mapping[str, Path] | None

@@ -22,8 +22,6 @@ from oobleck.planner.profiles import (
 )
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-__all__ = ["ProfileSource", "profile_of", "utilisation_of"]
-
 _PRECISIONS = ("float32", "bfloat16")
 _DEFAULT_LENGTH = 2048
 

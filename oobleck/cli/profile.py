@@ -20,8 +20,6 @@ from .inputs import (
 if TYPE_CHECKING:
     from oobleck.planner import Profile
 
-__all__ = ["profile"]
-
 
 def profile(
     job: Annotated[

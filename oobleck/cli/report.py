@@ -16,8 +16,6 @@ from oobleck.writing import write_in_place
 from .common_options import BaseDirOption, base_dir_of, one_run
 from .events import RunArgument, RunTagOption
 
-__all__ = ["report"]
-
 
 def report(
     run: RunArgument = None,

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
     from .plan_profile import ProfileSource
 
-__all__ = ["sim"]
-
 _MODES = ("sweep", "cluster")
 _MAX_SPARES = 1_024
 _SPARE_START_S = 60.0

@@ -24,8 +24,6 @@ from .inputs import (
 if TYPE_CHECKING:
     from oobleck.sim.trace import FailureModel, Trace
 
-__all__ = ["convert_trace", "generate_trace", "read_trace", "trace_info"]
-
 OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="File to write; by default, standard output."),

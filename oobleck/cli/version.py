@@ -13,8 +13,6 @@ from oobleck import __version__
 
 from .common_options import JsonOption
 
-__all__ = ["installed", "version"]
-
 _PACKAGES = ("torch", "transformers", "trio", "asyncssh")
 
 

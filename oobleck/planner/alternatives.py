@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from .decision import Decision
 from .planner import Planner
 
-__all__ = ["Alternative", "explain_num_pipelines", "pipeline_alternatives"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:

@@ -17,8 +17,6 @@ from .profiles import Profile
 from .settings import PlannerSettings
 from .templates import MOST_STAGES, cut_for_speeds, find_templates
 
-__all__ = ["STILL_FAST", "Catalog", "rest_of_step_s"]
-
 STILL_FAST = 1.05
 """A pipeline's own template may take this many times as long as the present one: to cut it again moves its layers."""
 

@@ -11,8 +11,6 @@ from .decision import Decision
 from .profiles import Profile
 from .settings import PlannerSettings
 
-__all__ = ["ClusterPlanner"]
-
 
 class ClusterPlanner(Protocol):
     """`Planner` for nodes of one kind, `MixedPlanner` for several."""

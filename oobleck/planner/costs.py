@@ -24,17 +24,6 @@ from oobleck.plan import PipelineTemplate, StageTemplate
 
 from .profiles import NetworkProfile, Profile
 
-__all__ = [
-    "MESSAGES_AT_A_CUT",
-    "Floats",
-    "Footprint",
-    "StageCosts",
-    "Timing",
-    "chunks_footprint",
-    "cut_seconds",
-    "footprint",
-]
-
 Floats = NDArray[np.float64]
 
 GRADIENT_COPIES = 1

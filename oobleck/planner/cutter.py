@@ -7,8 +7,6 @@ from typing import Protocol
 
 from oobleck.plan import PipelineTemplate
 
-__all__ = ["Cutter"]
-
 
 class Cutter(Protocol):
     """Cuts a pipeline's layers into several chunks a stage, for a schedule that the planner does not know."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from oobleck.plan import ExecutionPlan, LayerTransfer
 
-__all__ = ["Decision"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:

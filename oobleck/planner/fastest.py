@@ -18,8 +18,6 @@ from .instantiation import SizeOption, Sizing, choose_sizes, reduction_s
 from .makespan import PassTimes
 from .templates import MOST_STAGES, Recut
 
-__all__ = ["ExactTimes", "FastPipelines"]
-
 _LEAST_GAIN = 0.005
 """Other pipelines have to save this share of a step: a plan should not hang on the last digits of a profile."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-__all__ = ["counted", "listed", "named"]
-
 _MOST_NAMES = 8
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from oobleck.errors import Unrecoverable
 from oobleck.plan import PipelineTemplate, WorkerId
 
-__all__ = ["Holding", "Inventory", "missing_bytes", "needed_holdings"]
-
 Holding = tuple[frozenset[int], ...]
 """The layers that each device of a node holds whole, or has to hold."""
 

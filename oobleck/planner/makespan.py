@@ -20,8 +20,6 @@ from oobleck.plan import PipelineTemplate
 from .costs import Floats, cut_seconds
 from .profiles import Profile
 
-__all__ = ["PassTimes", "Stops", "stops_of"]
-
 Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
 

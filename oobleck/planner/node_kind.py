@@ -9,8 +9,6 @@ from oobleck.errors import PlanningError
 
 from .profiles import NetworkProfile, Profile
 
-__all__ = ["NodeKind", "shared_network", "with_shared_links"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:

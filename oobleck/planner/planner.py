@@ -18,8 +18,6 @@ from .settings import PlannerSettings
 from .speeds import speeds_of
 from .start import check_nodes, started
 
-__all__ = ["Planner"]
-
 
 class Planner:
     """Plans for one model on one kind of cluster. A function of its arguments; it only remembers templates."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
 
-__all__ = ["PlannerSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:

@@ -10,8 +10,6 @@ from oobleck.errors import PlanningError
 
 from .profiles import Profile
 
-__all__ = ["speeds_of", "with_speed"]
-
 
 def speeds_of(slow: Mapping[str, float] | None) -> dict[str, float]:
     """Return the speeds of nodes, 0.5 for one that takes twice as long."""

@@ -11,8 +11,6 @@ from .decision import Decision
 from .formatting import counted
 from .settings import PlannerSettings
 
-__all__ = ["check_nodes", "started"]
-
 
 def check_nodes(nodes: Sequence[str]) -> None:
     """Raise PlanningError where there are no nodes, or one is named twice."""

@@ -19,8 +19,6 @@ from .planner import Planner
 from .profiles import LayerProfile, Profile
 from .settings import PlannerSettings
 
-__all__ = ["TensorParallelPlanner", "expand_plan", "expand_transfers"]
-
 
 class TensorParallelPlanner(Planner):
     """A planner whose stages have `degree` devices each; everything that it takes and gives names single devices."""

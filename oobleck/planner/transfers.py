@@ -9,8 +9,6 @@ from oobleck.plan import LayerTransfer, WorkerId
 
 from .inventory import Holding, Inventory
 
-__all__ = ["plan_transfers"]
-
 
 def plan_transfers(
     arrivals: Sequence[tuple[str, Holding]], inventory: Inventory, *, max_sources: int

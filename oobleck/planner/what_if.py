@@ -18,8 +18,6 @@ from .mixed import MixedPlanner
 from .planner import Planner
 from .profiles import Profile
 
-__all__ = ["LossCase", "LossReport", "moved_bytes", "transfer_s", "what_if_one_is_lost", "what_if_two_are_lost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCase:

@@ -66,8 +66,6 @@ from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
 from .way import Way
 
-__all__ = ["Agent"]
-
 _UNSAID_LIMIT = 100_000
 """Messages kept for a master that is away."""
 _UNREAD_LIMIT = 10_000

@@ -30,17 +30,6 @@ from oobleck.control.protocol import (
 from oobleck.job import CheckpointSpec, JobSpec
 from oobleck.ranks import RanksSpec
 
-__all__ = [
-    "CheckpointStore",
-    "MasterConnection",
-    "RankHandle",
-    "RankHost",
-    "RelayListener",
-    "RelayNetwork",
-    "WorkerHandle",
-    "WorkerHost",
-]
-
 
 class MasterConnection(Protocol):
     """The agent's end of the tunnel."""

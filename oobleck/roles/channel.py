@@ -10,8 +10,6 @@ import trio
 
 from oobleck.wire import FrameDecoder, encode_frame
 
-__all__ = ["MessageChannel"]
-
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
 

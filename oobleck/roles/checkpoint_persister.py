@@ -27,8 +27,6 @@ from oobleck.errors import CorruptCheckpoint
 
 from .agent_ports import CheckpointStore
 
-__all__ = ["CheckpointPersister"]
-
 _TASKS_BUFFERED = 100
 
 _SAVES_KEPT = 2

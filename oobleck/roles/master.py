@@ -65,8 +65,6 @@ from oobleck.wire import FrameDecoder, encode_frame
 from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
 from .run_clock import RunClock
 
-__all__ = ["Master", "decode_relayed"]
-
 _EVENTS_BUFFERED = 10_000
 _EVENTS_AT_ONCE = 100
 """So many are taken in before commands are carried out."""

@@ -12,16 +12,6 @@ from oobleck.control.journal import JournalEntry
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.job import NodeSpec
 
-__all__ = [
-    "AgentConnection",
-    "Cluster",
-    "Decisions",
-    "Journal",
-    "LinkLost",
-    "LiveCluster",
-    "ProfileCache",
-]
-
 
 class LinkLost(trio.BrokenResourceError):
     """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives is not known.

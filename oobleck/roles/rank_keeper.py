@@ -33,8 +33,6 @@ from oobleck.errors import ConfigError, WorkersUnavailable
 
 from .agent_ports import RankHandle, RankHost
 
-__all__ = ["RankKeeper"]
-
 _ORDERS_BUFFERED = 100
 _LOOK_S = 0.05
 """How often ranks' output is looked for."""

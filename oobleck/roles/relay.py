@@ -35,8 +35,6 @@ from oobleck.wire import FrameDecoder, encode_frame
 from .agent_ports import RelayListener
 from .channel import MessageChannel
 
-__all__ = ["FromRelay", "Relay", "ToRelay", "beats_s"]
-
 ToRelay = FromAgent | RelayCall
 FromRelay = Relayed | RelayBeat
 

@@ -15,8 +15,6 @@ import trio
 
 from oobleck.control.protocol import AgentMessage, Heartbeat, Pace, RankOutput, RelayHeard, RelaySaid, news_in
 
-__all__ = ["ResendQueue"]
-
 _OFFERS_WAITING = 32
 _ALIVE = Heartbeat(sequence=None)
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import trio
 
-__all__ = ["RunClock"]
-
 
 class RunClock:
     """Seconds since a run started, by trio's clock. `start` it within trio."""

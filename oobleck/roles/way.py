@@ -43,8 +43,6 @@ from .channel import MessageChannel
 from .relay import FromRelay, Relay, ToRelay
 from .resend_queue import ResendQueue
 
-__all__ = ["Way"]
-
 _log = logging.getLogger("oobleck.agent")
 
 _CALL_S = 5.0

@@ -40,8 +40,6 @@ from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
 
-__all__ = ["RemotePaths", "SSHCluster"]
-
 _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0

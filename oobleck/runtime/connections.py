@@ -12,8 +12,6 @@ from oobleck.job import NodeSpec
 from .launchers import Launcher
 from .ssh import SSHConnection
 
-__all__ = ["NodeConnections"]
-
 
 class NodeConnections:
     """Connections by the names of their nodes; one that is lost is made again when it is asked for."""

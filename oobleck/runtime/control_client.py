@@ -22,24 +22,6 @@ from oobleck.wire import decode_json, encode_json
 
 from .files import RunDirectory
 
-__all__ = [
-    "AddRequest",
-    "ControlRequest",
-    "DrainRequest",
-    "KillRequest",
-    "NoActiveRun",
-    "SignalRequest",
-    "SlowRequest",
-    "StatusRequest",
-    "StopRequest",
-    "active_runs",
-    "decode_request",
-    "encode_error",
-    "encode_request",
-    "find_run",
-    "request",
-]
-
 MAX_RESPONSE_BYTES = 16_000_000
 MAX_SLOW_FACTOR = 50
 

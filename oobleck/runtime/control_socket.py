@@ -19,35 +19,15 @@ from oobleck.errors import OobleckError, PeerError, UsageError
 from oobleck.json_table import to_json
 
 from .control_client import (
-    AddRequest,
     ControlRequest,
-    DrainRequest,
-    KillRequest,
     NoActiveRun,
-    SignalRequest,
-    SlowRequest,
     StatusRequest,
-    StopRequest,
     decode_request,
     encode_error,
     request,
 )
 from .files import MAX_SOCKET_PATH_BYTES
 from .listening import serve_clients
-
-__all__ = [
-    "AddRequest",
-    "ControlRequest",
-    "DrainRequest",
-    "Handle",
-    "KillRequest",
-    "SignalRequest",
-    "SlowRequest",
-    "StatusRequest",
-    "StopRequest",
-    "request",
-    "serve_control",
-]
 
 logger = logging.getLogger(__name__)
 

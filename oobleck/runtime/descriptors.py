@@ -6,8 +6,6 @@ import resource
 
 from oobleck.errors import ConfigError
 
-__all__ = ["raise_descriptor_limit", "require_descriptors"]
-
 _ENOUGH = 1 << 20
 """More than anybody uses; some programs that inherit the limit walk through all that it allows."""
 _OF_ITS_OWN = 48

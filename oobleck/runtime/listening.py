@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-__all__ = ["accept", "serve_clients"]
-
 _log = logging.getLogger("oobleck.listening")
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

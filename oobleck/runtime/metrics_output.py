@@ -27,8 +27,6 @@ from .listening import serve_clients
 if TYPE_CHECKING:
     from .tensorboard_file import TensorBoardFile
 
-__all__ = ["MetricsAddress", "MetricsOutput", "parse_metrics_address", "serve_metrics"]
-
 _log = logging.getLogger("oobleck.metrics")
 
 _CLIENT_TIMEOUT_S = 5.0

@@ -30,8 +30,6 @@ from .launchers import INTRODUCTION, Introduction, read_pass
 from .patient_clock import PatientClock
 from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
 
-__all__ = ["NodeCall", "parse_place", "run_node"]
-
 _log = logging.getLogger("oobleck.node")
 
 _FIRST_WAIT_S = 0.1

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import trio
 
-__all__ = ["PatientClock"]
-
 _HELD_UP_S = 1.0
 """What takes no longer is work, or waiting for a turn; a process that was away for longer was stopped."""
 

@@ -12,8 +12,6 @@ from oobleck.planner import Profile
 from oobleck.planner.profiles import link_from_json
 from oobleck.writing import write_whole
 
-__all__ = ["ProfileFiles"]
-
 _log = logging.getLogger("oobleck.up")
 
 

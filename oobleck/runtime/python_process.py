@@ -14,8 +14,6 @@ from typing import Final
 
 from oobleck import __version__
 
-__all__ = ["MODULE", "as_no_rank", "module_command", "why_it_ended"]
-
 MODULE: Final = "-P -m"
 """What stands between an interpreter and one of our modules."""
 

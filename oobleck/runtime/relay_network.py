@@ -27,8 +27,6 @@ from oobleck.control.protocol import RelayOpen
 
 from .listening import accept as accept_client
 
-__all__ = ["RelaySockets", "SealedStream"]
-
 _NONCE_BYTES = 16
 _TICKET_BYTES = 32
 _KEY_BYTES = 16

@@ -16,8 +16,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-__all__ = ["TensorBoardFile"]
-
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 

@@ -23,8 +23,6 @@ from .check_program import check_program
 from .instruction import Instruction, Op
 from .schedule import Link, Schedule, ScheduleError, Wire
 
-__all__ = ["check_schedule"]
-
 
 def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = None, buffers: int = 1) -> None:
     """Prove the schedule sound, or raise a `ScheduleError` that names stage, index and instruction.

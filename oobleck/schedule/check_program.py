@@ -11,8 +11,6 @@ from typing import NamedTuple
 from .instruction import STEP_TAIL, Instruction, Op, Program
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["check_program"]
-
 _BITS = {op: 1 << number for number, op in enumerate(Op)}
 _LOAD, _FORWARD = _BITS[Op.LOAD], _BITS[Op.FORWARD]
 _INPUT, _WEIGHT = _BITS[Op.BACKWARD_INPUT], _BITS[Op.BACKWARD_WEIGHT]

@@ -19,8 +19,6 @@ from .costs_of_stages import profiles_of_stages, stage_costs
 from .step_flow import StepFlow, step_flow
 from .timeline import Timeline, timeline
 
-__all__ = ["LEAST_GAIN", "ScheduleChoice", "choose_schedule", "chosen_step_s", "evaluate", "fits", "kind_for", "step_s"]
-
 LEAST_GAIN = 0.01
 """Another schedule than 1F1B has to save this share of a step: times are measured, and it holds more activations."""
 

@@ -18,8 +18,6 @@ from .instruction import STEP_TAIL, Instruction, Op, Program
 from .orders import ORDERS, Order, PipelineShape
 from .schedule import Schedule, ScheduleError, check_numbers
 
-__all__ = ["SECTIONED_KINDS", "compile_schedule", "section_stops"]
-
 SECTIONED_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED)
 """The kinds whose backward passes are whole and in order, so that there is a moment between two sections.
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from .instruction import Op
 from .schedule import ScheduleError
 
-__all__ = ["StageCost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:

@@ -11,8 +11,6 @@ from oobleck.planner.costs import chunks_footprint, cut_seconds, footprint
 
 from .cost import StageCost
 
-__all__ = ["profiles_of_stages", "stage_costs"]
-
 
 class _Passes(TypedDict):
     """Some of a `StageCost`."""

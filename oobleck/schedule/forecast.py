@@ -17,10 +17,8 @@ from oobleck.planner.costs import Footprint, chunks_footprint
 from oobleck.planner.instantiation import reduction_s
 
 from .choice import choose_schedule, evaluate, kind_for
-from .costs_of_stages import profiles_of_stages, stage_costs
+from .costs_of_stages import profiles_of_stages
 from .timeline import Timeline
-
-__all__ = ["Forecast", "PipelineForecast", "StageMemory", "forecast", "stage_costs"]
 
 _Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
 """What pipelines that do the same have in common: stages, their nodes' profiles by identity, microbatches."""

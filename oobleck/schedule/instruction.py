@@ -23,8 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["STEP_TAIL", "Instruction", "Op", "Program"]
-
 
 class Op(StrEnum):
     """What is done. The values are the words of the text form."""

@@ -20,8 +20,6 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
-__all__ = ["Interleaving", "make_cutter"]
-
 _Stops = tuple[int, ...]
 """0, and where each chunk stops."""
 

@@ -18,8 +18,6 @@ from oobleck.plan import ScheduleKind
 
 from .instruction import Op
 
-__all__ = ["ORDERS", "Order", "Pass", "PipelineShape"]
-
 
 class Pass(NamedTuple):
     """One computation: FORWARD, BACKWARD, BACKWARD_INPUT or BACKWARD_WEIGHT."""

@@ -15,8 +15,6 @@ from oobleck.plan import ScheduleKind
 
 from .instruction import Instruction, Op, Program
 
-__all__ = ["Link", "Schedule", "ScheduleError", "Wire", "check_numbers", "peak_in_flight"]
-
 
 class ScheduleError(UserError):
     """A schedule that cannot be made, read or run; names the place if there is one."""

@@ -18,8 +18,6 @@ from .cost import StageCost
 from .instruction import Op
 from .schedule import Link, Schedule
 
-__all__ = ["StepFlow", "step_flow"]
-
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _PRICED = (*_PASSES, *_SENDS)

@@ -17,8 +17,6 @@ from oobleck.plan import ScheduleKind
 from .instruction import Instruction, Op, Program
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["format_program", "format_schedule", "parse_program", "parse_schedule"]
-
 _INSTRUCTION = re.compile(r"(?P<op>[a-z_]+)(:(?P<microbatch>0|[1-9][0-9]{0,8})(/(?P<chunk>[1-9][0-9]{0,8}))?)?")
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _HEADER = re.compile(rf"(\S+) stages={_NUMBER} microbatches={_NUMBER} chunks={_NUMBER}")

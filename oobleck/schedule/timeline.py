@@ -19,8 +19,6 @@ from .cost import StageCost
 from .instruction import Instruction, Op, Program
 from .schedule import Link, Schedule, ScheduleError, Wire, peak_in_flight
 
-__all__ = ["Span", "Timeline", "Transfer", "timeline"]
-
 
 class Span(NamedTuple):
     """A time in which a stage is busy with one instruction."""

@@ -28,8 +28,6 @@ from .layer_file import fsync_directory, write_file, write_layer_file
 from .layout import Entry, Layout
 from .memory import Slot
 
-__all__ = ["MANIFEST_NAME", "CheckpointDirectory", "FileFault", "FoundManifest", "layer_file_name"]
-
 MANIFEST_NAME = "manifest.json"
 _PREFIX = "step-"
 _REMOVED_PREFIX = ".removed-"

@@ -23,8 +23,6 @@ from oobleck.errors import CorruptCheckpoint
 
 from .layout import Entry, TensorSpec
 
-__all__ = ["LayerFile", "fsync_directory", "read_layer_file", "write_file", "write_layer_file"]
-
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors itself has."""

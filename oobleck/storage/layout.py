@@ -10,8 +10,6 @@ from functools import cached_property
 
 from oobleck.errors import CorruptCheckpoint
 
-__all__ = ["ALIGNMENT_BYTES", "DTYPE_BYTES", "Entry", "Layout", "TensorSpec"]
-
 ALIGNMENT_BYTES = 64
 
 DTYPE_BYTES: Mapping[str, int] = {

@@ -28,8 +28,6 @@ from oobleck.errors import CorruptCheckpoint
 
 from .layout import Layout
 
-__all__ = ["CHUNK_BYTES", "FlashMemory", "Slot", "SlotState", "find_slots", "memory_files", "next_memory_file"]
-
 CHUNK_BYTES = 4 << 20
 """Data under one checksum."""
 

@@ -24,8 +24,6 @@ from oobleck.training.model import LiveModel, ModelStructure, separates_document
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
-__all__ = ["Assembly", "assemble", "check_optimizer", "structure_of_job"]
-
 _LEAST_KEPT, _STEPS_KEPT = 4096, 96
 """Samples of a stream that stay in memory: records are dealt some 32 steps ahead, and a step may be run again."""
 

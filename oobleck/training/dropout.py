@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["names_a_probability", "turn_off_dropout"]
-
 _WORDS = ("drop", "jitter", "noise")
 
 

@@ -17,8 +17,6 @@ from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch, Dataset
 from oobleck.training.model import ModelStructure
 
-__all__ = ["EpochThings", "things_of_worker"]
-
 _PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "numpy")
 """What results depend on, where it is imported."""
 _OF_A_NODE = ("_name_or_path", "transformers_version")

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["MicrobatchKey", "derive_seed", "drawing_alike", "drawing_from", "seed_device", "seed_scripts"]
-
 _SCRIPTS = 0
 """The seed that scripts begin with, wherever they run."""
 

@@ -9,8 +9,6 @@ import torch
 
 from oobleck.storage import FlashMemory, Layout, TensorSpec
 
-__all__ = ["DTYPE_NAMES", "as_tensor", "no_room"]
-
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -15,8 +15,6 @@ from oobleck.planner import WorkerId
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["WorkerLog", "start_logging"]
-
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 

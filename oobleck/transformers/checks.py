@@ -18,8 +18,6 @@ from oobleck.errors import ConfigError
 
 from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
-__all__ = ["check_arguments", "check_trainer", "default_arguments"]
-
 _UNKNOWN = Rule(Fate.REFUSED, "leave it out: it is not known to this version of Oobleck")
 _OF_EVALUATIONS = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
 """Schedules that follow evaluations."""

@@ -15,8 +15,6 @@ import torch
 from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed, drawing_alike
 
-__all__ = ["EpochOrder", "Epochs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epochs:

@@ -37,8 +37,6 @@ from oobleck.writing import write_whole
 from .epochs import Epochs
 from .job import inner_model
 
-__all__ = ["RunFollower"]
-
 
 class RunFollower:
     """Follows a run for a trainer."""

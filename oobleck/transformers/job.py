@@ -27,8 +27,6 @@ from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
 
-__all__ = ["TrainerJob", "decayed_parameters", "epochs_of", "inner_model", "microbatch_size_of"]
-
 _MANY_MICROBATCHES, _ENOUGH_MICROBATCHES = 8, 4
 """Of a step, if its samples suffice: what keeps four stages busy, or two pipelines of two, and what is enough."""
 _ENOUGH_TOKENS = 1024

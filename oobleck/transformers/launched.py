@@ -20,8 +20,6 @@ from oobleck.script import SCRIPT_WAITS
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["TRAINS_ONCE", "show_user_errors_alone", "train_here"]
-
 TRAINS_ONCE = "a run trains once, as workers run the script up to its first train(); start another script for more"
 _RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"

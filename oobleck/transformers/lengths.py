@@ -7,8 +7,6 @@ from typing import Any
 
 from oobleck.errors import ConfigError
 
-__all__ = ["longest_row"]
-
 _TOKENS = "input_ids"
 
 

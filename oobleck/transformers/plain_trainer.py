@@ -28,8 +28,6 @@ from oobleck.training.randomness import drawing_alike
 from .epochs import EpochOrder
 from .job import epochs_of, inner_model
 
-__all__ = ["Observation", "plain_trainer"]
-
 _CAUSAL = frozenset(
     name
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["SecondTrain", "second_train"]
-
 _LOOPS = (ast.For, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 _ENDS = (ast.Break, ast.Return, ast.Raise)

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["INIT_ARGUMENTS", "METHODS", "TRAINING_ARGUMENTS", "Fate", "Rule", "as_table", "rule_of_method"]
-
 
 class Fate(Enum):
     """What becomes of an argument."""

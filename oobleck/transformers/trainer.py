@@ -22,8 +22,6 @@ from .job import TrainerJob, decayed_parameters, inner_model
 from .launched import TRAINS_ONCE, show_user_errors_alone, train_here
 from .repeats import SecondTrain, second_train
 
-__all__ = ["Trainer"]
-
 
 class Trainer(transformers.Trainer):
     """transformers' Trainer, with one difference: `train()` trains on the nodes of `oobleck up`.

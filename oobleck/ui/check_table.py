@@ -13,8 +13,6 @@ from oobleck.control.node_check import CheckedNode, CheckReport, Health, sentenc
 
 from .formatting import bytes_text, one_line
 
-__all__ = ["check_table"]
-
 _STYLES = {Health.HEALTHY: "green", Health.SLOW: "yellow", Health.FAULTY: "bold red", Health.UNDECIDED: "yellow"}
 _COPY_BYTES = 32 << 20
 _EXCHANGE_BYTES = 8 << 20

@@ -19,8 +19,6 @@ from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot,
 from .formatting import count_text, duration_text, one_line, percent_text, seconds_text
 from .pipeline_map import pipeline_lines
 
-__all__ = ["Dashboard", "dashboard_lines"]
-
 _RUN_STYLES = {
     RunState.STARTING: "cyan",
     RunState.TRAINING: "green",

@@ -5,18 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
-__all__ = [
-    "bytes_text",
-    "chunks_text",
-    "count_text",
-    "duration_text",
-    "hours_text",
-    "layers_text",
-    "one_line",
-    "percent_text",
-    "seconds_text",
-]
-
 
 def duration_text(seconds: float | None) -> str:
     """Hours, minutes and seconds: `0:01:23`; a dash for None."""

@@ -8,8 +8,6 @@ from oobleck.control.journal import Finding, Incident, advice, evidence_detail, 
 
 from .formatting import bytes_text, duration_text, one_line, seconds_text
 
-__all__ = ["incident_lines", "incident_news"]
-
 _MAX_CONSEQUENCES = 8
 _MAX_EVIDENCE_LINES = 12
 

@@ -10,8 +10,6 @@ from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsD
 
 from .formatting import count_text, duration_text, one_line, seconds_text
 
-__all__ = ["LineFormatter"]
-
 
 class LineFormatter:
     """Turns journal entries into lines. `steps_per_s` bounds the lines about steps by the journal's own time."""

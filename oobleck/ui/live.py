@@ -23,8 +23,6 @@ from oobleck.streams import Output
 from .dashboard import Dashboard
 from .lines import LineFormatter
 
-__all__ = ["LineLog", "console_on", "run_dashboard", "run_lines", "say", "tell_of_lost_output", "wants_dashboard"]
-
 T = TypeVar("T")
 
 _REFRESH_INTERVAL_S = 0.25

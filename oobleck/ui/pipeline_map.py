@@ -16,8 +16,6 @@ from oobleck.control.journal import PipelineView, StageView, WorkState
 
 from .formatting import chunks_text, one_line
 
-__all__ = ["STATE_STYLES", "pipeline_lines"]
-
 STATE_STYLES = {
     WorkState.STARTING: "cyan",
     WorkState.TRAINING: "green",

@@ -11,8 +11,6 @@ from oobleck.schedule.forecast import Forecast, PipelineForecast
 
 from .plan_report import PlanReport, TemplateRow
 
-__all__ = ["plan_json"]
-
 Json = dict[str, object]
 
 

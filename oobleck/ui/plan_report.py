@@ -19,8 +19,6 @@ from oobleck.schedule.forecast import Forecast, PipelineForecast, StageMemory
 from .formatting import bytes_text, chunks_text, count_text, percent_text, seconds_text
 from .timeline import Figure, timeline_lines
 
-__all__ = ["AfterLosing", "PlanReport", "Priced", "TemplateRow", "figures_of", "plan_report"]
-
 _MAX_TEMPLATES = 16
 
 

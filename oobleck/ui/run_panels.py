@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ACTIVITIES", "Band", "RunPanel"]
-
 ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "training": ("training", "#4c78a8"),
     "redoing": ("steps done again", "#f2a541"),

@@ -12,8 +12,6 @@ from .formatting import count_text, duration_text, percent_text
 from .run_panels import RunPanel
 from .step_chart import step_chart
 
-__all__ = ["sim_report"]
-
 
 def sim_report(panels: Sequence[RunPanel], *, width: int) -> RenderableType:
     """Draw the runs of several policies over one trace, on one scale."""

@@ -9,8 +9,6 @@ from rich.text import Text
 
 from .formatting import duration_text
 
-__all__ = ["column_means", "step_chart"]
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = len(_BLOCKS) - 1
 

@@ -14,8 +14,6 @@ from oobleck.control.journal import RecoverySummary, Summary
 from .formatting import bytes_text, count_text, duration_text, percent_text, seconds_text
 from .summary_words import node_hours_text, recoveries_text, steps_text
 
-__all__ = ["summary_table"]
-
 _MAX_RECOVERIES = 20
 
 

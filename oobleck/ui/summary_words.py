@@ -6,8 +6,6 @@ from oobleck.control.journal import NodeSummary, Summary
 
 from .formatting import count_text, hours_text, percent_text
 
-__all__ = ["node_hours_text", "recoveries_text", "steps_text"]
-
 
 def steps_text(summary: Summary) -> str:
     """The newest committed step, of all that the run was asked for, and how many this run has added to earlier ones."""

@@ -17,8 +17,6 @@ from oobleck.schedule import Op, Span, Timeline
 
 from .formatting import percent_text, seconds_text
 
-__all__ = ["PASS_WORDS", "Figure", "timeline_lines"]
-
 PASS_WORDS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",

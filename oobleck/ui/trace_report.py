@@ -10,8 +10,6 @@ from rich.table import Table
 from .formatting import duration_text
 from .step_chart import step_chart
 
-__all__ = ["trace_report"]
-
 
 def trace_report(
     name: str,

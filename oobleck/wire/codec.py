@@ -20,16 +20,6 @@ from oobleck.json_table import load_json, unique_keys
 from .shape import Mismatch, Notation, Shape
 from .shapes import shape_of, tagged_shape_of
 
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "FrameDecoder",
-    "decode_json",
-    "encode_frame",
-    "encode_json",
-    "from_builtins",
-    "to_builtins",
-]
-
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """The longest frame body that is accepted unless told otherwise."""
 

@@ -8,8 +8,6 @@ from oobleck.errors import OobleckError
 
 from .shape import Mismatch, Shape, described, unchanged, unexpected
 
-__all__ = ["TYPE_KEY", "choice", "fixed_tuple", "mapping", "record", "sequence", "tagged"]
-
 TYPE_KEY = "@type"
 """Holds the class's name where several classes are possible. No field can be called so."""
 

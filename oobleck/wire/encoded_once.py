@@ -11,8 +11,6 @@ from oobleck.json_table import unique_keys
 
 from .shape import Shape, unexpected
 
-__all__ = ["MOST_BYTES", "encoded_once"]
-
 MOST_BYTES = 16 * 1024 * 1024
 """What is longer, once it is unpacked, is not accepted."""
 _KEPT = 4

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from .shape import Notation, Shape, unchanged, unexpected
 
-__all__ = ["binary", "enumerated", "exactly", "floating", "literal"]
-
 _BYTES_KEY = "@bytes"
 _FLOAT_KEY = "@float"
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -8,8 +8,6 @@ from enum import Enum
 
 from oobleck.errors import shown
 
-__all__ = ["Mismatch", "Notation", "Shape", "described", "unchanged", "unexpected"]
-
 
 class Notation(Enum):
     """What the builtins are to be carried by."""

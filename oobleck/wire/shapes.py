@@ -30,8 +30,6 @@ from .encoded_once import encoded_once
 from .scalars import binary, enumerated, exactly, floating, literal
 from .shape import Notation, Shape
 
-__all__ = ["shape_of", "tagged_shape_of"]
-
 
 @cache
 def shape_of(annotation: object, notation: Notation) -> Shape:

@@ -40,8 +40,6 @@ from oobleck.sim.trace import (
     WorkerCrashed,
 )
 
-__all__ = ["Player", "Target", "name_nodes", "not_played"]
-
 
 class Target(Protocol):
     """A run to play a trace on."""

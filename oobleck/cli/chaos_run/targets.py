@@ -17,8 +17,6 @@ from oobleck.runtime.files import ProcessId, RunDirectory
 from oobleck.runtime.processes import restart_master
 from oobleck.runtime.python_process import module_command
 
-__all__ = ["LocalRun", "RunningRun"]
-
 _ANSWER_TIMEOUT_S = 15.0
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.1

@@ -14,8 +14,6 @@ from oobleck.runtime.files import read_input
 if TYPE_CHECKING:
     from oobleck.sim.costs import Costs
 
-__all__ = ["parse_costs"]
-
 
 def parse_costs(model: str | None, file: Path | None, changes: Sequence[str]) -> Costs:
     """Return a model's costs, changed by what a file says, and then by each NAME=VALUE.

@@ -9,8 +9,6 @@ import typer
 from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import shown
 
-__all__ = ["duration_s", "parse_duration"]
-
 _UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|h|d|)")
 

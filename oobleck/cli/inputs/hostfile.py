@@ -32,8 +32,6 @@ from oobleck.job import DEFAULT_KIND, MAX_DEVICES, MAX_KINDS, MAX_NODES, NodeSpe
 
 from .nearest import did_you_mean
 
-__all__ = ["MAX_DEVICES", "MAX_NODES", "parse_hostfile"]
-
 _KEYS = ("slots", "devices", "device", "port", "address")
 _SSH_PORT = 22
 _NUMBER = re.compile(r"[0-9]{1,9}")

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
 
-__all__ = ["in_own_words"]
-
 _OPTIMIZER = (
     "optim",
     "optim_args",

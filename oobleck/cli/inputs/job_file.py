@@ -24,8 +24,6 @@ from .job_aliases import in_own_words
 from .nearest import did_you_mean, nearest
 from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
 
-__all__ = ["Override", "apply_overrides", "changed_keys", "default_job", "load_job", "parse_override"]
-
 Spec = TypeVar("Spec")
 
 _INT_LIMIT = 2**63

@@ -17,8 +17,6 @@ from .job_file import apply_overrides, default_job, load_job, parse_override
 if TYPE_CHECKING:
     from oobleck.runtime.processes import DescribedScript, TrainerProcess
 
-__all__ = ["open_job", "read_job"]
-
 
 def read_job(
     file: Path | None, script: Path | None, arguments: tuple[str, ...], settings: Sequence[str], *, num_nodes: int

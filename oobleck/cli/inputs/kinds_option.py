@@ -12,8 +12,6 @@ from oobleck.job import MAX_DEVICES, MAX_KINDS, MAX_NODES, check_kind_name
 
 from .nearest import did_you_mean
 
-__all__ = ["KindCount", "parse_kind_values", "parse_local", "parse_nodes", "parse_prices", "parse_profiles"]
-
 _WHOLE = re.compile(r"\s*[-+]?[0-9]{1,40}\s*")
 _COUNT = re.compile(r"([0-9]{1,9})(?:x([0-9]{1,9}))?")
 _MOST_PRICE = 1e6

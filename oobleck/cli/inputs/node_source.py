@@ -15,8 +15,6 @@ from oobleck.user_path import expand_user
 from .hostfile import parse_hostfile
 from .kinds_option import KindCount
 
-__all__ = ["DialIn", "FromCommand", "FromHostfile", "FromRay", "FromSlurm", "NodeSource", "VirtualOnes", "read_source"]
-
 _MOST_PER_CORE = 32
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077

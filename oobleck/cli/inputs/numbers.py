@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import typer
 
-__all__ = ["real", "whole"]
-
 _SHOWN_CHARS = 40
 _WHOLE = re.compile(r"[-+]?[0-9]{1,40}")
 

@@ -12,25 +12,6 @@ from oobleck.job import DataSpec, JobSpec
 
 from .durations import duration_s
 
-__all__ = [
-    "MAX_BATCH",
-    "MAX_SEED",
-    "MAX_TOKENS",
-    "NUM_SPARE_NODES",
-    "SLOW_FACTOR",
-    "DialInOption",
-    "HostsEveryOption",
-    "HostsFromOption",
-    "KeysOption",
-    "KubernetesOption",
-    "NumNodesOption",
-    "PythonOption",
-    "RayOption",
-    "SSHConfigOption",
-    "SlurmJobOption",
-    "SlurmOption",
-]
-
 MAX_BATCH, MAX_TOKENS, MAX_SEED = (
     int(bounds_of(spec)[key].most)
     for spec, key in ((JobSpec, "global_batch_size"), (DataSpec, "sequence_length"), (JobSpec, "seed"))

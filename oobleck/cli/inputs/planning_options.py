@@ -12,21 +12,6 @@ from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES
 from .numbers import whole
 from .options import MAX_BATCH, MAX_TOKENS
 
-__all__ = [
-    "ChunksOption",
-    "DeviceOption",
-    "DevicesPerNodeOption",
-    "FaultThresholdOption",
-    "GlobalBatchOption",
-    "MicrobatchOption",
-    "ModelOption",
-    "PipelinesOption",
-    "PrecisionOption",
-    "ProfileOption",
-    "RecomputeOption",
-    "SequenceLengthOption",
-]
-
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
 ]

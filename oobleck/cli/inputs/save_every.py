@@ -11,8 +11,6 @@ from oobleck.job import CheckpointSpec
 
 from .durations import parse_duration
 
-__all__ = ["with_save_every"]
-
 _STEPS = re.compile(r"[0-9]{1,15}")
 
 

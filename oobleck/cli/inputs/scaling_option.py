@@ -11,8 +11,6 @@ from oobleck.job import ScalingSpec
 
 from .durations import duration_s
 
-__all__ = ["parse_scaling"]
-
 _DEADLINE = "deadline="
 
 

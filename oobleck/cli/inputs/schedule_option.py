@@ -7,8 +7,6 @@ from typing import cast, get_args
 from oobleck.errors import UsageError
 from oobleck.job import ScheduleName
 
-__all__ = ["parse_schedule_name"]
-
 
 def parse_schedule_name(name: str) -> ScheduleName:
     """Return the name of a schedule. Raises UsageError for another."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import yaml
 
-__all__ = ["YamlError", "YamlList", "YamlMapping", "YamlScalar", "YamlValue", "parse_yaml"]
-
 _TAG = "tag:yaml.org,2002:"
 _MAX_NUMBER_CHARS = 100
 

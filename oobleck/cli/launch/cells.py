@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 
 from oobleck.errors import ConfigError
 
-__all__ = ["cell_text", "is_of_a_cell"]
-
 _MAIN = "__main__"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from oobleck.control.journal import RunSnapshot
 from oobleck.errors import OobleckError
 
-__all__ = ["Display", "snapshot_html"]
-
 _WIDTH, _HEIGHT = 110, 30
 _INTERVAL_S = 0.5
 _FORMAT = '<pre style="font-family: monospace; line-height: 1.2; white-space: pre; overflow-x: auto">{code}</pre>'

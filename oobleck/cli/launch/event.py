@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from oobleck.control.journal import JournalEntry, level_of, sentence
 
-__all__ = ["Event"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

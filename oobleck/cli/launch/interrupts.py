@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts"]
-
 
 class Interrupts:
     """Passes interrupts on to a run as long as the context lasts; afterwards they raise KeyboardInterrupt again.

@@ -17,8 +17,6 @@ from oobleck.writing import write_whole
 
 from .script_text import script_text
 
-__all__ = ["job_words"]
-
 _MADE_OF = "the job given to launch()"
 
 

@@ -17,8 +17,6 @@ from .master import MasterProcess
 from .options import option_words
 from .run import Run, failure_without_journal
 
-__all__ = ["launch"]
-
 
 def launch(
     job: str | PathLike[str] | Mapping[str, object] | Job | Callable[[], Job] | None = None,

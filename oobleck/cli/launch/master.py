@@ -19,8 +19,6 @@ from pathlib import Path
 from oobleck.runtime.files import ProcessId, RunDirectory
 from oobleck.runtime.python_process import module_command
 
-__all__ = ["MasterProcess"]
-
 _POLL_S = 0.05
 _MOST_LINES = 1000
 _LAST_WORDS_S = 2.0

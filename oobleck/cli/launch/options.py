@@ -14,8 +14,6 @@ from oobleck.cli.inputs import did_you_mean
 from oobleck.cli.up import up
 from oobleck.errors import UsageError, shown
 
-__all__ = ["known_options", "option_words"]
-
 _ARGUMENTS = frozenset({"base_dir", "job"})
 """`launch` has arguments of its own for these."""
 _OF_TERMINALS = frozenset({"plain", "json", "dry_run", "until_eof", "help", "install_completion", "show_completion"})

@@ -31,8 +31,6 @@ from .event import Event
 from .interrupts import Interrupts
 from .master import MasterProcess
 
-__all__ = ["Run"]
-
 _POLL_S = 0.1
 _ENDS_WELL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Somebody wanted the end, and the newest state is on disk."""

@@ -21,8 +21,6 @@ from oobleck.script import Job
 
 from .cells import cell_text, is_of_a_cell
 
-__all__ = ["script_text"]
-
 _HEAD = '''"""Made by oobleck.launch."""
 
 import functools

@@ -23,8 +23,6 @@ from oobleck.user_path import expand_user
 
 from .options import LAUNCHER_OPTIONS, USED, CommandLine, HelpAsked, options_text, parse_command_line
 
-__all__ = ["run"]
-
 _TAG_CHARS = 40
 
 

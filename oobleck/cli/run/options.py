@@ -16,17 +16,6 @@ from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES
 from oobleck.ranks import RankStreams, Redirection
 
-__all__ = [
-    "LAUNCHER_OPTIONS",
-    "REFUSED",
-    "UNUSED",
-    "USED",
-    "CommandLine",
-    "HelpAsked",
-    "options_text",
-    "parse_command_line",
-]
-
 LAUNCHER_OPTIONS = {
     "--hostfile": ("FILE", "nodes, one per line; in place of HOSTFILE before the script"),
     "--local": ("N", "run on N virtual nodes of this machine (1 where no nodes are named)"),

@@ -51,8 +51,6 @@ from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
 from oobleck.user_path import expand_user
 
-__all__ = ["RanksRun", "run_ranks"]
-
 _MOST_WAITING = 4096
 _LOOK_S = 0.02
 _LAST_WORDS_S = 2.0

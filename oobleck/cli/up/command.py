@@ -43,8 +43,6 @@ from oobleck.user_path import expand_user
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress
 
-__all__ = ["readable_file", "up"]
-
 _STEP = re.compile(r"[0-9]{1,15}")
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 

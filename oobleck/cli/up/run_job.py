@@ -64,8 +64,6 @@ from oobleck.ui.summary_table import summary_table
 from oobleck.user_path import expand_user
 from oobleck.writing import write_in_place
 
-__all__ = ["Run", "run_job"]
-
 _log = logging.getLogger("oobleck.up")
 
 

@@ -35,8 +35,6 @@ from oobleck.runtime.journals import read_journal
 from oobleck.script import SCRIPT_WAITS
 from oobleck.wire import decode_json, encode_json
 
-__all__ = ["Asked", "Outcome", "is_of_trainer", "train_both_ways"]
-
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and Slurm's srun leave in an environment, and accelerate would follow."""
 _LAST_LINES = 15

@@ -19,8 +19,6 @@ from oobleck.job import JobSpec
 if TYPE_CHECKING:
     from .both_ways import Asked
 
-__all__ = ["verify", "verify_first"]
-
 _STEPS = 8
 _NODES = 4
 _MOST_NODES = 16

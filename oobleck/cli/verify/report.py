@@ -11,8 +11,6 @@ from oobleck.exit_codes import ExitCode
 
 from .both_ways import Asked, Outcome
 
-__all__ = ["as_text", "refused_json", "to_json"]
-
 _VERDICTS = {ExitCode.DONE: "equal", ExitCode.DIFFERENT: "different", ExitCode.CONFIG: "refused"}
 _MOST_NAMED = 5
 """Of what differs, so much is listed."""

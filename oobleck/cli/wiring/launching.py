@@ -41,8 +41,6 @@ from oobleck.runtime.launchers import (
 )
 from oobleck.runtime.ssh import SSHOptions, serve_local_nodes
 
-__all__ = ["open_launcher"]
-
 _STARTS_S = 60.0
 """After so long a run begins without those of its nodes that a scheduler should have started."""
 

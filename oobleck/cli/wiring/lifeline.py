@@ -8,8 +8,6 @@ import stat
 import threading
 from contextlib import suppress
 
-__all__ = ["end_with_stdin"]
-
 
 def end_with_stdin() -> None:
     """Send this process a SIGTERM once its standard input ends; nothing where that is no pipe.

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["background_logging"]
-
 _MAX_WAITING = 1000
 _LAST_WORDS_S = 1.0
 

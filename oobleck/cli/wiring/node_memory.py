@@ -12,8 +12,6 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import LiveCluster
 
-__all__ = ["ENDS_WELL", "give_memory_back"]
-
 ENDS_WELL = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """The newest state is on disk after these."""
 

@@ -17,8 +17,6 @@ from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.journals import read_entries, read_image, write_image
 
-__all__ = ["LEAST_BYTES", "TIMES_AS_LONG", "advance_image", "is_any_alive", "keep_image", "read_books", "read_past"]
-
 _log = logging.getLogger("oobleck.up")
 
 _PERIOD_S = 10.0

@@ -19,8 +19,6 @@ from oobleck.runtime.ssh import SSHOptions
 from .launching import open_launcher
 from .start_check import choose_nodes
 
-__all__ = ["check_first", "open_nodes", "remote_paths"]
-
 
 def open_nodes(
     source: NodeSource,

@@ -12,8 +12,6 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter
 from oobleck.runtime.metrics_output import MetricsOutput
 
-__all__ = ["watch_run_directory"]
-
 _PERIOD_S = 2.0
 
 

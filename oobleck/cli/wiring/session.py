@@ -34,8 +34,6 @@ from oobleck.ui.lines import LineFormatter
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
 from oobleck.wire import to_builtins
 
-__all__ = ["MasterLeaves", "Session"]
-
 _log = logging.getLogger("oobleck.up")
 
 

@@ -11,8 +11,6 @@ from oobleck.control.events import NodeLeftOut, Remark
 from oobleck.control.node_check import CheckedNode, CheckReport, Health
 from oobleck.job import NodeSpec
 
-__all__ = ["choose_nodes"]
-
 
 def choose_nodes(
     nodes: Sequence[NodeSpec], report: CheckReport, *, leaves_out_slow: bool = False

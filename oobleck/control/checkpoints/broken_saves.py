@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["BrokenSaves"]
-
 
 class BrokenSaves:
     """Knows saves by the generation and the step after which all were to save. What is whole already is not asked."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from oobleck.control.protocol import DataPosition, Restore, generation_of, run_of
 from oobleck.planner import WorkerId
 
-__all__ = ["Candidate", "KnownCheckpoint", "in_order"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:

@@ -14,8 +14,6 @@ from oobleck.planner import WorkerId
 
 from .candidate import Candidate, KnownCheckpoint
 
-__all__ = ["Restoring"]
-
 
 class Restoring:
     """The question under way, its answers, and what was found broken."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from oobleck.control.protocol import DataPosition, Shard
 from oobleck.planner import WorkerId
 
-__all__ = ["Save"]
-
 
 @dataclass(slots=True)
 class Save:

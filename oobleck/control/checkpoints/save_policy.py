@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from oobleck.job import CheckpointSpec
 
-__all__ = ["SavePolicy", "best_interval_s"]
-
 _FIRST_SAVE_S = 60.0
 """Before the cost of a save is known."""
 _LEAST_INTERVAL_S = 10.0

@@ -41,8 +41,6 @@ from .candidate import Candidate, KnownCheckpoint, in_order
 from .save import Save
 from .save_policy import SavePolicy
 
-__all__ = ["Saving"]
-
 _RETRY_S = 30.0
 """After a save that failed, at least."""
 _PATIENCE_S = 1800.0

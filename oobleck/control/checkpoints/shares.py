@@ -6,8 +6,6 @@ from collections.abc import Collection, Sequence
 
 from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = ["saving_shares"]
-
 
 def saving_shares(
     plan: ExecutionPlan, sizes: Sequence[int], *, lost: Collection[str] = (), rank: int = 0, degree: int = 1

@@ -28,8 +28,6 @@ from oobleck.planner import WorkerId
 from .commit_tree import Neighbours, neighbours_in_tree
 from .groups import Committee
 
-__all__ = ["Agreements", "Letter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Letter:

@@ -25,8 +25,6 @@ from oobleck.control.protocol import (
 )
 from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = ["CommitState", "Interrupted", "PeerLost"]
-
 
 class Interrupted(Exception):
     """The control thread wants the training thread to stop what it does and look for its next plan update."""

@@ -26,8 +26,6 @@ from hashlib import blake2b
 
 from oobleck.planner import WorkerId
 
-__all__ = ["Neighbours", "commit_tree", "hops_up", "neighbours_in_tree"]
-
 _DIGIT_BITS = 2
 _HASH_BITS = 64
 

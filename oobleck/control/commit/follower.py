@@ -71,8 +71,6 @@ from .worker_effects import (
     WorkerEffects,
 )
 
-__all__ = ["Follower", "RecordBoard"]
-
 
 class RecordBoard(Protocol):
     """What is known of the records that steps take. The control thread fills it."""

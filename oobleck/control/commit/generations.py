@@ -21,8 +21,6 @@ from oobleck.schedule import ScheduleKind
 
 from .judgement import NO_SECTION, SectionId, Verdict, broken_pipelines, reassign_microbatches, rests_of
 
-__all__ = ["Generations"]
-
 
 class Generations:
     """Grows by one with every `begin`, and notes what each plan update says."""

@@ -14,8 +14,6 @@ from oobleck.control.protocol import PlanUpdate, Status
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind
 
-__all__ = ["Committee", "GroupKey", "PlaceInPlan", "regrouped", "transfer_key", "transfer_keys"]
-
 Members = tuple[WorkerId, ...]
 
 

@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping
 from oobleck.control.protocol import Activity, Status
 from oobleck.planner import WorkerId
 
-__all__ = ["cut_off_nodes", "is_network_down", "stuck_workers"]
-
 
 def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
     """The fewest nodes, greedily, without which all that are left reach each other; O(pairs²).

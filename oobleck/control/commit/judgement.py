@@ -33,22 +33,6 @@ from oobleck.control.plans import apportion, shares_of
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = [
-    "NO_SECTION",
-    "SectionId",
-    "Verdict",
-    "broken_pipelines",
-    "distinct",
-    "judge",
-    "microbatches_redone",
-    "planned_layers",
-    "reassign_microbatches",
-    "rests_of",
-    "uncovered",
-    "without",
-]
-
-
 _Value = TypeVar("_Value")
 
 SectionId = tuple[int, int]

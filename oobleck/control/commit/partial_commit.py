@@ -32,8 +32,6 @@ from .worker_effects import (
     WorkerEffects,
 )
 
-__all__ = ["PartialCommit", "Section"]
-
 
 @dataclass(slots=True)
 class Section:

@@ -10,8 +10,6 @@ from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
 
-__all__ = ["HANG_FLOOR_S", "STEPS_TIMED", "Progress"]
-
 HANG_FLOOR_S = 10.0
 _HANG_FACTOR = 10
 """It is a hang when no step is committed for this many times as long as the slowest of the latest took, or the plan

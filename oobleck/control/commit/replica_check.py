@@ -17,8 +17,6 @@ from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
-__all__ = ["ReplicaCheck", "odd_ones"]
-
 _MOST_IN_A_ROW = 3
 """Checks that fail one after the other, before machines are taken to compute differently by nature."""
 

@@ -29,49 +29,6 @@ from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from .commit_state import Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan
 
-__all__ = [
-    "FAILURES",
-    "Adopt",
-    "Agree",
-    "Agreed",
-    "Apply",
-    "AwaitGroups",
-    "AwaitPlanUpdate",
-    "AwaitRecords",
-    "AwaitSection",
-    "BeginStep",
-    "CompareReplicas",
-    "Compute",
-    "EffectOutcome",
-    "EndTransfers",
-    "Evaluate",
-    "Evaluation",
-    "Exchange",
-    "Fold",
-    "ForgetStep",
-    "FormGroups",
-    "GiveBack",
-    "KeepGroups",
-    "PostSection",
-    "PostTotals",
-    "PrepareToSave",
-    "ReadCheckpoint",
-    "Reduce",
-    "ReportFinished",
-    "ReportResumed",
-    "Save",
-    "SaveEnd",
-    "Say",
-    "SectionEffect",
-    "SectionTotals",
-    "ShareLossScale",
-    "TakeSums",
-    "TakeTotals",
-    "WorkerEffect",
-    "WorkerEffects",
-    "drive",
-]
-
 FAILURES = (Interrupted, PeerLost, ShardUnreadable, CorruptCheckpoint)
 """What a driver throws into the follower."""
 

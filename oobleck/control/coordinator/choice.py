@@ -8,8 +8,6 @@ from oobleck.control.checkpoints import Candidate
 from oobleck.control.commit import Verdict
 from oobleck.planner import Decision
 
-__all__ = ["Choice", "to_checkpoint"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

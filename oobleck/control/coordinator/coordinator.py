@@ -69,8 +69,6 @@ from .reports import Reports
 from .routing import Routing, RunOver
 from .takeover import take_over
 
-__all__ = ["Coordinator", "Phase"]
-
 
 class Coordinator:
     """Makes all decisions of one run. Only `start`, `handle` and `handle_deadline` change it."""

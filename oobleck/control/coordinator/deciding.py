@@ -21,8 +21,6 @@ from .recovery.states import Decide, Deciding, WorkersWanted
 from .replanning import Aftermath, Replanning
 from .requests import Effects, KeepDraining
 
-__all__ = ["Decider", "committed_records"]
-
 
 class Decider:
     """Decides, and asks for what it needs to know."""

@@ -21,8 +21,6 @@ from .recovery.states import CheckpointWanted, Recovery
 from .replanning import Replanning
 from .requests import Effects, LocateCheckpoints, ReportProblems
 
-__all__ = ["GoingBack", "Lineage", "cannot_go_on"]
-
 _NOBODY: frozenset[str] = frozenset()
 """The nodes whose state is lost when all go back: none, for all can read what they go back to."""
 

@@ -26,8 +26,6 @@ from oobleck.planner import WorkerId
 from .recovery.states import BeginRecovery
 from .requests import Effects, MoreTime
 
-__all__ = ["HangWatch"]
-
 _BUSY_SHARE = 0.1
 """A process that uses this share of a core computes. One that sleeps, and looks around now and then, uses far less."""
 _LONGEST_S = 600.0

@@ -33,8 +33,6 @@ from oobleck.planner import WorkerId
 from .recovery.states import BeginRecovery, GiveUp, NodeDrained, NodeGone, NodeReached
 from .requests import Effects, NodeDropped, NodeHere, NodeTakenIn, PlanWithout, StartAgain
 
-__all__ = ["NodeLifecycle"]
-
 _MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, LossCause.UNREACHABLE})
 """What a node is tried again after."""
 

@@ -13,8 +13,6 @@ from oobleck.schedule import ScheduleKind
 from .choice import Choice
 from .recovery.states import PlanOrdered, Recovery
 
-__all__ = ["plan_adopted", "plan_ordered"]
-
 
 def plan_ordered(recovery: Recovery, choice: Choice, update: PlanUpdate, members: Membership) -> PlanOrdered:
     """Return what the recovery needs to know of its orders."""

@@ -29,8 +29,6 @@ from .silence import Silence
 from .startup import Startup
 from .worker_lifecycle import WorkerLifecycle
 
-__all__ = ["Parts", "make_parts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from oobleck.planner import Cutter, Planner
 
-__all__ = ["check_kinds", "fixed_schedule", "one_kind_planner", "planner_for", "planner_settings", "schedules_for"]
-
 
 def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str]) -> ClusterPlanner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.

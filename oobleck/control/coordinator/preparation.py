@@ -24,8 +24,6 @@ from oobleck.errors import ConfigError
 from oobleck.job import DEFAULT_KIND, JobSpec
 from oobleck.planner import NodeKind, WorkerId
 
-__all__ = ["Preparation", "misfit_of"]
-
 
 class Preparation:
     """Says what to ask of nodes until every worker is ready, and the profile of every kind is known."""

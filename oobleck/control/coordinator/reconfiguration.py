@@ -44,8 +44,6 @@ from .requests import Effects
 if TYPE_CHECKING:
     from oobleck.planner import ClusterPlanner
 
-__all__ = ["Reconfiguration"]
-
 
 class Reconfiguration:
     """Knows the generations, and the state of the recovery that is under way, if there is one."""

@@ -22,8 +22,6 @@ from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan, NodeKind, W
 
 from .recovery.states import BeginRecovery
 
-__all__ = ["Aftermath", "Replanning"]
-
 _WORTH_FORGETTING_S = 1.0
 """A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
 _FINDING_S = 2.0

@@ -44,8 +44,6 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
-__all__ = ["Replay", "ReplayImage", "ReplayedRun"]
-
 
 @dataclass(slots=True)
 class ReplayedRun:

@@ -86,8 +86,6 @@ from .recovery.states import (
 from .routing import Routing
 from .startup import profile_known
 
-__all__ = ["Reports"]
-
 _MAX_EARLY = 8
 """Steps that are held back, at most: a report may have been lost with its reporter."""
 

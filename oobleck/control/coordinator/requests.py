@@ -26,27 +26,6 @@ from .recovery.states import (
     WorkersWanted,
 )
 
-__all__ = [
-    "BeginTraining",
-    "Effect",
-    "Effects",
-    "KeepDraining",
-    "KnowCheckpoints",
-    "LinksWanted",
-    "LocateCheckpoints",
-    "MoreTime",
-    "NodeDropped",
-    "NodeHere",
-    "NodeTakenIn",
-    "PlanWithout",
-    "ReportProblems",
-    "StartAgain",
-    "WorkerDropped",
-    "WorkerRaised",
-    "WorkerRestarted",
-    "WorkersFail",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTakenIn:

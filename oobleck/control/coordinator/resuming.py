@@ -12,8 +12,6 @@ from oobleck.planner import NodeKind, WorkerId
 
 from .requests import BeginTraining, Effects, KnowCheckpoints, LocateCheckpoints, ReportProblems
 
-__all__ = ["Resuming", "finished_text"]
-
 
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
     """Return what to say when there is nothing left to train."""

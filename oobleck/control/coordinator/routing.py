@@ -74,8 +74,6 @@ from .requests import (
     WorkersFail,
 )
 
-__all__ = ["Routing", "RunOver"]
-
 
 class RunOver(Exception):
     """A part asks for the end of the run: what was to be done after that is dropped."""

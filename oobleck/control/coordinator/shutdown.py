@@ -16,8 +16,6 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
-__all__ = ["Shutdown"]
-
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
 _LAST_WORDS_S = 2.0

@@ -9,8 +9,6 @@ from oobleck.job import ControlSpec
 
 from .recovery.states import GiveUp
 
-__all__ = ["Silence"]
-
 
 class Silence:
     """Judges the silence of nodes, and knows when this master was last called."""

@@ -22,8 +22,6 @@ from .preparation import Preparation
 from .requests import Effects, LinksWanted
 from .resuming import Resuming
 
-__all__ = ["Startup", "profile_known"]
-
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
 

@@ -13,8 +13,6 @@ from .recovery.states import BeginRecovery
 from .replayed_run import ReplayedRun
 from .routing import Routing
 
-__all__ = ["take_over"]
-
 
 def take_over(
     parts: Parts, routing: Routing, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun, now_s: float

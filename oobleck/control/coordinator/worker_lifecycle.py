@@ -12,8 +12,6 @@ from oobleck.planner import WorkerId
 from .recovery.states import GiveUp
 from .requests import Effects, PlanWithout, StartAgain, WorkerDropped, WorkerRaised, WorkerRestarted, WorkersFail
 
-__all__ = ["WorkerLifecycle"]
-
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
 """A node is given up where its workers end again after so many restarts within this time, or without a step that was

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from oobleck.control.protocol import DataPosition, LeftShard, OpenShard, RecordRun, ScanRange, ScanResult, visit_at
 
-__all__ = ["MAX_LEFT", "MAX_OPEN", "RecordAssigner", "Taken"]
-
 MAX_OPEN = 64
 """Shards that are open at once; the position, which is stored with every state, names them all."""
 MAX_LEFT = 32

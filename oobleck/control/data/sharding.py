@@ -35,8 +35,6 @@ from oobleck.planner import WorkerId
 
 from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 
-__all__ = ["ShardRemains", "Sharding", "ShardsImage"]
-
 STEPS_AHEAD = 32
 """Steps whose records are sent before they are begun: so many steps workers can run without a master."""
 _ATTEMPTS = 3

@@ -15,8 +15,6 @@ from oobleck.planner import WorkerId
 
 from .inputs import Record
 
-__all__ = ["EndRun", "ExpectSteps", "Repair", "notice"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:

@@ -27,35 +27,6 @@ from oobleck.control.protocol import (
 from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
-__all__ = [
-    "AddRequested",
-    "BatchReceived",
-    "Command",
-    "Connect",
-    "Disconnect",
-    "DrainRequested",
-    "End",
-    "Event",
-    "KillRequested",
-    "LinkFound",
-    "LookUpLink",
-    "LookUpProfile",
-    "MessageReceived",
-    "NodeFailed",
-    "NodeLeftOut",
-    "NodeUp",
-    "NodesHeard",
-    "ProfileFound",
-    "Record",
-    "Remark",
-    "Send",
-    "SendAll",
-    "SendOrders",
-    "StopRequested",
-    "StoreLink",
-    "StoreProfile",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUp:

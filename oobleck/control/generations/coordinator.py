@@ -108,8 +108,6 @@ from .states import (
     TooFew,
 )
 
-__all__ = ["RanksCoordinator"]
-
 _PATIENCE_S = 30.0
 """For an agent that kills its ranks: a process in the kernel's hands may take its time."""
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from oobleck.control.journal import HungRank
 from oobleck.control.protocol import RanksQuiet, RankStacks
 
-__all__ = ["HangWatch", "hung_rank"]
-
 _ANSWERS_S = 5.0
 """How long stacks are waited for."""
 _MOST_STACK_CHARS = 4000

@@ -44,8 +44,6 @@ from .states import (
     TooFew,
 )
 
-__all__ = ["TRANSITIONS", "Transition", "deadline", "start", "step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Transition:

@@ -10,32 +10,6 @@ from dataclasses import dataclass
 from oobleck.control.events import EndRun
 from oobleck.control.journal import GenerationCause, NodeRanks
 
-__all__ = [
-    "Begin",
-    "Candidate",
-    "Clear",
-    "Effect",
-    "Ending",
-    "Failed",
-    "Finished",
-    "Gathering",
-    "GiveUpSilent",
-    "Gone",
-    "Input",
-    "Leave",
-    "LetGo",
-    "Over",
-    "Past",
-    "Ready",
-    "Roster",
-    "Rules",
-    "Running",
-    "State",
-    "StopAsked",
-    "TimePassed",
-    "TooFew",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:

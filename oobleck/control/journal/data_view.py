@@ -9,8 +9,6 @@ from oobleck.control.protocol import DataPosition
 
 from .state_entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 
-__all__ = ["DataImage", "DataView"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataImage:

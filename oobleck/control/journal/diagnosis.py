@@ -43,8 +43,6 @@ from .sentences import sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _BELONGS_TOGETHER_S = 2.0
 """Findings that follow each other this closely are one incident, if no recovery says more."""
 _REPEATED_WITHIN_S = 600.0

@@ -25,8 +25,6 @@ from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
-__all__ = ["JournalEntry"]
-
 JournalEntry = (
     JobStarted
     | MasterResumed

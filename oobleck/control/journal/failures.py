@@ -29,8 +29,6 @@ from .losses import (
     WorkerEnded,
 )
 
-__all__ = ["Failure", "Remedy", "failure_of_end", "failure_of_loss", "remedy_of"]
-
 _CRASHES = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
 

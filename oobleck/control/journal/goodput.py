@@ -22,8 +22,6 @@ from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .run_entries import JobEnded
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["TimeAccount", "TimeImage", "TimeSplit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:

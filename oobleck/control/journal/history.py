@@ -18,8 +18,6 @@ from .ranks import GenerationFormed, ScriptStarted
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["History", "HistoryAccount", "history_of", "mean_rates", "thinned"]
-
 MAX_PLANS = 50
 MAX_POINTS = 400
 _KEPT_POINTS = 8 * MAX_POINTS

@@ -17,8 +17,6 @@ from .sentences import fork_server_text, hang_text, loss_text, rank_end_text, se
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
-__all__ = ["advice", "evidence_detail", "evidence_text", "failure_text", "remedy_text", "response_text", "title"]
-
 _FAILURES = {
     Failure.USER_EXCEPTION: "an error in the training code",
     Failure.JOB_ERROR: "the job cannot be run as it is",

@@ -18,8 +18,6 @@ from .run_entries import JobEnded, JournalGap, MasterResumed
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
-__all__ = ["Evidence", "Finding", "Incident", "Measure", "Response"]
-
 _REPEATED_TIMES = 3
 
 Evidence = (

@@ -26,23 +26,6 @@ from typing import ClassVar
 
 from oobleck.control.protocol import Raised, WorkerEnd
 
-__all__ = [
-    "AgentLeft",
-    "AgentLost",
-    "ConnectionLost",
-    "CutOff",
-    "Loss",
-    "LossCause",
-    "Misfit",
-    "NoWorkerStarts",
-    "NotReading",
-    "ProtocolBroken",
-    "Silent",
-    "Unfit",
-    "Unreachable",
-    "WorkerEnded",
-]
-
 
 class LossCause(StrEnum):
     """Why a node or a worker was lost, in a word."""

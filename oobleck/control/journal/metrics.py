@@ -24,8 +24,6 @@ from .plan_entries import PlanAdopted, RecoveryDone
 from .run_entries import JobStarted, ProfileKnown
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["MetricSample", "Metrics", "MetricsImage", "prometheus_text"]
-
 _FLOPS_PER_PARAMETER, _FLOPS_PER_FROZEN = 6, 4
 """Of a token's forward and backward pass: a multiplication and an addition, three times, or twice where the parameter
 has no gradient. Attention is left out."""

@@ -9,19 +9,6 @@ from oobleck.job import NodeSpec
 
 from .losses import Loss
 
-__all__ = [
-    "ForkServerDown",
-    "NodeAdded",
-    "NodeConnected",
-    "NodeLeft",
-    "NodeLost",
-    "NodeUnfit",
-    "PaceChanged",
-    "TerminationNoticed",
-    "WorkerDown",
-    "WorkerUp",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConnected:

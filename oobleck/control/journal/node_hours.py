@@ -24,8 +24,6 @@ from .node_entries import NodeConnected, NodeLeft, NodeLost
 from .plan_entries import PlanAdopted
 from .run_entries import JobEnded
 
-__all__ = ["NodeAccount", "NodeHours", "NodesImage"]
-
 _HOUR_S = 3600.0
 
 

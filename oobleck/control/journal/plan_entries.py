@@ -11,16 +11,6 @@ from oobleck.schedule import ScheduleKind
 
 from .losses import LossCause
 
-__all__ = [
-    "Action",
-    "HangExplained",
-    "LayersArriving",
-    "PlanAdopted",
-    "PlanCause",
-    "RecoveryDone",
-    "RecoveryStarted",
-]
-
 
 class PlanCause(StrEnum):
     """Why there is a new plan."""

@@ -17,8 +17,6 @@ from oobleck.planner import ExecutionPlan
 from .entries import JournalEntry
 from .plan_entries import PlanAdopted
 
-__all__ = ["JournalLine", "PlanLine", "PlanPacker", "PlanUnpacker"]
-
 _EMPTY = ExecutionPlan(pipelines=())
 _FEW_PIPELINES = 16
 """A plan of no more is a few KB."""

@@ -8,17 +8,6 @@ from oobleck.control.protocol import Raised
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
-__all__ = [
-    "JobEnded",
-    "JobStarted",
-    "JournalGap",
-    "MasterResumed",
-    "Notice",
-    "ProfileKnown",
-    "ScalingDecided",
-    "WorkerError",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStarted:

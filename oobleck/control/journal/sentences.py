@@ -61,16 +61,6 @@ from .run_entries import (
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
-__all__ = [
-    "error_text",
-    "fork_server_text",
-    "given_up_text",
-    "hang_text",
-    "loss_text",
-    "rank_end_text",
-    "sentence",
-]
-
 
 def sentence(entry: JournalEntry) -> str:
     """An entry as one plain sentence, without its time."""

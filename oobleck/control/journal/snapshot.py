@@ -10,18 +10,6 @@ from enum import StrEnum
 
 from oobleck.exit_codes import ExitCode
 
-__all__ = [
-    "EventLine",
-    "NodeState",
-    "NodeView",
-    "PipelineView",
-    "RunSnapshot",
-    "RunState",
-    "StageView",
-    "WorkState",
-    "state_at_end",
-]
-
 
 class RunState(StrEnum):
     """What the whole run is doing."""

@@ -6,15 +6,6 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import DataPosition, StepRecords
 
-__all__ = [
-    "CheckpointSaved",
-    "DataPlaced",
-    "RecordsDealt",
-    "SaveFailed",
-    "ShardQuarantined",
-    "ShardsKnown",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:

@@ -7,14 +7,6 @@ from dataclasses import dataclass
 from oobleck.control.protocol import CommitRecord
 from oobleck.planner import WorkerId
 
-__all__ = [
-    "Evaluated",
-    "ReplicasDiffer",
-    "StepDone",
-    "StepRunsLong",
-    "StepsDone",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:

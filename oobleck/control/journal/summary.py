@@ -21,20 +21,6 @@ from .state_entries import CheckpointSaved, SaveFailed
 from .step_entries import Evaluated, StepDone, StepsDone
 from .tally import LossTally, StepTally, TallyImage
 
-__all__ = [
-    "AccountImage",
-    "EvaluationSummary",
-    "NodeSummary",
-    "PipelineSummary",
-    "PlanSummary",
-    "RecoverySummary",
-    "RunAccount",
-    "StageSummary",
-    "StepTime",
-    "Summary",
-    "summarize",
-]
-
 _CALM = frozenset(cause.value for cause in PlanCause if cause.is_calm)
 
 

@@ -13,8 +13,6 @@ from math import ceil
 
 from .step_entries import StepDone, StepsDone
 
-__all__ = ["LossTally", "StepTally", "TallyImage"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alike:

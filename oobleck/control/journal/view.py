@@ -49,8 +49,6 @@ from .snapshot import (
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
-__all__ = ["RunView", "ViewImage", "level_of"]
-
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
 StageKey = tuple[str, int, int]

@@ -21,8 +21,6 @@ from oobleck.job import ControlSpec
 from .membership import Membership
 from .time_limits import reading_s
 
-__all__ = ["Leases", "are_most", "patience_s"]
-
 _LOOK_S = 0.1
 """What was said before the lease lapsed, and waits unread, is read within this time; of many nodes, in more."""
 _MOST_SILENT_S = 120.0

@@ -11,18 +11,6 @@ from collections.abc import Mapping
 from oobleck.control.protocol import EpochEntered, Things
 from oobleck.plan import WorkerId
 
-__all__ = [
-    "DATA",
-    "FIRST_SAMPLES",
-    "LOSS",
-    "ORDER",
-    "STRUCTURE",
-    "WEIGHTS",
-    "EpochLikeness",
-    "difference",
-    "version_of",
-]
-
 DATA = "the data"
 WEIGHTS = "the weights that training starts from"
 STRUCTURE = "the model's structure"

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from oobleck.control.protocol import Hello
 from oobleck.job import NodeSpec
 
-__all__ = ["Machines", "Share"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:

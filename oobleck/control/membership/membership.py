@@ -19,9 +19,6 @@ from oobleck.planner import WorkerId
 
 from .machines import Machines, Share
 
-__all__ = ["Member", "MemberImage", "MemberState", "Membership"]
-
-
 _RESTARTS_KEPT = 16
 _ENDS_KEPT = 8
 """Of each device's workers: more than a node may have in the time in which none is reported again."""

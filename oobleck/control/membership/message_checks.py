@@ -7,8 +7,6 @@ from oobleck.errors import PeerError
 
 from .membership import Member
 
-__all__ = ["check_device", "is_of_training", "is_of_worker_that_ends"]
-
 
 def is_of_training(message: AgentMessage) -> bool:
     """Whether only a worker that has had a plan, or its agent, can say this."""

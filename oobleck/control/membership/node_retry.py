@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from oobleck.job import NodeSpec
 
-__all__ = ["QUARANTINE_LOSSES", "NodeRetry"]
-
 _LONGEST_WAIT_S = 600.0
 QUARANTINE_LOSSES = 3
 """A node that is lost so often within `_QUARANTINE_WITHIN_S` is not tried again."""

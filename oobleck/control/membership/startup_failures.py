@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from oobleck.control.journal import Loss, WorkerEnded, loss_text
 from oobleck.exit_codes import ExitCode
 
-__all__ = ["StartupFailures"]
-
 _NAMES_SHOWN = 8
 
 

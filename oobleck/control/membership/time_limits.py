@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["adopting_s", "attaching_s", "reading_s", "saying_farewell_s", "starting_s"]
-
 _FEW = 64
 """So many take no more than the least limits allow."""
 _START_S = 0.15

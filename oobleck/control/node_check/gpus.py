@@ -25,19 +25,6 @@ from oobleck.planner import DeviceSheet, sheet_of_product
 
 from .rounds import Health, NodeVerdict
 
-__all__ = [
-    "ClockLimit",
-    "GpuFacts",
-    "GpuFinding",
-    "GpuProblem",
-    "GpuReading",
-    "NvmlState",
-    "fault_of",
-    "findings_about",
-    "sentences_of",
-    "slowed_by",
-]
-
 _LEAST_PRODUCT = 0.5
 """Of the data sheet's rate of matrix products in bfloat16."""
 _LEAST_MEMORY = 0.65

@@ -10,18 +10,6 @@ from dataclasses import dataclass, field
 
 from .gpus import GpuFacts
 
-__all__ = [
-    "MeasureAlone",
-    "MeasurePair",
-    "NodeFacts",
-    "PairDone",
-    "PairValue",
-    "ProbeAnswer",
-    "ProbeFailed",
-    "ProbeRequest",
-    "SoloDone",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureAlone:

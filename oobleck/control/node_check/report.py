@@ -15,8 +15,6 @@ from .gpus import GpuFacts, GpuFinding
 from .messages import NodeFacts
 from .rounds import CheckVerdict, LinkVerdict, NodeVerdict
 
-__all__ = ["CheckReport", "CheckedNode", "misfit", "warnings_about"]
-
 _LEAST_DISK_BYTES = 1_000_000_000
 _MOST_CLOCK_OFFSET_S = 2.0
 

@@ -23,17 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = [
-    "CheckRound",
-    "CheckVerdict",
-    "Health",
-    "LinkVerdict",
-    "NodeCheck",
-    "NodeVerdict",
-    "PairResult",
-    "SoloResult",
-]
-
 _MAX_ROUNDS = 6
 """More than four are needed only where no pair works at first."""
 

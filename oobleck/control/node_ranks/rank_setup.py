@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from oobleck.control.protocol import StartRanks
 from oobleck.ranks import RanksSpec
 
-__all__ = ["RankSetup", "is_shown", "rank_environment", "shown_text"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from oobleck.control.protocol import RanksQuiet
 
-__all__ = ["NodeSigns"]
-
 _IDLE_SHARE = 0.05
 """Of one processor: what a rank that waits may use, for the threads that libraries have beside."""
 

@@ -32,8 +32,6 @@ from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 
 from .plan_delta import WrongBase, difference, nodes_of, places_of, rebuild
 
-__all__ = ["WrongBase", "orders_of", "update_of"]
-
 
 def orders_of(
     update: PlanUpdate,

@@ -31,8 +31,6 @@ from oobleck.schedule import ScheduleKind
 
 from .sections import committed_after, num_sections_of
 
-__all__ = ["WrongBase", "apply_change", "change_between", "difference", "nodes_of", "places_of", "rebuild"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)

@@ -18,8 +18,6 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Pipeline
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind, section_stops
 
-__all__ = ["PARTIAL_COMMIT_COPIES", "apportion", "committed_after", "num_sections_of", "sections_wanted", "shares_of"]
-
 _SECTION_S = 8.0
 """How long a section should take: long beside a reduction, and what a failure costs is about half of it."""
 _MOST_SECTIONS = 32

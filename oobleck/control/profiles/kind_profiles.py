@@ -18,8 +18,6 @@ from oobleck.control.protocol import Profiled, ProfileRequest
 from oobleck.errors import ConfigError, PeerError
 from oobleck.planner import NodeKind, Profile, WorkerId, profile_from_json
 
-__all__ = ["KindProfiles"]
-
 
 @dataclass(slots=True)
 class _Wanted:

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from oobleck import __version__
 from oobleck.job import JobSpec
 
-__all__ = ["profile_key"]
-
 _MEASURES = 3
 """Raised when profiles measure more or otherwise. 3: they say which links are assumed."""
 

@@ -12,19 +12,6 @@ from .rank_messages import RanksReport
 from .relay_messages import RelayReport
 from .worker_messages import WorkerReport
 
-__all__ = [
-    "AgentMessage",
-    "AgentStopped",
-    "ForkServerEnded",
-    "FromAgent",
-    "Heartbeat",
-    "Hello",
-    "Leaving",
-    "ResourceLimit",
-    "WorkerExited",
-    "WorkerStarted",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(FromWorker):

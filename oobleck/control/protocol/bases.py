@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["ForWorker", "FromWorker"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromWorker:

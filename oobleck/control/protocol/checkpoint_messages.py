@@ -19,25 +19,6 @@ from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 from .manifest import Manifest, SavedState, Shard
 
-__all__ = [
-    "CheckpointCommitted",
-    "CheckpointsFound",
-    "CommitCheckpoint",
-    "FindCheckpoints",
-    "FoundState",
-    "LayersPersisted",
-    "PersistState",
-    "RemoveOld",
-    "RemoveUnfinished",
-    "ReplicaDigests",
-    "Restore",
-    "RestoreFailed",
-    "SaveState",
-    "StateNotSaved",
-    "StateSaved",
-    "StoragePaths",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDigests(FromWorker):

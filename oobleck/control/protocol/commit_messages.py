@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["CommitMessage", "PartUp", "Subject", "Tally", "Topic", "TotalDown", "Totals"]
-
 _WORD = 1 << 64
 
 

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-__all__ = ["DataPosition", "LeftShard", "OpenShard", "digest_of_shards", "merged", "visit_at"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:

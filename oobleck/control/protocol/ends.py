@@ -9,20 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
-__all__ = [
-    "ErrorKind",
-    "Exited",
-    "Killed",
-    "NotStarted",
-    "ProcessEnd",
-    "Raised",
-    "ServerEnd",
-    "Unseen",
-    "WorkerEnd",
-    "end_text",
-    "server_end_text",
-]
-
 
 class ErrorKind(StrEnum):
     """What an exception that ended a worker was about. The worker says it, for it holds the exception."""

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from .manifest import generation_of, run_of
 
-__all__ = ["Age", "Aged", "ages"]
-
 Age = tuple[str, str, int, str, str, int, int, str]
 """Greater for the newer state."""
 

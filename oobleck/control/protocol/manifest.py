@@ -14,18 +14,6 @@ from oobleck.errors import ConfigError
 
 from .data_position import DataPosition
 
-__all__ = [
-    "MANIFEST_VERSION",
-    "Manifest",
-    "SavedState",
-    "Shard",
-    "checkpoint_name",
-    "generation_of",
-    "run_digest",
-    "run_of",
-    "what_is_wrong",
-]
-
 MANIFEST_VERSION = 1
 
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")

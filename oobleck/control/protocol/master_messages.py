@@ -29,26 +29,6 @@ from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment,
 from .relay_messages import RelayOrder
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "AskActivity",
-    "Configure",
-    "Fence",
-    "FinishStep",
-    "Greeting",
-    "KillWorker",
-    "MasterMessage",
-    "PlanUpdate",
-    "ProfileRequest",
-    "SetUpWorker",
-    "StartWorker",
-    "StopAgent",
-    "TimeLink",
-    "UseShare",
-    "WorkerBound",
-    "WorkerCommand",
-]
-
 PROTOCOL_VERSION = 2
 
 

@@ -11,8 +11,6 @@ from oobleck.plan import WorkerId
 
 from .commit_messages import CommitMessage
 
-__all__ = ["GroupValue", "LinkChallenge", "LinkEnd", "LinkHello", "LinkMessage", "LinkProof", "PeerMessage"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupValue:

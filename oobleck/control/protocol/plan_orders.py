@@ -21,19 +21,6 @@ from .checkpoint_messages import Restore
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .runs import Names, Runs
 
-__all__ = [
-    "CommonOrder",
-    "NewPipeline",
-    "OrderedPlan",
-    "OwnTransfers",
-    "PlanChange",
-    "PlanDelta",
-    "PlanId",
-    "PlanNeeded",
-    "PlanOrder",
-    "WorkerNames",
-]
-
 WorkerNames = tuple[tuple[int, Names], ...]
 """Workers in their order, as (device, nodes): nodes by their places among the new plan's, as in `NewPipeline`."""
 

@@ -21,28 +21,6 @@ from oobleck.ranks import RanksSpec
 
 from .ends import ProcessEnd
 
-__all__ = [
-    "TRACE_SIGNAL",
-    "BecomeRank",
-    "ConfigureRanks",
-    "EndRanks",
-    "ForRanks",
-    "FromRanks",
-    "RankError",
-    "RankFailed",
-    "RankOutput",
-    "RankStacks",
-    "RanksCold",
-    "RanksFinished",
-    "RanksOrder",
-    "RanksQuiet",
-    "RanksReady",
-    "RanksReport",
-    "RanksStarted",
-    "StartRanks",
-    "TraceRanks",
-]
-
 TRACE_SIGNAL = 59
 """A signal of real time that nobody uses: a rank writes down where its threads are."""
 

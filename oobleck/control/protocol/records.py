@@ -6,15 +6,6 @@ from dataclasses import dataclass, field
 
 from oobleck.plan import WorkerId
 
-__all__ = [
-    "NOTHING",
-    "CommitRecord",
-    "PartialStep",
-    "SectionRecord",
-    "Segment",
-    "WorkerAddress",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:

@@ -20,24 +20,6 @@ from dataclasses import dataclass
 from .runs import Runs
 from .worker_messages import StepCommitted
 
-__all__ = [
-    "BecomeRelay",
-    "JoinRelay",
-    "LeaveRelay",
-    "RelayBeat",
-    "RelayCall",
-    "RelayHeard",
-    "RelayJoined",
-    "RelayLeft",
-    "RelayOpen",
-    "RelayOrder",
-    "RelayReport",
-    "RelaySaid",
-    "Relayed",
-    "UseRelay",
-    "news_in",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecomeRelay:

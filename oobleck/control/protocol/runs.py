@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Names", "Runs", "named", "names_in", "numbers_in", "runs_of"]
-
 Runs = tuple[tuple[int, int], ...]
 """Numbers that follow each other, as (first, how many)."""
 

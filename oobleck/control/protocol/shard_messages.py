@@ -15,17 +15,6 @@ from typing import ClassVar
 from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 
-__all__ = [
-    "RecordRun",
-    "RecordsFailed",
-    "RecordsOver",
-    "ScanAnswer",
-    "ScanRange",
-    "ScanRequest",
-    "ScanResult",
-    "StepRecords",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRange:

@@ -14,28 +14,6 @@ from .plan_orders import PlanId, PlanNeeded
 from .records import CommitRecord, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
-__all__ = [
-    "Activity",
-    "EpochEntered",
-    "Evaluating",
-    "EvaluationDone",
-    "Finished",
-    "LayersMoving",
-    "LinkTimed",
-    "Pace",
-    "PeerFailed",
-    "ProcessorUse",
-    "Profiled",
-    "Resumed",
-    "Status",
-    "StepCommitted",
-    "Things",
-    "WorkerFailed",
-    "WorkerMessage",
-    "WorkerReady",
-    "WorkerReport",
-]
-
 Things = tuple[tuple[str, str], ...]
 """What workers compare, a handful: what it is called, and a digest of it or a few words that say it."""
 

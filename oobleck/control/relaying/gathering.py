@@ -25,8 +25,6 @@ from oobleck.control.protocol import (
     runs_of,
 )
 
-__all__ = ["Gathering"]
-
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
 _AGE_MS = 10

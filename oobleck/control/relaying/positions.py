@@ -6,8 +6,6 @@ F(p + 1) + F - 1. So nobody sends lists of who is below whom, and three levels h
 
 from __future__ import annotations
 
-__all__ = ["child_towards", "children_of", "parent_of"]
-
 
 def parent_of(position: int, fanout: int) -> int | None:
     """Return the position of its relay; None for those that speak to the master."""

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["PATIENCE"]
-
 PATIENCE = 0.4
 """A relay that is silent for this share of a lease is left: its children are heard directly before a lease lapses."""

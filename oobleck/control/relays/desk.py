@@ -33,8 +33,6 @@ from oobleck.planner import WorkerId
 from .mail import RelayMail
 from .tree import RelayTree
 
-__all__ = ["Heard", "RelayDesk"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:

@@ -18,8 +18,6 @@ from oobleck.planner import WorkerId
 
 from .tree import RelayTree
 
-__all__ = ["RelayMail"]
-
 _KEPT = 2.0
 """In leases: a relay that delays a message for longer has been left before."""
 

@@ -23,8 +23,6 @@ from oobleck.control.protocol import BecomeRelay, JoinRelay, LeaveRelay, RelayLe
 from oobleck.control.relaying import PATIENCE, children_of, parent_of
 from oobleck.job import ControlSpec
 
-__all__ = ["RelayTree"]
-
 _LOOKS = 8
 """So many times in a lease, relays are looked at."""
 _RESTS = 10

@@ -29,8 +29,6 @@ from oobleck.control.journal import (
 
 from .finished import FinishedRun, finished_run
 
-__all__ = ["BooksImage", "RunBooks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksImage:

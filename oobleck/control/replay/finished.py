@@ -8,8 +8,6 @@ from oobleck.control.journal import CheckpointSaved, JobEnded, JobStarted
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 
-__all__ = ["FinishedRun", "finished_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:

@@ -17,8 +17,6 @@ from typing import assert_never
 
 from oobleck.job import ScalingSpec
 
-__all__ = ["WORTHWHILE", "ScalingState", "ScalingTarget", "scaling_target"]
-
 WORTHWHILE = 0.2
 _SLACK = 1.1
 """A deadline is planned for with this much more time than is expected: failures come on top."""

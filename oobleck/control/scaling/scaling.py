@@ -26,8 +26,6 @@ from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan
 
 from .policy import ScalingState, ScalingTarget, scaling_target
 
-__all__ = ["Scaling", "first_target", "with_resting"]
-
 _LOOKS_EVERY_S = (1.0, 60.0)
 """At most and at least so often; between them, as often as a change takes to settle."""
 _UNMEASURED_CHANGE_S = 5.0

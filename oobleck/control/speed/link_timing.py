@@ -32,8 +32,6 @@ from oobleck.planner.profiles import (
     median_link,
 )
 
-__all__ = ["LINK_KEYS", "LinkTiming"]
-
 LINK_KEYS = "link-"
 """What the keys of cached links begin with, and those of profiles do not."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from oobleck.control.protocol import Pace
 
-__all__ = ["PaceMeter", "report_interval_s"]
-
 _SHORTEST_INTERVAL_S = 1.0
 _REPORTS_PER_S = 1000.0
 """Of all workers together: each report costs the master some of its time, for no two are equal."""

@@ -11,8 +11,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["SlowNodeRetry"]
-
 _FIRST_WAIT = 20
 """A first try comes after so many times the time in which a slow node is found out."""
 _LONGEST_WAIT = 160

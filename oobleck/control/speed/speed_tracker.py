@@ -19,8 +19,6 @@ from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
 from .pace_meter import report_interval_s
 
-__all__ = ["REPORTS_NEEDED", "SpeedTracker", "found_out_s", "microbatch_s"]
-
 REPORTS_NEEDED = 5
 """Reports that have to agree."""
 _FEWEST = 3

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from oobleck.job import JobSpec
 
-__all__ = ["PlainAccount", "PlainJob", "StepAccount", "TensorDifference", "TensorsAsked", "TensorsCompared"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:

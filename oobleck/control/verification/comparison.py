@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from .accounts import PlainAccount, StepAccount, TensorDifference
 from .tolerance import Tolerance
 
-__all__ = ["Comparison", "Difference", "compare"]
-
 _NAMED = 3
 """How many of several tensors or samples are named."""
 

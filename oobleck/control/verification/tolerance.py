@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Tolerance", "tolerance_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from oobleck.planner.costs import Timing
 
-__all__ = ["distribute_microbatches"]
-
 
 def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
     """Return how many microbatches each pipeline takes: at least 1 each, `num_microbatches` in all.

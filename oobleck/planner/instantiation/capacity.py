@@ -20,8 +20,6 @@ from oobleck.planner.costs import Floats, Timing
 
 from .knapsack import Ints, best_filling, best_items, best_values
 
-__all__ = ["Capacity", "Filled", "share_s"]
-
 Filled = tuple[tuple[int, ...], float]
 """Sizes of pipelines, largest first, and the seconds of the slowest."""
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from oobleck.planner.costs import Floats
 
-__all__ = ["Ints", "best_filling", "best_items", "best_values"]
-
 Ints = NDArray[np.int64]
 
 _BASE = 4

@@ -22,8 +22,6 @@ from oobleck.planner.profiles import NetworkProfile
 from .batches import distribute_microbatches
 from .capacity import Capacity, Filled, share_s
 
-__all__ = ["SizeOption", "Sizing", "choose_sizes", "reduction_s", "sizing_of"]
-
 _TOLERANCE = 1e-12
 _MANY = 16
 """From this many pipelines on, a ring's share 2 (p - 1) / p is taken as constant: within 1 / 16 of its limit."""

@@ -20,8 +20,6 @@ from .kinds import KindCosts, MixedTemplate
 from .reduction import Reduction, choose_with_reduction
 from .search import MixedSearch
 
-__all__ = ["MixedCatalog"]
-
 _FEWEST = 8
 _MOST_TOGETHER = 2_048
 """With more numbers of nodes than these in a pipeline, pipelines have nodes of one kind each."""

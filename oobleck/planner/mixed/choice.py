@@ -21,8 +21,6 @@ from oobleck.planner.instantiation import distribute_microbatches
 
 from .indexing import at
 
-__all__ = ["Choice", "Chooser", "Counts"]
-
 Counts = tuple[int, ...]
 """Nodes of each kind."""
 

@@ -13,8 +13,6 @@ from .catalog import MixedCatalog
 from .kinds import MixedTemplate
 from .situation import Situation
 
-__all__ = ["cut_again"]
-
 
 def cut_again(
     catalog: MixedCatalog,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["at"]
-
 
 def at(*parts: int | slice) -> tuple[int | slice, ...]:
     """Return an index of its parts: `array[at(0, *counts)]`."""

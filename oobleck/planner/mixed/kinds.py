@@ -16,8 +16,6 @@ from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.node_kind import NodeKind, shared_network, with_shared_links
 from oobleck.planner.settings import PlannerSettings
 
-__all__ = ["KindCosts", "MixedTemplate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTemplate:

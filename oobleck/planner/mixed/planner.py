@@ -24,8 +24,6 @@ from .choice import Choice, Chooser, Counts
 from .kinds import MixedTemplate
 from .reconfigure import reconfigure
 
-__all__ = ["MixedPlanner"]
-
 
 class MixedPlanner:
     """Plans for one model on nodes of several kinds. A function of its arguments; it only remembers templates."""

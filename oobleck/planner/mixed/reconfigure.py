@@ -33,8 +33,6 @@ from .cut_again import cut_again
 from .kinds import MixedTemplate
 from .situation import KindOf, Situation, count_kinds, look, sum_counts
 
-__all__ = ["reconfigure"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:

@@ -17,8 +17,6 @@ from oobleck.planner.costs import Timing
 
 from .choice import Choice, Chooser, Counts
 
-__all__ = ["Reduction", "choose_with_reduction"]
-
 _MOST_CUTS = 12
 """Times that pipelines are left out, for each number of pipelines."""
 _MOST_FIXED = 8

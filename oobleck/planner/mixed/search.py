@@ -25,8 +25,6 @@ from oobleck.planner.costs import Floats, Timing
 from .indexing import at
 from .kinds import KindCosts, MixedTemplate
 
-__all__ = ["MixedSearch"]
-
 _COARSE = 24
 """Bounds that are tried first, to know a good pipeline for all numbers of nodes."""
 _CHUNK = 64

@@ -13,8 +13,6 @@ from .catalog import MixedCatalog
 from .choice import Counts
 from .kinds import MixedTemplate
 
-__all__ = ["KindOf", "Situation", "count_kinds", "look", "sum_counts"]
-
 KindOf = Callable[[str], int]
 """From a node to the number of its kind."""
 

@@ -12,16 +12,6 @@ from oobleck.json_table import parse_json
 
 from .profile import NetworkProfile
 
-__all__ = [
-    "ASSUMED_COMMUNICATION_BYTES",
-    "KNOWN_DEVICES",
-    "DeviceSheet",
-    "device_sheet",
-    "device_sheet_from_json",
-    "sheet_of_product",
-]
-
-
 _CHANNEL_BYTES = 4_194_304 + 524_288 + 4_915_200
 """NCCL's buffers towards one neighbour, of three protocols: Simple, LL and LL128, by the defaults in its init.cc and
 device.h."""

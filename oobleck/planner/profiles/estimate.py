@@ -25,8 +25,6 @@ from .devices import ASSUMED_COMMUNICATION_BYTES, DeviceSheet
 from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile
 from .shapes import ModelShape
 
-__all__ = ["ASSUMED_SHARE_OF_PEAK", "estimate_profile"]
-
 ASSUMED_SHARE_OF_PEAK = 0.45
 """Of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .shapes import ModelShape
 
-__all__ = ["training_flops"]
-
 
 def training_flops(shape: ModelShape, *, num_samples: int, sequence_length: int) -> float:
     """Count the operations of forward and backward passes over so many samples, none of them done twice.

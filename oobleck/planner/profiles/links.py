@@ -11,8 +11,6 @@ from itertools import combinations
 from oobleck.errors import ConfigError, shown
 from oobleck.json_table import JsonTable, parse_json
 
-__all__ = ["LINKS", "LINKS_IN_WORDS", "LinkSpeed", "fit_link", "link_from_json", "link_to_json", "median_link"]
-
 LINKS = ("inter_node", "intra_node")
 """What a network has: links between nodes, and those between the devices of one node."""
 LINKS_IN_WORDS = {"inter_node": "between nodes", "intra_node": "between the devices of a node"}

@@ -17,17 +17,6 @@ from oobleck.json_table import JsonTable, parse_json
 
 from .links import LINKS, LinkSpeed
 
-__all__ = [
-    "PROFILE_VERSION",
-    "DeviceProfile",
-    "LayerProfile",
-    "NetworkProfile",
-    "Profile",
-    "SplitBackward",
-    "profile_from_json",
-    "profile_to_json",
-]
-
 PROFILE_VERSION = 1
 
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")

@@ -9,8 +9,6 @@ from difflib import get_close_matches
 from oobleck.errors import ConfigError
 from oobleck.job import Scalar, check_model_numbers
 
-__all__ = ["KNOWN_MODELS", "ModelShape", "model_shape", "shape_from_config"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from oobleck.plan import WorkerId
 
-__all__ = ["Changes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:

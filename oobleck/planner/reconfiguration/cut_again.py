@@ -9,8 +9,6 @@ from oobleck.planner.catalog import Catalog
 
 from .living_nodes import LivingNodes
 
-__all__ = ["cut_again"]
-
 
 def cut_again(
     catalog: Catalog, living: LivingNodes, templates: Sequence[PipelineTemplate], plan: ExecutionPlan

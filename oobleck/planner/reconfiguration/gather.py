@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from oobleck.planner.inventory import Holding, missing_bytes
 
-__all__ = ["gather_slow_nodes"]
-
 _MOST_GATHERED = 32
 """More slow nodes than this are left where they are."""
 

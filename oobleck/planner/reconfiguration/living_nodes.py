@@ -12,8 +12,6 @@ from oobleck.planner.profiles import NetworkProfile
 
 from .changes import Changes
 
-__all__ = ["LivingNodes", "look_at"]
-
 _SLOW_VARIANTS = 3
 """Leaving out the slowest nodes is tried for this many lowest speeds."""
 _NOTHING: frozenset[int] = frozenset()

@@ -18,8 +18,6 @@ from oobleck.planner.inventory import Holding, missing_bytes
 
 from .transport import transport
 
-__all__ = ["Position", "match_nodes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:

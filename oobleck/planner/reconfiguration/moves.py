@@ -15,8 +15,6 @@ from oobleck.planner.formatting import counted, listed
 
 from .wording import UNCHANGED, pipelines_named
 
-__all__ = ["Move", "Situation", "all_moves", "continue_pipelines", "described"]
-
 Choose = Callable[[int, int], tuple[int, ...]]
 
 

@@ -14,8 +14,6 @@ from .changes import Changes
 from .living_nodes import LivingNodes
 from .wording import describe
 
-__all__ = ["Outcome", "Score", "beats", "decision_of"]
-
 _TOLERANCE = 1e-9
 """A move has to be better than a gentler one by more than this share."""
 

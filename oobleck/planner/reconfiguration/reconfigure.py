@@ -27,8 +27,6 @@ from .moves import Move, Situation, all_moves, continue_pipelines, described
 from .outcome import Outcome, Score, beats, decision_of
 from .wording import detail_of
 
-__all__ = ["reconfigure"]
-
 _MOST_COMPANY = 2
 """Slow nodes' own pipelines are tried with up to this many other nodes."""
 _WORTH = 0.01

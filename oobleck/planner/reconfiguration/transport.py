@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from oobleck.planner.costs import Floats
 
-__all__ = ["transport"]
-
 Flows = NDArray[np.int64]
 
 

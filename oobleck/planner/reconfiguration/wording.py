@@ -10,8 +10,6 @@ from oobleck.planner.formatting import counted, listed, named
 from .changes import Changes
 from .living_nodes import LivingNodes
 
-__all__ = ["UNCHANGED", "describe", "detail_of", "pipelines_named"]
-
 UNCHANGED = "the pipelines stay as they are"
 """What a move does that changes none of them."""
 

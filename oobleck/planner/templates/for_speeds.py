@@ -20,8 +20,6 @@ from oobleck.planner.inventory import Holding
 
 from .recut import with_stops
 
-__all__ = ["cut_for_speeds"]
-
 _LEAST_MOVED = 1e-7
 """Of sums that are equal up to this share, the one that moves the fewest bytes wins."""
 _TOLERANCE = 1e-6

@@ -31,8 +31,6 @@ from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.profiles import Profile
 
-__all__ = ["find_paper_templates", "paper_step_s"]
-
 _EQUAL = 1e-12
 """Stages whose seconds differ by less than this share are equally slow: sums in floating point are not exact."""
 

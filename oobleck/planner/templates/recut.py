@@ -15,8 +15,6 @@ from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 
-__all__ = ["MOST_STAGES", "Recut", "with_stops"]
-
 MOST_STAGES = 12
 """Pipelines of more stages are left as they are: what it takes grows with the fourth power."""
 _MOST_MOVES = 16

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import Floats, StageCosts, Timing
 
-__all__ = ["Cut", "StageSearch"]
-
 _EVENNESS = 1e-9
 """Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
 _LEFTMOST = 1e-13

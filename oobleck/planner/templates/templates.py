@@ -18,8 +18,6 @@ from oobleck.planner.costs import StageCosts, Timing
 
 from .search import Cut, StageSearch
 
-__all__ = ["find_templates"]
-
 _TOLERANCE = 1e-9
 """The search's sums are exact to this share."""
 

@@ -41,8 +41,6 @@ from .rank_states import RankStates
 from .ranks import RankProcesses
 from .workers import ForkingWorkerHost
 
-__all__ = ["main"]
-
 _BACKLOG = 128
 """Masters that look for an agent which is stopped: it turns all but the newest away once it continues."""
 

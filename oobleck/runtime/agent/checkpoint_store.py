@@ -22,8 +22,6 @@ from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 from oobleck.writing import write_whole
 
-__all__ = ["NodeCheckpoints", "remove_stale_memory"]
-
 _OWNER = "agent.pid"
 """Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
 _ANY_DEVICE = "device*"

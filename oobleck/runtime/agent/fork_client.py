@@ -34,8 +34,6 @@ from oobleck.control.protocol import (
 from oobleck.errors import WorkersUnavailable
 from oobleck.runtime.files import AgentDir, ProcessId
 
-__all__ = ["ForkServer", "ForkedProcess"]
-
 _REPORT = struct.Struct(">III")
 """That a process exists: its number, and whether it is warm. Then that it has ended: its number, and how."""
 _ANY = b"f"

@@ -18,8 +18,6 @@ import trio
 
 from oobleck.job import ControlSpec
 
-__all__ = ["await_notice"]
-
 _log = logging.getLogger("oobleck.agent")
 
 _QUESTION_S = 5.0

@@ -11,8 +11,6 @@ from oobleck.machine import num_oom_kills
 
 from .fork_client import ForkedProcess
 
-__all__ = ["OomKills"]
-
 
 class OomKills:
     """Explains ends by the count that the agent's cgroup keeps; its workers and ranks are in the same one.

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["processor_s"]
-
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _TIMES = slice(11, 15)
 """User and system time, its own and that of children that it has waited for; counted from the state's field."""

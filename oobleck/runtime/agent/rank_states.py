@@ -33,8 +33,6 @@ from oobleck.user_path import expand_user
 
 from .checkpoint_store import NodeCheckpoints
 
-__all__ = ["RankStates"]
-
 _LOOK_S = 0.02
 _LOOK_FOR_FILES_S = 0.2
 _WAIT_S = 20.0

@@ -26,8 +26,6 @@ from .fork_client import ForkedProcess, ForkServer
 from .oom_kills import OomKills
 from .rank_states import RankStates
 
-__all__ = ["Rank", "RankProcesses"]
-
 _MODULE = "oobleck.training.process.rank_server"
 _ROOM = " " * 2048
 """For the names of its processes: the kernel shows them as what stands where the command line of their server did."""

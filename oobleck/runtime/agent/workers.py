@@ -22,8 +22,6 @@ from .fork_client import ForkedProcess, ForkServer
 from .oom_kills import OomKills
 from .processor_time import processor_s
 
-__all__ = ["ForkingWorkerHost", "Worker"]
-
 _SERVER = module_command("oobleck.training.process.worker_server")
 
 

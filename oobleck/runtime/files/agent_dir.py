@@ -22,20 +22,6 @@ from oobleck.writing import write_whole
 from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, temporary_directory
 from .process_id import ProcessId
 
-__all__ = [
-    "ONLY_COPY",
-    "AgentDir",
-    "answer_command",
-    "clean_command",
-    "end_command",
-    "forget_command",
-    "is_alive_command",
-    "kill_command",
-    "signal_command",
-    "slow_command",
-]
-
-
 _MEMORY = "/dev/shm"  # noqa: S108  memory that outlives its processes; the directory in it is ours alone
 ONLY_COPY = "only-copy"
 """A file in there that says that it has what no disk has."""

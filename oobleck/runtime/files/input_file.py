@@ -15,8 +15,6 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError
 from oobleck.user_path import expand_user
 
-__all__ = ["MAX_DATA_BYTES", "MAX_TEXT_BYTES", "read_input"]
-
 MAX_TEXT_BYTES = 4 << 20
 """Of what people write: jobs, hostfiles, scripts. The longest hostfile that is allowed has half of it."""
 MAX_DATA_BYTES = 64 << 20

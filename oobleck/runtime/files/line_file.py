@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LineFile"]
-
 _MAX_BYTES = 64 << 20
 _RETRY_S = 1.0
 """Between two attempts to write what is kept."""

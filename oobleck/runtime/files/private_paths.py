@@ -13,8 +13,6 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError
 
-__all__ = ["TEMPORARY_DIRECTORY_SHELL", "private_directory", "temporary_directory"]
-
 _FALLBACK = "/tmp"  # noqa: S108 - the directory in it is checked to be ours alone
 
 TEMPORARY_DIRECTORY_SHELL = (

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessId"]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

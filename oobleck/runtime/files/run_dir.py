@@ -33,15 +33,6 @@ from oobleck.writing import write_whole
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
 
-__all__ = [
-    "BASE_DIR_VARIABLE",
-    "LAUNCHED_DIRECTORY",
-    "MAX_SOCKET_PATH_BYTES",
-    "RunDirectory",
-    "default_base_dir",
-    "default_tag",
-]
-
 BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
 
 LAUNCHED_DIRECTORY = ".launched"

@@ -36,17 +36,6 @@ from oobleck.wire import decode_json, encode_json
 
 from .journal_image import remove_image
 
-__all__ = [
-    "JournalWriter",
-    "aside_of",
-    "decode_line",
-    "put_back",
-    "read_entries",
-    "read_journal",
-    "read_losses",
-    "set_aside",
-]
-
 logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 8192

@@ -20,8 +20,6 @@ from typing import TypeVar
 from oobleck.errors import PeerError
 from oobleck.wire import decode_json, encode_json
 
-__all__ = ["read_image", "remove_image", "write_image"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

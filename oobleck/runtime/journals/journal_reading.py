@@ -13,8 +13,6 @@ from oobleck.user_path import expand_user
 
 from .journal_file import decode_line
 
-__all__ = ["find_journal", "follow_journal", "has_end"]
-
 _POLL_S = 0.2
 _END = f'{{"@type":"{JobEnded.__name__}"'.encode()
 _LAST_BYTES = 1 << 16

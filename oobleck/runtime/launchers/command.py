@@ -12,8 +12,6 @@ import trio
 
 from oobleck.errors import ConfigError
 
-__all__ = ["HostsCommand", "printed_by"]
-
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
 """As of a hostfile."""

@@ -38,17 +38,6 @@ from oobleck.writing import write_whole
 from .launcher import Arrived, Leaving, NodeChange, Reported
 from .listed import Parser
 
-__all__ = [
-    "INTRODUCTION",
-    "DialedInNodes",
-    "Introduction",
-    "listen",
-    "make_key_files",
-    "read_keys",
-    "read_pass",
-    "settle_keys",
-]
-
 T = TypeVar("T")
 
 INTRODUCTION = "OOBLECK_NODE"

@@ -9,8 +9,6 @@ import re
 
 from oobleck.errors import PeerError
 
-__all__ = ["HTTPAnswer"]
-
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 16 << 20
 _MOST_SIZE_BYTES = 1 << 10

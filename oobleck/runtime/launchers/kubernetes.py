@@ -25,8 +25,6 @@ from oobleck.json_table import load_json
 from .dial_in import DialedInNodes
 from .http_answer import HTTPAnswer
 
-__all__ = ["KubernetesAPI", "PodFollower", "PodWatch", "WatchExpired"]
-
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where Kubernetes puts what a pod needs to ask its API server, unless the pod has it projected elsewhere."""
 _ACCOUNT_VARIABLE = "OOBLECK_SERVICE_ACCOUNT"

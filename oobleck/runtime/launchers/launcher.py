@@ -17,8 +17,6 @@ import trio
 from oobleck.job import NodeSpec
 from oobleck.runtime.ssh import SSHConnection
 
-__all__ = ["Arrived", "Launcher", "Leaving", "NodeChange", "Reported"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:

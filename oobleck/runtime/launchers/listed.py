@@ -23,8 +23,6 @@ from oobleck.runtime.ssh import SSHConnection, SSHOptions, connect
 
 from .launcher import Arrived, Leaving, NodeChange, Reported
 
-__all__ = ["Hostfile", "ListedChanges", "ListedNodes", "NodeList", "listed_changes"]
-
 _PATIENCE_S = 1.0
 _AGAIN = "for it to count, delete the line, and write it again once the node has left"
 

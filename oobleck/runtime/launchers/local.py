@@ -13,8 +13,6 @@ from oobleck.runtime.ssh import SSHConnection, SSHOptions, connect
 
 from .launcher import NodeChange
 
-__all__ = ["VirtualNodes"]
-
 
 class VirtualNodes:
     """Launcher: a run begins with the first of them; the others can be added."""

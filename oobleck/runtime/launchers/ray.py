@@ -21,8 +21,6 @@ from oobleck.wire import encode_json
 from .command import printed_by
 from .dial_in import DialedInNodes, read_pass
 
-__all__ = ["RayActors", "ray_nodes"]
-
 _PROCESS = module_command("oobleck.runtime.processes.ray_process")
 _JOIN_S = 60.0
 _AGAIN_S = 10.0

@@ -25,8 +25,6 @@ from oobleck.runtime.python_process import module_command
 from .command import printed_by
 from .dial_in import DialedInNodes
 
-__all__ = ["SlurmAllocation", "SlurmJobs", "SlurmTasks"]
-
 _TIMEOUT_S = 30.0
 _AGAIN_S = 30.0
 _NOTICE_S = 60.0

@@ -41,8 +41,6 @@ from oobleck.runtime.connections import NodeConnections
 
 from .probe import RemoteProbe
 
-__all__ = ["check_nodes"]
-
 _SOLO_TIMEOUT_S: Final = 60.0
 _PAIR_TIMEOUT_S: Final = 15.0
 _SLACK_S: Final = 5.0

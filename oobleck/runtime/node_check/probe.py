@@ -24,8 +24,6 @@ from oobleck.runtime.python_process import MODULE, why_it_ended
 from oobleck.runtime.ssh import SSHCommandStream, SSHConnection
 from oobleck.wire import FrameDecoder
 
-__all__ = ["RemoteProbe"]
-
 _START_TIMEOUT_S: Final = 90.0
 _OPEN_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 2.0

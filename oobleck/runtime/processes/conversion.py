@@ -12,8 +12,6 @@ from oobleck.errors import ConfigError, ResourceLost
 from oobleck.runtime.python_process import module_command
 from oobleck.writing import write_in_place
 
-__all__ = ["convert", "find_tokenizer", "write_tokenizer"]
-
 _TOKENIZER = "tokenizer.json"
 
 

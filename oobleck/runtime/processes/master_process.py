@@ -15,8 +15,6 @@ from pathlib import Path
 from oobleck.errors import UsageError
 from oobleck.runtime.files import ProcessId
 
-__all__ = ["restart_master"]
-
 _END_TIMEOUT_S = 10.0
 
 

@@ -12,8 +12,6 @@ from oobleck.job import JobSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
-__all__ = ["MeasuredProfile", "run_profiler"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:

@@ -29,8 +29,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from oobleck.runtime.python_process import module_command
 
-__all__ = ["main"]
-
 _NAMESPACE = "oobleck"
 _INTERVAL_S = 1.0
 _AGAIN_S = 30.0

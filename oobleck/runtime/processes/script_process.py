@@ -18,8 +18,6 @@ from oobleck.runtime.files import read_input
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
-__all__ = ["CallbackProcess", "DescribedScript", "EntryFeed", "describe_script", "read_script"]
-
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")

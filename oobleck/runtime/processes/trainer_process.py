@@ -25,8 +25,6 @@ from oobleck.wire import encode_json
 
 from .script_process import DescribedScript, EntryFeed
 
-__all__ = ["TrainerProcess"]
-
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.trainer_host")

@@ -27,16 +27,6 @@ import trio_asyncio
 
 from .login_shell import Preamble
 
-__all__ = [
-    "SSHCommandStream",
-    "SSHStream",
-    "await_asyncio",
-    "awaitable_by_asyncio",
-    "call_later",
-    "open_ssh_loop",
-    "run_on",
-]
-
 T = TypeVar("T")
 
 _RECEIVE_HIGH_BYTES = 1 << 20

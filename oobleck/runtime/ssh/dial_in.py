@@ -22,8 +22,6 @@ from .asyncssh_adapter import run_on
 from .client import SSHConnection, SSHOptions
 from .node_server import CommandProcesses, node_server_options
 
-__all__ = ["DialInKeys", "Farewell", "NodePass", "RefusedCaller", "call_back", "dial_in", "make_keys"]
-
 _USER = "oobleck"
 _KEEPALIVE_S = 5.0
 _LOGIN_TIMEOUT_S = 30.0

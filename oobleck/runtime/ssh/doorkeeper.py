@@ -20,8 +20,6 @@ from oobleck.runtime.listening import accept
 
 from .node_server import LOGIN_TIMEOUT_S
 
-__all__ = ["Doorkeeper"]
-
 _HELLO: Final = b"SSH-"
 _LOOK_S: Final = 0.05
 """How often a caller is looked at that has said a part of that."""

@@ -13,8 +13,6 @@ import asyncssh
 
 from .asyncssh_adapter import await_asyncio
 
-__all__ = ["Jump", "algorithms_asked_for", "jumps_of", "keys_asked_for", "read_config"]
-
 _CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
 _ALGORITHMS = ("HostKeyAlgorithms", "KexAlgorithms", "Ciphers", "MACs")

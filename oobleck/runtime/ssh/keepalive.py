@@ -12,8 +12,6 @@ import asyncssh
 
 from .asyncssh_adapter import call_later
 
-__all__ = ["Keepalive"]
-
 _RESTING_S = 60.0
 
 

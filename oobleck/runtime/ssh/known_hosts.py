@@ -20,8 +20,6 @@ from typing import Any, cast
 
 import asyncssh
 
-__all__ = ["HostKeyFiles", "KnownHosts", "find_known_hosts"]
-
 _USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 _GLOBAL_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 _REVOKED = "@revoked"

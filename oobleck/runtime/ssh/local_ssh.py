@@ -21,8 +21,6 @@ from .client import SSHOptions
 from .doorkeeper import Doorkeeper
 from .node_server import node_server_options
 
-__all__ = ["serve_local_nodes"]
-
 _HOST = "127.0.0.1"
 _LOGINS_A_NODE = 8
 """As many as `logins.py` lets begin at one server."""

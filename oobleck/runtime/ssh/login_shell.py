@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["Preamble", "marked"]
-
 _MARK: Final = b"oobleck-begins-here\n"
 _KEPT_BYTES: Final = 4096
 

@@ -17,8 +17,6 @@ from typing import Final
 
 import trio
 
-__all__ = ["Logins"]
-
 _AT_ONCE: Final = 8
 """Of OpenSSH's ten, two are left to other people."""
 _AT_ONCE_IN_ALL: Final = 128

@@ -17,8 +17,6 @@ import trio
 
 from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio
 
-__all__ = ["LOGIN_TIMEOUT_S", "CommandProcesses", "node_server_options"]
-
 _READ_BYTES = 1 << 16
 LOGIN_TIMEOUT_S = 10.0
 """How long the other side may take to show its key; asyncssh alone would wait for two minutes."""

@@ -13,8 +13,6 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-__all__ = ["ProxyCommand"]
-
 
 class ProxyCommand:
     """A proxy command that runs; `socket` is our end of its connection."""

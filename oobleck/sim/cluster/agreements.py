@@ -10,8 +10,6 @@ from oobleck.planner import WorkerId
 
 from .fabric import Fabric, Wait
 
-__all__ = ["Carry", "VirtualAgreements"]
-
 Carry = Callable[[WorkerId, CommitMessage], None]
 """Takes a message to another worker, if it lives and can be reached."""
 

@@ -28,8 +28,6 @@ from .relays import VirtualRelays
 from .workers import VirtualWorkerHost
 from .world import Gate, World
 
-__all__ = ["PYTHON_VERSION", "VirtualCluster"]
-
 PYTHON_VERSION = "3.11.0"
 """What virtual nodes run, whatever runs the simulation: journals must not depend on it."""
 _CONNECT_TIMEOUT_S = 10.0

@@ -17,8 +17,6 @@ from typing import TypeVar
 import trio
 import trio._core._run as _scheduler
 
-__all__ = ["Livelock", "VirtualTime", "run_virtual"]
-
 T = TypeVar("T")
 
 _PATIENCE = 20_000

@@ -16,8 +16,6 @@ from oobleck.control.commit import Committee, GroupKey
 from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.planner import WorkerId
 
-__all__ = ["Contribution", "Fabric", "Violation", "Wait", "label"]
-
 _AGREEMENTS = 64
 """As many are remembered, which is far more than are under way at a time."""
 

@@ -30,8 +30,6 @@ from oobleck.sim.trace import (
 
 from .cluster import VirtualCluster
 
-__all__ = ["Faults"]
-
 
 class Faults:
     """What a trace has in store for a run."""

@@ -17,8 +17,6 @@ from .fabric import Contribution, Fabric, Violation, Wait, label
 from .moves import Moves
 from .tempo import Tempo
 
-__all__ = ["Bucket", "GroupTable", "buckets_of"]
-
 Bucket = tuple[GroupKey, tuple[int, ...]]
 """A group, and the layers whose gradients it sums."""
 

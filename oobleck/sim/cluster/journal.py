@@ -9,8 +9,6 @@ from oobleck.control.journal import JournalEntry
 from oobleck.control.speed import LINK_KEYS
 from oobleck.wire import encode_json
 
-__all__ = ["MemoryJournal", "MemoryProfiles", "journal_digest"]
-
 
 class MemoryJournal:
     """Implements `roles.master_ports.Journal`."""

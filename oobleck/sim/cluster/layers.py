@@ -13,8 +13,6 @@ from oobleck.planner import WorkerId
 
 from .fabric import Violation
 
-__all__ = ["INITIAL", "HeldLayers", "Version"]
-
 
 @dataclass(frozen=True, slots=True)
 class Version:

@@ -13,8 +13,6 @@ import trio
 
 from .determinism import VirtualTime
 
-__all__ = ["VirtualLink", "VirtualStream"]
-
 _WINDOW_BYTES = 1 << 20
 """What a sender may have under way: what two kernels buffer, and more."""
 

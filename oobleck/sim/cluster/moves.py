@@ -6,8 +6,6 @@ from collections.abc import Generator, Iterator
 
 from .fabric import Wait
 
-__all__ = ["Moves", "pause"]
-
 Moves = Generator[Wait, None, None]
 
 

@@ -13,8 +13,6 @@ from .agreements import Carry
 from .fabric import Fabric
 from .tempo import Tempo
 
-__all__ = ["Saver", "WorkerPorts"]
-
 
 def _ignore() -> None:
     pass

@@ -26,8 +26,6 @@ from .fabric import Fabric, Violation, Wait, label
 from .moves import Moves
 from .tempo import ProgramTimes, Tempo
 
-__all__ = ["Programs", "Work"]
-
 _BUSY_TIMES = 16
 """As many stretches of computation are remembered as a real worker remembers."""
 

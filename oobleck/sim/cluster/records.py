@@ -10,8 +10,6 @@ from oobleck.job import JobSpec
 
 from .fabric import Violation
 
-__all__ = ["Records", "VirtualShards"]
-
 
 class Records:
     """What was received by now, of all versions. Where data is not in shards, no step needs any."""

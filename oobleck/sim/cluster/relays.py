@@ -12,8 +12,6 @@ from oobleck.control.protocol import RelayOpen
 from .links import VirtualLink, VirtualStream
 from .world import World
 
-__all__ = ["VirtualRelays"]
-
 _TICKET = bytes(16)
 
 

@@ -28,8 +28,6 @@ from .journal import MemoryJournal, MemoryProfiles, journal_digest
 from .tempo import Delays
 from .world import World
 
-__all__ = ["ClusterRun", "Decided", "run_cluster"]
-
 _STARTED_AT = "2026-01-01T00:00:00Z"
 _GRACE_S = 600.0
 """How long a run may take to end once its trace has."""

@@ -14,8 +14,6 @@ from .groups import Bucket, GroupTable
 from .layers import HeldLayers
 from .moves import Moves, pause
 
-__all__ = ["SectionSums"]
-
 
 @dataclass(slots=True)
 class _Posted:

@@ -43,8 +43,6 @@ from .program import Programs, Work
 from .records import Records
 from .sections import SectionSums
 
-__all__ = ["StepDriver", "StepEffect"]
-
 StepEffect = BeginStep | Compute | Reduce | Agree | Apply | ForgetStep | Evaluate | SectionEffect
 
 

@@ -13,8 +13,6 @@ from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
-__all__ = ["Delays", "ProgramTimes", "Tempo"]
-
 _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """What takes a microbatch backward to the end, in one part or as the second of two."""
 

@@ -13,8 +13,6 @@ from .layers import HeldLayers, Version
 from .moves import pause
 from .tempo import Tempo
 
-__all__ = ["Transfers"]
-
 
 class Transfers:
     """What one worker exchanged for the plan in force."""

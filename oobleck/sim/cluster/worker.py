@@ -92,8 +92,6 @@ from .records import Records, VirtualShards
 from .step import StepDriver
 from .transfer import Transfers
 
-__all__ = ["VirtualWorker"]
-
 
 class VirtualWorker:
     """One worker process. `step` makes the training thread's next move, `take` a message of the control thread."""

@@ -31,8 +31,6 @@ from .ports import WorkerPorts
 from .worker import VirtualWorker
 from .world import Gate, World
 
-__all__ = ["VirtualWorkerHost", "WorkerProcess"]
-
 _KILLED = Killed(signal=9)
 _TIMED_BYTES = (1 << 10, 1 << 20)
 

@@ -16,8 +16,6 @@ from .determinism import VirtualTime
 from .fabric import Fabric
 from .tempo import Delays, Tempo
 
-__all__ = ["Gate", "World"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:

@@ -32,8 +32,6 @@ from types import MappingProxyType
 from oobleck.errors import ConfigError
 from oobleck.json_table import JsonTable, parse_json
 
-__all__ = ["COST_MODELS", "DEFAULT_MODEL", "Costs", "costs_from_json"]
-
 _ALL = 1e9
 """More links than a worker has."""
 _KEY_BYTES, _KEY_BYTES_EACH = 154, 8

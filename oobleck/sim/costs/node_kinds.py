@@ -10,8 +10,6 @@ from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import NodeKind, Profile
 from oobleck.planner.node_kind import with_shared_links
 
-__all__ = ["NodeKinds"]
-
 
 class NodeKinds:
     """The kind of each node by the name of its devices, with the links between nodes that all share."""

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from oobleck.control.journal import JournalEntry, PlanAdopted, StepDone, StepsDone, Summary, summarize
 
-__all__ = ["Activity", "Outcome", "Stretch", "outcome_of_journal"]
-
 
 class Activity(StrEnum):
     """What a run does for a while."""

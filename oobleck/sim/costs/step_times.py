@@ -12,8 +12,6 @@ from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.schedule.costs_of_stages import stage_costs
 
-__all__ = ["StepTimes", "costs_on"]
-
 _WHOLE = 4096
 """Microbatches times stages of a program that is evaluated whole.
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from oobleck.sim.trace import ClusterState, Gone, Joined, Trace, WorkerCrashed
 
-__all__ = ["MembershipChange", "happenings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:

@@ -10,8 +10,6 @@ from oobleck.sim.trace import Trace
 
 from .throughput import Throughput
 
-__all__ = ["share_of_ideal"]
-
 
 def share_of_ideal(journal: Iterable[JournalEntry], trace: Trace, throughput: Throughput) -> float:
     """Return committed steps over those that the nodes there would have made at every moment, without any overhead.

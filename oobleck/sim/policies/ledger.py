@@ -7,8 +7,6 @@ from collections import defaultdict
 from oobleck.control.journal import RecoverySummary, StepTime, Summary, TimeSplit
 from oobleck.sim.costs import Activity, Outcome, Stretch
 
-__all__ = ["Ledger"]
-
 _STATES = {
     Activity.STARTING: "starting_s",
     Activity.TRAINING: "useful_s",

@@ -24,8 +24,6 @@ from .happenings import MembershipChange, happenings
 from .ledger import Ledger
 from .throughput import Grids
 
-__all__ = ["ABOUT", "play"]
-
 ABOUT = "ReCycle (SOSP'24): peers of the same stage take over a lost node's microbatches; the step in flight is redone"
 
 _FORWARD_SHARE = 1 / 3

@@ -25,8 +25,6 @@ from . import recycle
 from .stop_and_go import Rules, adjacent_in_grid, play
 from .throughput import Grids, Plans, redundant_profile
 
-__all__ = ["POLICIES", "PolicySettings"]
-
 _PROCESS_START_S = 60.0
 _RESTART_FIXED_S, _RESTART_BYTES_PER_S = 30.0, 0.16e9
 _CHECKPOINT_FIXED_S, _CHECKPOINT_BYTES_PER_S = 10.0, 1e9

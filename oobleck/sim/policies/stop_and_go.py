@@ -18,8 +18,6 @@ from .happenings import MembershipChange, happenings
 from .ledger import Ledger
 from .throughput import Throughput
 
-__all__ = ["Rules", "adjacent_in_grid", "play"]
-
 
 def _always(_lost: Collection[str], _used: Sequence[str]) -> bool:
     return True

@@ -12,8 +12,6 @@ from oobleck.planner.instantiation import reduction_s
 from oobleck.sim.costs import StepTimes
 from oobleck.sim.sweep import SweepSettings
 
-__all__ = ["Grids", "Plans", "Table", "Throughput", "redundant_profile"]
-
 
 class Throughput(Protocol):
     """Seconds of a step by the number of nodes."""

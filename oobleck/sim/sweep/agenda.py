@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable
 from math import inf
 
-__all__ = ["Agenda"]
-
 
 class Agenda:
     """Virtual time, and the actions that it leads to; those of one moment in the order they were put in."""

@@ -28,8 +28,6 @@ from oobleck.planner import ExecutionPlan, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 
-__all__ = ["AnalyticWorkers", "CommittedSteps"]
-
 _NEARLY = 1e-9
 """A step that lacks less than this share of itself is complete: times are sums of floats."""
 

@@ -30,8 +30,6 @@ from oobleck.sim.trace import (
 
 from .job_run import JobRun
 
-__all__ = ["Faults"]
-
 _CONTROL = ControlSpec()
 
 

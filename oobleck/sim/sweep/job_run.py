@@ -57,8 +57,6 @@ from .reports import Reports
 from .run_log import RunLog
 from .settings import SweepSettings, most_steps
 
-__all__ = ["JobRun"]
-
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
 """Steps of a job that continues for as long as its trace does."""

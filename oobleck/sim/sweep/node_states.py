@@ -6,8 +6,6 @@ from collections.abc import Iterable, Set
 
 from oobleck.sim.trace import ClusterState, Gone, Joined, TraceEvent
 
-__all__ = ["NodeStates"]
-
 
 class NodeStates:
     """What the trace has done to nodes, and what the coordinator knows of it."""

@@ -13,8 +13,6 @@ from oobleck.control.protocol import Pace
 from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
 from oobleck.planner import ExecutionPlan, Profile, WorkerId
 
-__all__ = ["Reports"]
-
 
 class Reports:
     """How many times the usual time each worker takes, as the master knows it."""

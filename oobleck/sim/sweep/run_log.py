@@ -28,8 +28,6 @@ from oobleck.planner import ExecutionPlan
 
 from .analytic_workers import CommittedSteps
 
-__all__ = ["RunLog"]
-
 
 class RunLog:
     """Collects what coordinators record, in the order of time."""

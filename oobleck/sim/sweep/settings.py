@@ -11,8 +11,6 @@ from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
 from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
-__all__ = ["SweepSettings", "most_steps"]
-
 _LEASE_S = 1e9
 """The coordinator's: no heartbeats are sent here, and whose silence is noticed is the sweep's to say.
 

@@ -20,8 +20,6 @@ from .faults import Faults
 from .job_run import JobRun
 from .settings import SweepSettings
 
-__all__ = ["sweep"]
-
 
 def sweep(
     trace: Trace, settings: SweepSettings, *, report: Callable[[float], None] = lambda _: None

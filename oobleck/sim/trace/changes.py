@@ -16,8 +16,6 @@ from oobleck.errors import ConfigError
 from .events import Joined, Lost, TraceEvent
 from .trace import MAX_EVENTS, Trace
 
-__all__ = ["Change", "trace_of_changes", "trace_of_counts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:

@@ -28,8 +28,6 @@ from oobleck.json_table import JsonTable, parse_json
 from .changes import Change, trace_of_changes, trace_of_counts
 from .trace import Trace
 
-__all__ = ["FORMATS", "UNITS", "convert", "detect_format"]
-
 _DAY_S = 86_400.0
 _UNITS_S = {"ms": 0.001, "s": 1.0, "h": 3600.0}
 """What times may be in, for those who name it, and seconds of each."""

@@ -15,30 +15,6 @@ from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
 
-__all__ = [
-    "AgentCrashed",
-    "AgentFrozen",
-    "ForkServerCrashed",
-    "Frozen",
-    "Gone",
-    "Healed",
-    "Joined",
-    "Lost",
-    "MasterCrashed",
-    "MasterFrozen",
-    "NodeEvent",
-    "Noticed",
-    "Partitioned",
-    "Slowed",
-    "Stays",
-    "Thawed",
-    "TraceEvent",
-    "WorkerCrashed",
-    "event_nodes",
-    "event_to_json",
-    "event_types",
-]
-
 _MAX_SLOWNESS = 1e6
 
 

@@ -12,8 +12,6 @@ from statistics import median
 from .events import Gone, Joined
 from .trace import Trace
 
-__all__ = ["TraceFacts", "facts_of"]
-
 _HOUR_S = 3600.0
 
 

@@ -20,8 +20,6 @@ from oobleck.job import MAX_NODES
 from .events import Joined, Lost, Noticed, Slowed, TraceEvent
 from .trace import MAX_EVENTS, Trace
 
-__all__ = ["PRESETS", "FailSlow", "FailureModel", "generate"]
-
 _DAY_S = 86_400.0
 _MAX_WEIGHT = 1e9
 _HOUR_S = 3600.0

@@ -11,8 +11,6 @@ from .events import Partitioned, TraceEvent, event_nodes
 from .state import ClusterState
 from .trace import Trace
 
-__all__ = ["with_kinds", "with_nodes"]
-
 
 def with_kinds(trace: Trace, kinds: Sequence[str]) -> Trace:
     """Return the trace with as many nodes as there are `kinds`, as `with_nodes` does, each of its kind."""

@@ -11,8 +11,6 @@ from .events import Gone, Joined, TraceEvent
 from .state import ClusterState
 from .trace import Trace
 
-__all__ = ["with_spares"]
-
 
 def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
     """Return the trace with spares beside its nodes: `spare0`, `spare1`, …

@@ -33,8 +33,6 @@ from .events import (
     TraceEvent,
 )
 
-__all__ = ["ClusterState"]
-
 
 class ClusterState:
     """The nodes after the events so far; changes only through `apply`."""

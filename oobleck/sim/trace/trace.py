@@ -20,8 +20,6 @@ from oobleck.job import MAX_KINDS, MAX_NODES, check_kind_name
 from .events import TraceEvent, event_nodes, event_to_json
 from .state import ClusterState
 
-__all__ = ["MAX_EVENTS", "Trace"]
-
 MAX_EVENTS = 1_000_000
 _LEAST_SECONDS = 1e-3
 

@@ -11,8 +11,6 @@ from oobleck.json_table import JsonTable, parse_json
 from .events import TraceEvent, event_to_json, event_types
 from .trace import Trace
 
-__all__ = ["TRACE_VERSION", "trace_from_json", "trace_to_json"]
-
 TRACE_VERSION = 1
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 from .part import PartNote
 from .shards import is_covered
 
-__all__ = ["Chosen", "Holding", "LostState", "Source", "choose", "sources"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:

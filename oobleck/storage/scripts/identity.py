@@ -17,8 +17,6 @@ from oobleck.ranks import RanksSpec
 
 from .part import PartNote
 
-__all__ = ["SCRIPT_VARIABLE", "ScriptIdentity", "identity_of"]
-
 SCRIPT_VARIABLE = "OOBLECK_CHECKPOINT_SCRIPT"
 """Which script's states these are; a user who sets it says that they are another one's."""
 _ARGUMENTS_VARIABLE = "OOBLECK_CHECKPOINT_ARGUMENTS"

@@ -32,24 +32,6 @@ from oobleck.wire import decode_json, encode_json
 from .shards import Sharding
 from .starts import StateAge, age_of
 
-__all__ = [
-    "DIRECTORY_VARIABLE",
-    "MEMORY_VARIABLE",
-    "START_VARIABLE",
-    "TREE",
-    "Part",
-    "PartNote",
-    "find_parts",
-    "is_taken",
-    "make_room_for_taken",
-    "memory_stem",
-    "note_of",
-    "note_taken",
-    "remove_old",
-    "state_name",
-    "write_part",
-]
-
 DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
 """Where states lie on disk."""
 MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from oobleck.errors import CorruptCheckpoint, UsageError
 
-__all__ = ["Box", "Sharding", "is_covered", "overlap", "resharded"]
-
 _MOST_RANKS = 1 << 24
 
 

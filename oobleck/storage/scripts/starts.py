@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["StateAge", "age_of", "start_name", "start_number"]
-
 _NAME = re.compile(r"s(\d{1,18})-")
 
 

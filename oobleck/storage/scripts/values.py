@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 
 from oobleck.errors import CorruptCheckpoint, UsageError, shown
 
-__all__ = ["TreeNode", "from_tree", "to_tree"]
-
 TreeNode = None | bool | int | float | str | list["TreeNode"] | dict[str, "TreeNode"]
 
 _PLAIN = (type(None), bool, int, float, str)

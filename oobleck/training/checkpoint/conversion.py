@@ -51,8 +51,6 @@ from .parts import model_metadata
 from .state import layer_layout
 from .weights import read_weights
 
-__all__ = ["IMPORTED", "export_model", "import_model", "manifest_of", "write_layer"]
-
 _EXIT_CONFIG = 78
 IMPORTED = "imported"
 """What a run is called that has not been one of ours."""

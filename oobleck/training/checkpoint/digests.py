@@ -15,8 +15,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["digest_of", "sum_of_words"]
-
 _COLUMNS = 1 << 14
 _ROWS = 1 << 8
 _BASE = 0x9E3779B97F4A7C15

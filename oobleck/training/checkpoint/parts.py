@@ -14,8 +14,6 @@ import torch
 
 from oobleck.training.model import ModelStructure, Share
 
-__all__ = ["Tensors", "cut_state", "join_parts", "model_metadata", "part_metadata", "part_to_save"]
-
 Tensors = Mapping[str, torch.Tensor]
 """A layer's, by the names that files have them under: NAME, optimizer.KIND.NAME or training.WHAT."""
 

@@ -37,8 +37,6 @@ from oobleck.user_path import expand_user
 from .parts import cut_state, model_metadata, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
-__all__ = ["LayerSaver"]
-
 _IMPORTED = "imported"
 """The tag of what `oobleck checkpoint import` has written: it belongs to no run yet."""
 _ANY_DEVICE = "device*"

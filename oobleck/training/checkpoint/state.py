@@ -45,14 +45,6 @@ from oobleck.wire import decode_json, encode_json
 
 from .parts import Tensors, join_parts
 
-__all__ = [
-    "FlashSaver",
-    "LayerTensors",
-    "SavedLayers",
-    "StateReader",
-    "layer_layout",
-]
-
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """For each layer, its tensors by the names that files have them under."""
 

@@ -22,8 +22,6 @@ from .conversion import IMPORTED, manifest_of, write_layer
 from .parts import model_metadata
 from .state import layer_layout
 
-__all__ = ["import_trainer_checkpoint", "is_trainer_checkpoint", "write_checkpoint"]
-
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
 _TRIAL_LENGTH = 8

@@ -13,8 +13,6 @@ from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import Tensors, join_parts
 
-__all__ = ["newest_checkpoint", "newest_weights", "read_weights"]
-
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
     "checkpoint.directory to a directory that all share"

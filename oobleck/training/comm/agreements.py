@@ -15,8 +15,6 @@ from oobleck.planner import WorkerId
 
 from .waiter import Waiter
 
-__all__ = ["PeerAgreements"]
-
 Send = Callable[[WorkerId, CommitMessage], None]
 
 

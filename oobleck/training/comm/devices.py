@@ -20,20 +20,6 @@ from oobleck.errors import ConfigError
 
 from .listening import interface_of
 
-__all__ = [
-    "DEVICE_FAILURES",
-    "Carrier",
-    "DeviceWork",
-    "blaming_peers",
-    "carrier_of",
-    "choose_device",
-    "device_identity",
-    "device_memory_bytes",
-    "prepare_nccl",
-    "start_thread",
-    "use_device",
-]
-
 DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
 """What torch raises about this worker's own device: no peer is to blame, and a device that has failed once computes
 nothing more in this process. Both are RuntimeErrors, as those of groups are."""

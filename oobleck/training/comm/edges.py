@@ -31,8 +31,6 @@ from .devices import DEVICE_FAILURES
 from .nccl import NcclGroup
 from .staging import CopyStreams, Courier, Pending
 
-__all__ = ["EdgeReceive", "EdgeReceiver", "EdgeSender", "Words"]
-
 
 @dataclass(frozen=True, slots=True)
 class Words:

@@ -28,8 +28,6 @@ from .staging import CopyStreams, Courier, HostCopy, Message, Pending, Posting, 
 from .sums import GlooSum, StagedSum, Sum
 from .waiter import Waiter
 
-__all__ = ["LARGE_SUM", "Group", "Reduction"]
-
 LARGE_SUM = 2 << 20
 """Elements that are summed at once where there are many: enough to use a link well, few enough to begin early."""
 

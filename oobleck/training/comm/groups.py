@@ -38,8 +38,6 @@ from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import TRAFFIC_TIMEOUT_S, CopyStreams
 from .waiter import Calls, Waiter
 
-__all__ = ["GroupKey", "GroupTable"]
-
 _FORMING_TIMEOUT_S = 60.0
 _MAX_PARALLEL = 8
 _SPARE_DESCRIPTORS = 16

@@ -22,8 +22,6 @@ from .edges import EdgeReceive
 from .staging import Pending, StagedReceive
 from .waiter import Waiter
 
-__all__ = ["RECEIVES_AHEAD", "Inbox", "Post"]
-
 RECEIVES_AHEAD = 2
 """Messages of one peer that are received before they are taken, at most: what they cost in memory."""
 

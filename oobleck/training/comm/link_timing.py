@@ -19,8 +19,6 @@ from oobleck.planner import WorkerId
 from .group import Group
 from .groups import GroupTable
 
-__all__ = ["time_link"]
-
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
 """Bytes."""
 _NEEDED_SIZES = 2

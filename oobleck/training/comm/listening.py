@@ -8,8 +8,6 @@ import struct
 
 from oobleck.errors import ConfigError
 
-__all__ = ["interface_of", "listen_at", "no_place_to_listen"]
-
 _BACKLOG = 1024
 _SIOCGIFADDR = 0x8915
 

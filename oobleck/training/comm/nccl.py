@@ -34,8 +34,6 @@ from oobleck.training.worker_log import WorkerLog
 
 from .devices import DEVICE_FAILURES, start_thread
 
-__all__ = ["NcclGroup", "NcclWork"]
-
 _SOURCE, _TARGET = 0, 1
 """The members of a communicator of two that carries messages one way."""
 

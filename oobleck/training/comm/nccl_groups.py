@@ -28,8 +28,6 @@ from .devices import Carrier, carrier_of, device_identity, prepare_nccl
 from .nccl import NcclGroup
 from .staging import TRAFFIC_TIMEOUT_S
 
-__all__ = ["PURPOSES_THAT_SUM", "Communicator", "NcclLibrary", "NcclOpener", "TorchNccl", "communicators_of"]
-
 PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
 _PURPOSES_WITH_WAYS = ("pipeline", "link")
 _EDGE_CTAS = 2

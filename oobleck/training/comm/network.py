@@ -30,8 +30,6 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from .listening import no_place_to_listen
 
-__all__ = ["Network", "open_device"]
-
 _GRACE_S = 1.0
 _POLL_S = 0.02
 _MOST_TRIES = 16

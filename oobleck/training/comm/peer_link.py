@@ -21,8 +21,6 @@ from oobleck.control.protocol import (
 from oobleck.errors import PeerError
 from oobleck.wire import MAX_FRAME_BYTES, FrameDecoder, encode_frame
 
-__all__ = ["Link"]
-
 _NONCE_BYTES = 16
 _MAX_STRANGE_BYTES = 1024
 """The longest frame of a side that has not proved itself."""

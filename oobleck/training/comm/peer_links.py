@@ -32,8 +32,6 @@ from oobleck.training.worker_log import WorkerLog
 from .listening import listen_at
 from .peer_link import Link
 
-__all__ = ["PeerLinks"]
-
 _TICKET_BYTES = 16
 _PROOF_TIMEOUT_S = 10.0
 _MAX_STRANGERS = 128

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from oobleck.control.protocol import WorkerAddress
 from oobleck.planner import WorkerId
 
-__all__ = ["probe_all"]
-
 _PROBE_TIMEOUT_S = 0.5
 _MAX_PARALLEL = 32
 

@@ -13,8 +13,6 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["RendezvousStore", "RendezvousTable"]
-
 
 class RendezvousTable:
     """All values that this worker was told, and its own."""

@@ -21,19 +21,6 @@ from torch._C._distributed_c10d import Work
 
 from .devices import DEVICE_FAILURES, start_thread
 
-__all__ = [
-    "TRAFFIC_TIMEOUT_S",
-    "CopyStreams",
-    "Courier",
-    "DeviceSave",
-    "HostCopy",
-    "Message",
-    "Pending",
-    "Posting",
-    "StagedReceive",
-    "host_room",
-]
-
 _MESSAGE_PRIORITY = -1
 """Of streams for messages: CUDA's high one."""
 TRAFFIC_TIMEOUT_S = 24 * 3600.0

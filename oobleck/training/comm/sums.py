@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import Work
 
 from .staging import Courier, HostCopy
 
-__all__ = ["GlooSum", "StagedSum", "Sum"]
-
 
 class Sum(Protocol):
     """A sum under way."""

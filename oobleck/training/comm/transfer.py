@@ -27,16 +27,6 @@ from .group import Group
 from .staging import Pending
 from .waiter import Waiter
 
-__all__ = [
-    "CHUNK_BYTES",
-    "WINDOW_BYTES",
-    "Chunk",
-    "LayerState",
-    "cut_into_chunks",
-    "exchange_layers",
-    "fill_state",
-]
-
 CHUNK_BYTES = 16 << 20
 """Size of one message."""
 WINDOW_BYTES = 64 << 20

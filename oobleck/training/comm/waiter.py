@@ -21,8 +21,6 @@ from oobleck.planner import WorkerId
 
 from .devices import start_thread
 
-__all__ = ["Calls", "Mark", "Waiter"]
-
 _CPU = torch.device("cpu")
 
 T = TypeVar("T")

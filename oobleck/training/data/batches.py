@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["IGNORED_LABEL", "Batch"]
-
 IGNORED_LABEL = -100
 """A label that is not to be predicted, as transformers marks it."""
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["problem_with_columns", "says_nothing"]
-
 _Array = npt.NDArray[Any]
 
 _SAYS_NOTHING: Mapping[str, Callable[[_Array, _Array], bool]] = {

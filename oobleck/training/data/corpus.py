@@ -42,8 +42,6 @@ from .tokenizer import (
     train_tokenizer,
 )
 
-__all__ = ["Corpus", "Samples", "prepare_corpus", "samples_digest"]
-
 Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 """[samples, length]"""
 

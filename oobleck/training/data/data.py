@@ -33,8 +33,6 @@ from .text import open_table
 from .token_files import holds_tokens, open_token_files
 from .tuning_rows import TuningRows
 
-__all__ = ["Batch", "Dataset", "Source", "StepOrder", "open_source", "prepare_dataset"]
-
 _SPLIT = -1
 """The epoch, which no training has, whose permutation says which samples are kept for evaluation."""
 

@@ -11,8 +11,6 @@ from oobleck.user_path import expand_user
 
 from .columns import problem_with_columns
 
-__all__ = ["load_rows", "read_rows"]
-
 _ROWS_AT_ONCE = 1000
 _TEXT_TYPES = ("string", "large_string", "string_view")
 _SAVED = ("state.json", "dataset_dict.json")

@@ -16,8 +16,6 @@ from oobleck.training.randomness import derive_seed
 
 from .batches import IGNORED_LABEL, Batch
 
-__all__ = ["Masking"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masking:

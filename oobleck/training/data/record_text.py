@@ -11,8 +11,6 @@ from oobleck.job import DataSpec
 
 from .tokenizer import load_tokenizer
 
-__all__ = ["NO_TOKEN", "RecordText"]
-
 NO_TOKEN = -1
 """Where a sample has no token: its record was shorter."""
 

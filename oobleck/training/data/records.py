@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
 
-__all__ = ["NO_SAMPLE", "RecordLocation", "Records"]
-
 NO_SAMPLE = -1
 """In place of a number: the last step may have fewer records than others, and nothing stands for those."""
 

@@ -20,8 +20,6 @@ from .columns import problem_with_columns
 from .record_text import NO_TOKEN, RecordText
 from .shard_reader import Extent
 
-__all__ = ["RedisShard", "entry_id", "position_of"]
-
 _SEQUENCE_BITS = 20
 """An id is a time in milliseconds, of which 43 bits last until the year 2248, and a number within it."""
 _TIMEOUT_S = 5.0

@@ -23,8 +23,6 @@ from oobleck.job import Task
 from .batches import IGNORED_LABEL, Batch
 from .columns import says_nothing
 
-__all__ = ["ModelInputs", "Sample", "read_sample", "side_by_side"]
-
 Array = npt.NDArray[Any]
 
 _TOKENS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"

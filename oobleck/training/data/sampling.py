@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["permuted", "samples_of_step"]
-
 Indices = npt.NDArray[np.uint64]
 
 _NUM_ROUNDS = 6

@@ -24,8 +24,6 @@ from .batches import IGNORED_LABEL, Batch
 from .records import NO_SAMPLE
 from .samples import ModelInputs, Sample, read_sample, side_by_side
 
-__all__ = ["Collate", "CollatedSamples", "ScriptSamples", "check_alone", "numbers_in", "read_item"]
-
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """From samples to named arrays, [samples, …]."""
 

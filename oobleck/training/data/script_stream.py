@@ -26,8 +26,6 @@ from .samples import ModelInputs, Sample
 from .script_data import check_alone, numbers_in, read_item
 from .shard_reader import Extent
 
-__all__ = ["ScriptStream"]
-
 _PLACE = "the script's data"
 _LOOKED_AT = 4
 """Samples that are read at the start: to see whether they fit the model, and whether all nodes have the same."""

@@ -17,8 +17,6 @@ from .columns import problem_with_columns
 from .record_text import RecordText
 from .shard_reader import Extent
 
-__all__ = ["LineShard", "TokenShard"]
-
 _JSON_LINES = (".jsonl", ".ndjson")
 _LONGEST_LINE = 64 << 20
 _BLOCK_BYTES = 1 << 20

@@ -8,8 +8,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Extent", "ShardReader"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:

@@ -23,8 +23,6 @@ from .redis_shard import RedisShard
 from .shard_files import LineShard, TokenShard
 from .shard_reader import Extent, ShardReader
 
-__all__ = ["NO_TOKEN", "Extent", "ShardReader", "ShardSet", "register_stream"]
-
 _TOKEN_SUFFIXES = (".bin", ".npy")
 _STREAMS: dict[str, Callable[[str, DataSpec, RecordText], ShardReader]] = {"redis": RedisShard, "rediss": RedisShard}
 

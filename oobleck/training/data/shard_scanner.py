@@ -15,8 +15,6 @@ from oobleck.errors import ShardUnreadable
 
 from .shard_reader import Extent
 
-__all__ = ["ShardScanner", "SurveyedShards"]
-
 
 class SurveyedShards(Protocol):
     """Shards that can be looked into, for one thread."""

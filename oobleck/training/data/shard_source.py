@@ -15,8 +15,6 @@ from .records import NO_SAMPLE, Records
 from .shard_readers import ShardSet
 from .tokenizer import tokenizer_file
 
-__all__ = ["ShardSource"]
-
 
 class ShardSource:
     """A source whose samples have the numbers that `records` gives. Equal digests mean the same shards, by name."""

@@ -19,8 +19,6 @@ from oobleck.user_path import expand_user
 from .columns import problem_with_columns
 from .dataset_rows import load_rows, read_rows
 
-__all__ = ["open_table", "read_documents", "read_table"]
-
 _OTHER_PEOPLES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Directories of the standard library that are not its sources, or differ between installations."""
 _JSON_LINES = (".jsonl", ".ndjson")

@@ -18,8 +18,6 @@ from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.user_path import expand_user
 
-__all__ = ["TokenFiles", "holds_tokens", "open_token_files"]
-
 _SUFFIXES = (".bin", ".npy")
 _DIGESTED_SAMPLES = 64
 

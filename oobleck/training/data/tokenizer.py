@@ -21,17 +21,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from oobleck.errors import ConfigError
 from oobleck.user_path import expand_user
 
-__all__ = [
-    "END_OF_TEXT",
-    "END_OF_TEXT_ID",
-    "encode_documents",
-    "encode_whole",
-    "load_tokenizer",
-    "mask_token_id",
-    "tokenizer_file",
-    "train_tokenizer",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """The trainer numbers special tokens first."""

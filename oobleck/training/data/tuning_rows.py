@@ -23,8 +23,6 @@ from .samples import ModelInputs, Sample, read_sample, side_by_side
 from .text import read_table
 from .tokenizer import tokenizer_file
 
-__all__ = ["TuningRows"]
-
 _Columns = dict[str, Any]
 """Of a sample."""
 

@@ -32,8 +32,6 @@ from .peers import Peers
 from .saver import DiskSaver, MemorySaver
 from .tensors import Flat, flatten
 
-__all__ = ["load", "save"]
-
 _DEFAULT_DIRECTORY = "oobleck-checkpoints"
 _DISK_EVERY = 100
 

@@ -33,8 +33,6 @@ from oobleck.wire import decode_json, encode_json
 from .peers import Peers
 from .tensors import Leaf, leaves, put_together
 
-__all__ = ["Loaded", "Loader"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:

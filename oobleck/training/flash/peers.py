@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Peers"]
-
 
 class Peers:
     """All ranks of this start. Every method but `send` and `receive` is called by all of them, in the same order."""

@@ -18,8 +18,6 @@ from oobleck.wire import encode_json
 
 from .tensors import Flat
 
-__all__ = ["DiskSaver", "MemorySaver"]
-
 _LOOK_S = 0.001
 _LEAST_TREE_BYTES = 1024
 

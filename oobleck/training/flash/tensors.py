@@ -14,8 +14,6 @@ from oobleck.errors import CorruptCheckpoint, UsageError
 from oobleck.storage.scripts import Sharding, TreeNode, from_tree, to_tree
 from oobleck.training.tensor_bytes import DTYPE_NAMES
 
-__all__ = ["Flat", "Leaf", "flatten", "leaves", "put_together"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:

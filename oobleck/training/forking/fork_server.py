@@ -29,8 +29,6 @@ from typing import Protocol
 
 from .supervisor import fork_supervised
 
-__all__ = ["COLD", "ForkServerSide", "Forker", "serve"]
-
 COLD = b"c"
 """A request that is to be served by this process itself; any other may be passed on."""
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["quick_imports"]
-
 _UNUSED = ("PIL", "scipy")
 """What transformers loads if it is installed and causal language models never use: scipy, for the matching in
 the loss of object detectors."""

@@ -6,8 +6,6 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["set_command_line", "set_name"]
-
 _SELF = Path("/proc/self")
 _ARGUMENTS = slice(45, 47)
 """Where the arguments begin and end in memory, among what `stat` has after the name (`proc(5)`, fields 48 and 49)."""

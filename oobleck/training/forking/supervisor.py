@@ -24,8 +24,6 @@ from typing import NoReturn
 
 from .process_names import set_name
 
-__all__ = ["ENDED", "ENDS", "FORKED", "REPORT", "fork_supervised", "leave_ends_to_agents"]
-
 REPORT = struct.Struct(">III")
 ENDS = (signal.SIGINT, signal.SIGTERM)
 """A forked process has them blocked: one that arrives early waits until the process has decided what it does then."""

@@ -28,22 +28,6 @@ from oobleck.job import LoraSpec, Task
 
 from .brought import shared_tensors
 
-__all__ = [
-    "Adapters",
-    "adapters_of",
-    "add_adapters",
-    "initialize_adapter",
-    "is_adapted",
-    "is_adapter",
-    "new_adapters",
-    "original_of",
-    "plain_name",
-    "save_adapters",
-    "tied_parameters",
-    "unwrapped",
-    "with_fake_tensors",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _ADAPTER = "default"

@@ -18,19 +18,6 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 
-__all__ = [
-    "GradientHook",
-    "changed_buffer",
-    "gradient_hooks",
-    "named_state",
-    "persistent_buffers",
-    "require_constant_buffers",
-    "require_independent_samples",
-    "require_no_hooks",
-    "require_trainable",
-    "shared_tensors",
-]
-
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _MOST_TRIED = 1 << 22
 """Elements of a gradient that a hook is tried on before anything is launched; of larger ones the first real one is."""

@@ -19,8 +19,6 @@ from oobleck.errors import ConfigError, CorruptCheckpoint
 from .brought import changed_buffer
 from .structure import ModelStructure, Site, SplittableModel
 
-__all__ = ["StageBuffers"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Plugged:

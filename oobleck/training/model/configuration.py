@@ -36,21 +36,6 @@ from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
 from oobleck.user_path import expand_user
 
-__all__ = [
-    "CAUSAL_LM_LOSS",
-    "CLASSIFICATION",
-    "TWO_STACKS",
-    "build_config",
-    "build_model",
-    "check_head",
-    "model_types",
-    "prepared",
-    "require_known_loss",
-    "task_of",
-    "task_of_built",
-    "with_padding",
-]
-
 CLASSIFICATION: tuple[Task, ...] = ("sequence_classification", "token_classification")
 
 _HEADS: Mapping[Task, tuple[Any, Mapping[str, Any]]] = {

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from .models import StageModel
 from .structure import ModelStructure
 
-__all__ = ["separates_documents"]
-
 _POSITIONS = ((0, 1, 2, 0, 1, 2, 3),)
 _LENGTH, _SECOND = 7, 3
 """Tokens in all, and where the second document begins."""

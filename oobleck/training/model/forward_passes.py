@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from oobleck.errors import ConfigError
 
-__all__ = ["compile_forward", "recompute_activations", "require_compiler"]
-
 _COMPILERS = ("g++", "clang++")
 
 

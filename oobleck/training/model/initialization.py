@@ -20,8 +20,6 @@ from .adapters import initialize_adapter, is_adapted, plain_name
 from .split_probe import cannot_split
 from .structure import SplittableModel
 
-__all__ = ["initialize_adapters", "initialize_module", "materialize_buffers", "move_buffers", "unset"]
-
 
 def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for a value that must still be set: not-a-number, so that using it cannot go unnoticed."""

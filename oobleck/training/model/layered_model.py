@@ -28,8 +28,6 @@ from .losses import causal_lm_loss
 from .signature import arguments_of
 from .splitting import Anatomy
 
-__all__ = ["LayeredModel", "LossFunction", "anatomy_of_layers"]
-
 LossFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """From the last layer's output, the labels [batch, length] and a number, the same for all microbatches of a step, to
 this microbatch's share of the loss: a sum over its tokens, divided by that number."""

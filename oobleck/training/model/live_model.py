@@ -27,8 +27,6 @@ from .brought import GradientHook, gradient_hooks, named_state, require_trainabl
 from .configuration import task_of_built
 from .splitting import require_one_stack
 
-__all__ = ["LiveModel", "LiveWeights"]
-
 
 class LiveModel:
     """A model's skeleton, and its weights."""

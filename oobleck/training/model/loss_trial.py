@@ -23,8 +23,6 @@ from .losses import LossRule
 from .models import StageModel
 from .structure import ModelStructure
 
-__all__ = ["with_tried_loss"]
-
 _LENGTH, _LABELS = 6, 16
 """Tokens of a sample, and how many different ones there are."""
 _NUM_SET = 1 << 16

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from oobleck.training.data import IGNORED_LABEL
 
-__all__ = ["LossRule", "causal_lm_loss", "label_loss"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:

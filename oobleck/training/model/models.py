@@ -35,8 +35,6 @@ from .structure import LossOfOutputs, ModelStructure, Site
 from .traced_forward import TracedForward, trace_forward
 from .weights import WeightFiles
 
-__all__ = ["MicrobatchKey", "ModelStructure", "StageModel"]
-
 
 class _Scaled(torch.autograd.Function):
     """A value as it is, whose gradient is multiplied."""

@@ -9,8 +9,6 @@ from torch import nn
 
 from .adapters import original_of
 
-__all__ = ["Passthrough", "ZeroEmbedding", "replace_module", "stand_in_before_blocks"]
-
 
 class Passthrough(nn.Module):
     """Stands in for a module that is elsewhere: gives back its first argument.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Precision"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:

@@ -20,8 +20,6 @@ from oobleck.job import Task
 from .adapters import is_adapted, tied_parameters
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 
-__all__ = ["SplitProbe", "cannot_split"]
-
 
 def cannot_split(model: nn.Module, why: str) -> ConfigError:
     """Return the error that says why a model has no layers that could be placed apart."""

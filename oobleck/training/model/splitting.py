@@ -27,8 +27,6 @@ from .adapters import tied_parameters
 from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
-__all__ = ["Anatomy", "dissect", "require_one_stack"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:

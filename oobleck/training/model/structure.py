@@ -47,8 +47,6 @@ from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
-__all__ = ["LossOfOutputs", "ModelStructure", "Site", "SplittableModel"]
-
 SplittableModel = PreTrainedModel | LayeredModel
 LossOfOutputs = Callable[..., torch.Tensor]
 """From a model's outputs, labels and `num_items_in_batch`, to the sum of the losses divided by that."""

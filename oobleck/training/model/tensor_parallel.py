@@ -30,8 +30,6 @@ from oobleck.errors import ConfigError
 from .models import StageModel
 from .structure import ModelStructure
 
-__all__ = ["Share", "Style", "initialize_share", "install", "share_of"]
-
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""
 

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
-__all__ = ["Call", "TracedForward", "trace_forward"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

@@ -17,8 +17,6 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["WeightGradients"]
-
 
 class _Owed(NamedTuple):
     """The gradient of one linear layer's weights for one microbatch, not computed yet."""

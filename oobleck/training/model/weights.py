@@ -24,8 +24,6 @@ from oobleck.user_path import expand_user
 from .adapters import is_adapter, plain_name
 from .brought import named_state
 
-__all__ = ["WeightFiles"]
-
 _DIGESTED_PIECES, _PIECE_BYTES = 64, 4096
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

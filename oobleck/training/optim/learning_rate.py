@@ -13,8 +13,6 @@ from typing import TypeGuard
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec, Scalar
 
-__all__ = ["learning_rate", "rate_factor"]
-
 _MOST = 10**12
 """Of arguments: steps, powers, shares and rates; beyond them, floating-point numbers have no answer."""
 

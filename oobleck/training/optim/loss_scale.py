@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["LossScale"]
-
 _GROWTH_INTERVAL = 2000
 _LARGEST = 2.0**24
 _SMALLEST = 2.0**-10

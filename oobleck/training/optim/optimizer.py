@@ -22,8 +22,6 @@ from oobleck.job import OptimizerSpec
 from .learning_rate import rate_factor
 from .optimizer_state import NO_STATE, STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
 
-__all__ = ["Optimizer", "OptimizerFactory"]
-
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From torch's parameter groups, each with its `weight_decay`, to an optimizer over them."""
 

@@ -17,8 +17,6 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 
-__all__ = ["NO_STATE", "STEP", "StateEntry", "StateLayout", "flat_tensors", "initial_state", "layout_of", "make_probe"]
-
 STEP = "step"
 """What torch's optimizers call their count of steps."""
 

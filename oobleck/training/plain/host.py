@@ -27,8 +27,6 @@ from oobleck.wire import decode_json, encode_json
 
 from .recorder import Recorder
 
-__all__ = ["serve"]
-
 Train = Callable[[PlainJob], tuple[PlainAccount, Recorder]]
 
 

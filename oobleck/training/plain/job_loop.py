@@ -24,8 +24,6 @@ from oobleck.training.randomness import seed_scripts
 from .recorder import Recorder, gradient_norm
 from .uncut_model import ListedLayers, uncut_model
 
-__all__ = ["train_job"]
-
 _CHUNK_TOKENS = 16_384
 """A batch that is larger is computed piece by piece."""
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from oobleck.control.verification import StepAccount, TensorDifference, Tolerance
 
-__all__ = ["Recorder", "gradient_norm"]
-
 _FIRST = 1
 
 Values = dict[str, torch.Tensor]

@@ -24,8 +24,6 @@ from oobleck.job import JobSpec, Task
 from oobleck.training.assembly import Assembly
 from oobleck.training.model import Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
 
-__all__ = ["ListedLayers", "uncut_model"]
-
 _CLASSES: Mapping[Task, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "masked_lm": AutoModelForMaskedLM,

@@ -13,8 +13,6 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from oobleck.job import JobSpec
 
-__all__ = ["JobArguments"]
-
 
 class JobArguments(TrainingArguments):
     """What a job says, by the names of `TrainingArguments`; what it does not say is transformers' default.

@@ -42,8 +42,6 @@ from oobleck.job import JobSpec
 
 from .callback_arguments import JobArguments
 
-__all__ = ["CallbackRunner"]
-
 
 class CallbackRunner:
     """Calls callbacks, one event after the other. One that raises is reported, and continues to be called."""

@@ -16,8 +16,6 @@ from oobleck.control.commit import PeerLost
 from oobleck.control.protocol import ErrorKind, Raised
 from oobleck.errors import DataError, UserError
 
-__all__ = ["kind_of", "raised"]
-
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 _PEERS = re.compile(r"connection closed by peer|connection reset by peer|\bgloo\b|\bnccl\b", re.IGNORECASE)
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["LIBRARIES", "generator_states", "reseed_generators"]
-
 
 def _reseed_torch(torch: Any) -> None:
     # The CPU's alone: `torch.seed()` would leave one seed for all devices, whose generators a fresh process seeds one

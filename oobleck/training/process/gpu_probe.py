@@ -15,8 +15,6 @@ import torch
 
 from oobleck.control.node_check import ClockLimit, GpuFacts, GpuReading, NvmlState
 
-__all__ = ["GpuReader", "GpuSpeed", "measure_gpu", "measure_gpus", "open_nvml"]
-
 _PRODUCT = 8192
 _COPY_BYTES = 1 << 30
 _LOAD_S = 0.3

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["ImportLog", "LogReader", "Lookup", "make_log"]
-
 
 def make_log() -> int:
     """Make an empty log; returns its descriptor."""

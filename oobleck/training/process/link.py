@@ -13,8 +13,6 @@ from oobleck.control.protocol import WorkerBound, WorkerMessage
 from oobleck.errors import PeerError
 from oobleck.wire import FrameDecoder, encode_frame
 
-__all__ = ["AgentLink"]
-
 _log = logging.getLogger(__name__)
 
 _EXIT_AGENT_GONE = 75  # EX_TEMPFAIL: the worker did nothing wrong

@@ -45,8 +45,6 @@ from oobleck.wire import FrameDecoder, encode_frame
 
 from .gpu_probe import measure_gpus
 
-__all__ = ["main"]
-
 _WINDOW_S = 0.25
 _NUM_WINDOWS = 3
 _MATRIX = 512

@@ -21,8 +21,6 @@ from oobleck.wire import decode_json
 if TYPE_CHECKING:
     from oobleck.training.model import ModelStructure
 
-__all__ = ["main", "outline_of_job"]
-
 _EXIT_CONFIG = 78
 _SHAPE_KEYS = (
     "num_attention_heads",

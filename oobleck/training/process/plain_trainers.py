@@ -18,8 +18,6 @@ from typing import Any
 
 from oobleck.errors import UsageError
 
-__all__ = ["refuse_plain_trainers"]
-
 _MODULE = "transformers.trainer"
 
 

@@ -27,8 +27,6 @@ from oobleck.wire import decode_json
 
 from .profiler import device_name, profile_of_job
 
-__all__ = ["main"]
-
 _EXIT_CONFIG = 78
 
 

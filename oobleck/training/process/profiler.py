@@ -23,8 +23,6 @@ from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 from oobleck.training.optim import Optimizer
 
-__all__ = ["ASSUMED_NETWORK", "bytes_of_nccl", "device_name", "measure_profile", "profile_of_job"]
-
 ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
     inter_node_latency_s=1e-4,

@@ -31,8 +31,6 @@ from oobleck.wire import FrameDecoder
 from .generators import reseed_generators
 from .import_log import ImportLog
 
-__all__ = ["run_rank"]
-
 _F_SETSIG = 10
 _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 

@@ -17,8 +17,6 @@ from oobleck.training.process.import_log import make_log
 from oobleck.training.process.rank import run_rank
 from oobleck.training.process.warmer import Warmer
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Serve until the last agent has left."""

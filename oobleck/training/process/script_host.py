@@ -23,8 +23,6 @@ from oobleck.wire import decode_json
 
 from .plain_trainers import refuse_plain_trainers
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Do what the first argument says; returns the exit status."""

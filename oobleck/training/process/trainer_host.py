@@ -33,8 +33,6 @@ from oobleck.wire import decode_json
 
 from .plain_trainers import refuse_plain_trainers
 
-__all__ = ["main"]
-
 _FAILED = 1
 _IS_ENTRY = b'{"@type"'
 _GONE = 75

@@ -31,8 +31,6 @@ from oobleck.training.forking import fork_supervised, set_name
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
 
-__all__ = ["LEARN", "READY", "REFUSED", "TRYING", "be_warm"]
-
 LEARN = b"l"
 """Before a number: import what the log has up to there. Any other request is for a fork."""
 TRYING = b"t"

@@ -24,8 +24,6 @@ from oobleck.training.forking import ForkServerSide
 from .import_log import LogReader
 from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
 
-__all__ = ["Warmer"]
-
 _LOOK_S = 0.25
 _LISTEN_S = 0.02
 """How often to look while it imports."""

@@ -74,8 +74,6 @@ from .errors import raised
 from .link import AgentLink
 from .profiler import device_name, profile_of_job
 
-__all__ = ["run_worker"]
-
 _EXIT_FAILED = 1
 _STACK_LINES = 20
 _LOOK_S = 0.02

@@ -12,8 +12,6 @@ import sys
 
 from oobleck.training.forking import ENDS, leave_ends_to_agents, quick_imports, serve
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Serve until the last agent has left."""

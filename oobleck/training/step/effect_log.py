@@ -50,8 +50,6 @@ from oobleck.control.protocol import PlanUpdate, StepCommitted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
-__all__ = ["logged", "update_text"]
-
 _INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
 
 

@@ -87,8 +87,6 @@ from .step import StepInFlight
 from .step_timer import StepTimer
 from .step_work import PipelineRank, item_share_of
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Everything that one worker trains with. Only the training thread touches it; `run` is all that it does."""

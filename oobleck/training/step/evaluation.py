@@ -23,8 +23,6 @@ from oobleck.training.model import MicrobatchKey, StageModel
 
 from .step_work import PipelineRank, item_share_of
 
-__all__ = ["Evaluator"]
-
 _PROGRESS_INTERVAL_S = 1.0
 _SENDS_AHEAD = 2
 """Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""

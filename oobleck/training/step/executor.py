@@ -24,8 +24,6 @@ from oobleck.training.model import StageModel, WeightGradients
 from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
-__all__ = ["Execution"]
-
 _Passing = tuple[int, int]
 """A microbatch in one of the stage's chunks."""
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)

@@ -20,8 +20,6 @@ from oobleck.training.comm import Group, LayerState, Waiter, exchange_layers, fi
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
 
-__all__ = ["LayerStore"]
-
 Sums = Mapping[str, torch.Tensor]
 """By parameter: the sum of the gradients that are committed of the step in flight."""
 

@@ -17,16 +17,6 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel
 
-__all__ = [
-    "BUCKET_ELEMENTS",
-    "Bucket",
-    "GradientReducer",
-    "PlanReducer",
-    "Reducers",
-    "make_buckets",
-    "squared_norm",
-]
-
 BUCKET_ELEMENTS = LARGE_SUM
 """Gradients that are reduced together."""
 

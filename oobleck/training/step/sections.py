@@ -34,8 +34,6 @@ from oobleck.training.comm import HostCopy, PeerAgreements, Waiter
 from .reduction import PlanReducer
 from .step_work import StepWork
 
-__all__ = ["SectionSums"]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Posted:

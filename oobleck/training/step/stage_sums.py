@@ -9,8 +9,6 @@ import torch
 
 from oobleck.training.comm import Group
 
-__all__ = ["StageSums"]
-
 
 class StageSums:
     """Called by a model's own modules with a tensor: sums it over the stage's devices, in place."""

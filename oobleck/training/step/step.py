@@ -21,8 +21,6 @@ from .sections import SectionSums
 from .step_timer import StepTimer
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
-__all__ = ["StepInFlight"]
-
 _DEVICE_POLL_S = 2e-4
 
 

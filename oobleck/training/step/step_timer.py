@@ -9,8 +9,6 @@ from oobleck.control.commit import without
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
 
-__all__ = ["StepTimer"]
-
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""
 _BUSY_TIMES = 32

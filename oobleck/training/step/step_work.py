@@ -13,8 +13,6 @@ from oobleck.training.comm import Group, Pending
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
 from oobleck.training.model import MicrobatchKey, Share
 
-__all__ = ["GlobalBatch", "PipelineRank", "StepWork", "item_share_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRank:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
-__all__ = ["MARGIN", "NUMBER_WIDTH", "WIDTH", "legend", "round_up", "svg_file", "text", "tick", "ticks", "time_ticks"]
-
 WIDTH, MARGIN = 1280, 20
 NUMBER_WIDTH = 7
 """Of a character, about."""

@@ -13,8 +13,6 @@ from oobleck.schedule import Instruction
 from oobleck.ui.run_panels import ACTIVITIES, RunPanel
 from oobleck.ui.timeline import PASS_WORDS, Figure
 
-__all__ = ["chrome_trace", "run_trace"]
-
 _MICROSECONDS = 1e6
 
 ChromeEvent = dict[str, object]

@@ -12,8 +12,6 @@ from html import escape
 
 from .axes import ticks
 
-__all__ = ["Marker", "Series", "chart"]
-
 _SIZE = 1000
 _LABEL_SHARE = 18.0
 """Percent of the width that a marker's label has to itself; as the style sheet has it."""

@@ -42,8 +42,6 @@ from .axes import time_ticks
 from .report_charts import Marker, Series, chart
 from .report_style import STYLE
 
-__all__ = ["report_html"]
-
 _MAX_ROWS = 200
 _MAX_NODES = 16
 

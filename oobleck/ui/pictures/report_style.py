@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["STYLE"]
-
 STYLE = """
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--text:#1d2125;--soft:#5c6670;--edge:#dfe3e6;--good:#1f8a4c;
 --rate:#2463c4;--nodes:#8a5cc2;--loss:#b4530f;--bad:#c62f2f;--degraded:#d99a1c;--starting:#7b8794;--idle:#b9c0c7;

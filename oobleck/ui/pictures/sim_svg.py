@@ -13,8 +13,6 @@ from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel
 
 from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, round_up, svg_file, text, tick
 
-__all__ = ["sim_svg"]
-
 _LABELS, _RIGHT = 74, 64
 _TITLE, _PLOT, _STRIP, _GAP, _AXIS = 40, 150, 14, 34, 34
 _NODES = "#54a24b"

@@ -10,8 +10,6 @@ from oobleck.ui.timeline import PASS_WORDS, Figure
 
 from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, svg_file, text, tick
 
-__all__ = ["timeline_svg"]
-
 # Distinguishable for the colour-blind, and by their brightness in print.
 _COLOURS = {
     Op.FORWARD: "#4c78a8",

@@ -46,8 +46,6 @@ from .states import (
     Training,
 )
 
-__all__ = ["answered", "begin", "end_again", "left", "look_again", "lose_more", "overdue", "to_deciding", "use_answers"]
-
 _Asking = Fencing | Overdue | Settling
 _Answering = _Asking | Accusing | AwaitingWorkers | LocatingCheckpoint
 

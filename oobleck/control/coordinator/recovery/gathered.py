@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
-__all__ = ["Gathered"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

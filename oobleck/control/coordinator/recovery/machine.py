@@ -56,8 +56,6 @@ from .states import (
     WorkersWanted,
 )
 
-__all__ = ["ASKING", "FENCED", "TRAINED", "TRANSITIONS", "Phase", "Transition", "deadline", "phase", "step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Transition:

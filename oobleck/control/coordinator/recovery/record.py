@@ -12,8 +12,6 @@ from oobleck.planner import WorkerId
 
 from .states import Recovery, RecoveryEnded
 
-__all__ = ["recovery_done"]
-
 
 def recovery_done(ended: RecoveryEnded, now_s: float, members: Membership) -> RecoveryDone:
     """Return a recovery's record; if another event overtook the recovery, what is known of it."""

@@ -17,50 +17,6 @@ from oobleck.planner import WorkerId
 
 from .gathered import Gathered
 
-__all__ = [
-    "Accusing",
-    "Adopting",
-    "Answered",
-    "AwaitingNetwork",
-    "AwaitingWorkers",
-    "BeginRecovery",
-    "CheckpointReported",
-    "CheckpointWanted",
-    "Decide",
-    "Deciding",
-    "EndRun",
-    "Ended",
-    "FailureSuspected",
-    "Fencing",
-    "GiveUp",
-    "HeldUp",
-    "Input",
-    "LocatingCheckpoint",
-    "MoreLost",
-    "NetworkDown",
-    "NodeDrained",
-    "NodeGone",
-    "NodeReached",
-    "Overdue",
-    "PlanInForce",
-    "PlanOrdered",
-    "Preparing",
-    "Recovery",
-    "RecoveryBegun",
-    "RecoveryEffect",
-    "RecoveryEnded",
-    "RunEnded",
-    "Settling",
-    "State",
-    "Step",
-    "Suspecting",
-    "TimePassed",
-    "Training",
-    "TrainingBegun",
-    "WorkersResumed",
-    "WorkersWanted",
-]
-
 _SETTLE_S = 0.01
 """Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
 

@@ -9,18 +9,6 @@ from oobleck.control.protocol import ProcessEnd, RankError
 from oobleck.job import NodeSpec
 from oobleck.ranks import RanksSpec
 
-__all__ = [
-    "GenerationCause",
-    "GenerationEnded",
-    "GenerationFormed",
-    "GenerationRuns",
-    "HungRank",
-    "NodeRanks",
-    "RankDown",
-    "RanksHung",
-    "ScriptStarted",
-]
-
 
 class GenerationCause(StrEnum):
     """Why a generation ends, and another one begins."""

@@ -14,8 +14,6 @@ from .entries import (
     ScriptStarted,
 )
 
-__all__ = ["RanksView"]
-
 
 class RanksView:
     """Follows a script's generations. O(1) an entry."""
