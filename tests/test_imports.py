@@ -189,6 +189,22 @@ def test_every_room_has_a_door_that_says_what_it_is_for_and_gives_things_out():
         assert len(given) == 1, room
 
 
+MOST_NAMES = 6
+"""Of one module in an import; more are taken by its own name (`protocol.StopAgent`)."""
+
+
+def test_where_many_names_of_a_module_are_needed_the_module_is_imported():
+    crowded = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {len(node.names)} names of {node.module}"
+        for _, path in modules()
+        if path.name != "__init__.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("oobleck"))
+        if len(node.names) > MOST_NAMES
+    ]
+    assert not crowded, "\n".join(crowded)
+
+
 def test_doors_alone_list_what_they_give_out():
     """Everywhere else a leading underscore says what a module keeps to itself."""
     doors = {path for _, path in modules() if path.name == "__init__.py"} | {PACKAGE / "checkpoint.py"}
@@ -226,15 +242,22 @@ def test_asyncio_appears_in_one_file_only():
 
 
 def names_from(module: str) -> Iterator[tuple[str, str]]:
-    """(file, name) of every name that is imported from a module of ours, by its absolute name or a relative one."""
+    """(file, name) of every name that is taken from a module of ours: imported, or as its attribute."""
     for _, path in modules():
         file = str(path.relative_to(PACKAGE))
         package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        called: set[str] = set()
+        for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-                if ".".join(filter(None, (base, node.module))) == module:
+                source = ".".join(filter(None, (base, node.module)))
+                if source == module:
                     yield from ((file, alias.name) for alias in node.names)
+                called |= {alias.asname or alias.name for alias in node.names if f"{source}.{alias.name}" == module}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
+                yield file, node.attr
 
 
 def test_one_file_knows_which_launchers_there_are():

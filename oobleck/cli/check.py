@@ -12,25 +12,8 @@ from oobleck.errors import UsageError
 from oobleck.exit_codes import ExitCode
 from oobleck.json_table import to_json
 
+from . import inputs
 from .common_options import BaseDirOption, JsonOption, base_dir_of
-from .inputs import (
-    SLOW_FACTOR,
-    DialIn,
-    DialInOption,
-    FromRay,
-    FromSlurm,
-    HostsFromOption,
-    KeysOption,
-    KubernetesOption,
-    NodeSource,
-    NumNodesOption,
-    PythonOption,
-    RayOption,
-    SlurmJobOption,
-    SlurmOption,
-    SSHConfigOption,
-    read_source,
-)
 from .up import readable_file
 
 if TYPE_CHECKING:
@@ -48,20 +31,20 @@ def check(
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
     ] = None,
-    hosts_from: HostsFromOption = None,
-    dial_in: DialInOption = None,
-    num_nodes: NumNodesOption = None,
-    keys: KeysOption = None,
-    slurm: SlurmOption = False,
-    slurm_job: SlurmJobOption = None,
-    ray: RayOption = False,
-    kubernetes: KubernetesOption = None,
-    python: PythonOption = None,
-    ssh_config: SSHConfigOption = None,
+    hosts_from: inputs.HostsFromOption = None,
+    dial_in: inputs.DialInOption = None,
+    num_nodes: inputs.NumNodesOption = None,
+    keys: inputs.KeysOption = None,
+    slurm: inputs.SlurmOption = False,
+    slurm_job: inputs.SlurmJobOption = None,
+    ray: inputs.RayOption = False,
+    kubernetes: inputs.KubernetesOption = None,
+    python: inputs.PythonOption = None,
+    ssh_config: inputs.SSHConfigOption = None,
     slow_factor: Annotated[
         float,
         typer.Option("--slow-factor", metavar="X", help="A node this many times slower than the others is slow."),
-    ] = SLOW_FACTOR,
+    ] = inputs.SLOW_FACTOR,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:
@@ -74,7 +57,7 @@ def check(
         raise UsageError(
             f"--slow-factor: {slow_factor:g} is not possible; it must be more than 1, and {_MAX_SLOWNESS:,.0f} at most"
         )
-    source = read_source(
+    source = inputs.read_source(
         hostfile,
         local=local,
         hosts_from=hosts_from,
@@ -123,7 +106,7 @@ def check(
 
 
 async def _check(
-    source: NodeSource,
+    source: inputs.NodeSource,
     ssh_config: Path | None,
     python: str | None,
     base_dir: Path,
@@ -141,7 +124,7 @@ async def _check(
     from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 
     known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
-    if isinstance(source, DialIn | FromSlurm | FromRay):
+    if isinstance(source, inputs.DialIn | inputs.FromSlurm | inputs.FromRay):
         known.create()
     async with (
         open_ssh_loop(),
@@ -167,7 +150,7 @@ async def _check(
                 slow_factor=slow_factor,
                 tell=tell,
             )
-            if not (isinstance(source, DialIn) and source.keys is not None):  # else they wait for their run
+            if not (isinstance(source, inputs.DialIn) and source.keys is not None):  # else they wait for their run
                 for node in nodes:
                     await launcher.release(node)
             nursery.cancel_scope.cancel()

@@ -11,17 +11,7 @@ import typer
 
 from oobleck.errors import OobleckError, PeerError
 from oobleck.json_table import to_json
-from oobleck.runtime.control_client import (
-    AddRequest,
-    ControlRequest,
-    DrainRequest,
-    KillRequest,
-    NoActiveRun,
-    StatusRequest,
-    StopRequest,
-    find_run,
-    request,
-)
+from oobleck.runtime import control_client
 from oobleck.runtime.files import RunDirectory
 from oobleck.wire import from_builtins
 
@@ -42,7 +32,7 @@ def status(
     base_dir: BaseDirOption = None,
 ) -> None:
     """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
-    name, answer = _ask(StatusRequest(), one_run(named, tag), base_dir)
+    name, answer = _ask(control_client.StatusRequest(), one_run(named, tag), base_dir)
     # What draws is not loaded by the commands beside this one.
     from rich.console import Console
 
@@ -63,7 +53,7 @@ def kill(
     node: NodeArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
 ) -> None:
     """Kill a node's agent and workers at once, as if its power had failed. The run recovers from it."""
-    name, answer = _ask(KillRequest(node=node), tag, base_dir)
+    name, answer = _ask(control_client.KillRequest(node=node), tag, base_dir)
     typer.echo(json.dumps(answer) if as_json else f"killed {node} of run {name}")
 
 
@@ -75,7 +65,7 @@ def add(
     refused: list[OobleckError] = []
     for node in nodes:
         try:
-            answer = request(run.control_socket, AddRequest(node=node))
+            answer = control_client.request(run.control_socket, control_client.AddRequest(node=node))
         except OobleckError as error:  # the others are asked for all the same
             refused.append(error)
         else:
@@ -88,7 +78,7 @@ def drain(
     node: NodeArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
 ) -> None:
     """Let a node finish the step, give away what only it holds, and leave the run."""
-    name, answer = _ask(DrainRequest(node=node), tag, base_dir)
+    name, answer = _ask(control_client.DrainRequest(node=node), tag, base_dir)
     typer.echo(json.dumps(answer) if as_json else f"{node} leaves run {name}")
 
 
@@ -101,23 +91,25 @@ def stop(
     base_dir: BaseDirOption = None,
 ) -> None:
     """End a run: after the step in flight, or at once."""
-    name, answer = _ask(StopRequest(now=now), one_run(named, tag), base_dir)
+    name, answer = _ask(control_client.StopRequest(now=now), one_run(named, tag), base_dir)
     how = "at once" if now else "after its step"
     typer.echo(json.dumps(answer) if as_json else f"run {name} stops {how}")
 
 
-def _ask(asked: ControlRequest, tag: str | None, base_dir: Path | None) -> tuple[str, Mapping[str, object]]:
+def _ask(
+    asked: control_client.ControlRequest, tag: str | None, base_dir: Path | None
+) -> tuple[str, Mapping[str, object]]:
     """Ask the run with this tag, or the only one; return its tag and its answer."""
     run = _find(tag, base_dir)
-    return run.tag, request(run.control_socket, asked)
+    return run.tag, control_client.request(run.control_socket, asked)
 
 
 def _find(tag: str | None, base_dir: Path | None) -> RunDirectory:
     """The run with this tag, or the only one. Raises NoActiveRun, which describes a run that has lost its master."""
     directory = base_dir_of(base_dir)
     try:
-        return find_run(directory, tag)
-    except NoActiveRun as error:
+        return control_client.find_run(directory, tag)
+    except control_client.NoActiveRun as error:
         from .masterless import describe_masterless  # it reads journals, which few of these commands need
 
-        raise NoActiveRun(describe_masterless(directory, tag) or str(error)) from error
+        raise control_client.NoActiveRun(describe_masterless(directory, tag) or str(error)) from error

@@ -9,18 +9,7 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import (
-    Diagnosis,
-    Finding,
-    Incident,
-    JournalEntry,
-    advice,
-    diagnose,
-    evidence_detail,
-    evidence_text,
-    response_text,
-    title,
-)
+from oobleck.control import journal
 from oobleck.runtime.journals import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 from oobleck.wire import encode_json
@@ -56,14 +45,14 @@ def events(
             if incident.ended_s is not None or not as_json:
                 _tell(incident, as_json=as_json)
         return
-    incidents = diagnose(read_journal(path))
+    incidents = journal.diagnose(read_journal(path))
     for incident in incidents:
         _tell(incident, as_json=as_json)
     if not incidents and not as_json:
         typer.echo(f"nothing has gone wrong in {path.parent.name}")
 
 
-def _tell(incident: Incident, *, as_json: bool) -> None:
+def _tell(incident: journal.Incident, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_to_json(incident)))
     elif incident.ended_s is None:
@@ -72,15 +61,15 @@ def _tell(incident: Incident, *, as_json: bool) -> None:
         typer.echo("\n".join((*incident_lines(incident), "")))
 
 
-def _to_json(incident: Incident) -> dict[str, object]:
+def _to_json(incident: journal.Incident) -> dict[str, object]:
     """The incident as JSON-able values: enums for programs, each with its sentence for people."""
     return {
         "number": incident.number,
-        "title": title(incident),
+        "title": journal.title(incident),
         "root": _finding_to_json(incident.root),
         "consequences": [_finding_to_json(finding) for finding in incident.consequences],
         "responses": [asdict(response) for response in incident.responses],
-        "actions": [response_text(response) for response in incident.responses],
+        "actions": [journal.response_text(response) for response in incident.responses],
         "stall_s": incident.stall_s,
         "microbatches_redone": incident.microbatches_redone,
         "steps_lost": incident.steps_lost,
@@ -90,11 +79,11 @@ def _to_json(incident: Incident) -> dict[str, object]:
         "is_fatal": incident.is_fatal,
         "repeated": incident.repeated,
         "remedies": incident.remedies,
-        "advice": advice(incident),
+        "advice": journal.advice(incident),
     }
 
 
-def _finding_to_json(finding: Finding) -> dict[str, object]:
+def _finding_to_json(finding: journal.Finding) -> dict[str, object]:
     """A finding, with the journal entry that it is known by, as the journal has it."""
     return {
         "t_s": finding.t_s,
@@ -103,14 +92,14 @@ def _finding_to_json(finding: Finding) -> dict[str, object]:
         "origin": finding.origin,
         "device": None if finding.worker_id is None else finding.worker_id.device,
         "is_tried_again": finding.is_tried_again,
-        "evidence": f"{evidence_text(finding)}\n{evidence_detail(finding)}".strip(),
+        "evidence": f"{journal.evidence_text(finding)}\n{journal.evidence_detail(finding)}".strip(),
         "entry": json.loads(encode_json(finding.evidence)),
     }
 
 
-def _news(entries: Iterator[JournalEntry | None]) -> Iterator[Incident]:
+def _news(entries: Iterator[journal.JournalEntry | None]) -> Iterator[journal.Incident]:
     """Each incident twice: once it has begun, unless it is over by then, and when it is over."""
-    diagnosis = Diagnosis()
+    diagnosis = journal.Diagnosis()
     begun = done = 0
     for entry in entries:
         if entry is not None:

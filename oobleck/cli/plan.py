@@ -10,25 +10,8 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_MICROBATCHES
 
+from . import inputs
 from .common_options import JsonOption
-from .inputs import (
-    ChunksOption,
-    DeviceOption,
-    DevicesPerNodeOption,
-    FaultThresholdOption,
-    GlobalBatchOption,
-    MicrobatchOption,
-    ModelOption,
-    PipelinesOption,
-    PrecisionOption,
-    ProfileOption,
-    RecomputeOption,
-    SequenceLengthOption,
-    parse_nodes,
-    parse_prices,
-    parse_profiles,
-    parse_schedule_name,
-)
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner, PlannerSettings, Profile
@@ -38,9 +21,9 @@ if TYPE_CHECKING:
 
 def plan(
     *,
-    profile_file: ProfileOption = None,
-    model: ModelOption = None,
-    device: DeviceOption = None,
+    profile_file: inputs.ProfileOption = None,
+    model: inputs.ModelOption = None,
+    device: inputs.DeviceOption = None,
     nodes: Annotated[
         str,
         typer.Option(
@@ -49,19 +32,19 @@ def plan(
             help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
         ),
     ],
-    devices_per_node: DevicesPerNodeOption = 1,
-    fault_threshold: FaultThresholdOption = 1,
-    global_batch: GlobalBatchOption,
-    microbatch: MicrobatchOption = None,
-    sequence_length: SequenceLengthOption = None,
-    precision: PrecisionOption = "bfloat16",
-    recompute: RecomputeOption = False,
-    pipelines: PipelinesOption = None,
+    devices_per_node: inputs.DevicesPerNodeOption = 1,
+    fault_threshold: inputs.FaultThresholdOption = 1,
+    global_batch: inputs.GlobalBatchOption,
+    microbatch: inputs.MicrobatchOption = None,
+    sequence_length: inputs.SequenceLengthOption = None,
+    precision: inputs.PrecisionOption = "bfloat16",
+    recompute: inputs.RecomputeOption = False,
+    pipelines: inputs.PipelinesOption = None,
     schedule: Annotated[
         str,
         typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
     ] = "1f1b",
-    chunks: ChunksOption = 2,
+    chunks: inputs.ChunksOption = 2,
     profiles: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +82,7 @@ def plan(
     from .pictures import picture_writer, write_output
     from .plan_profile import ProfileSource, profile_of, utilisation_of
 
-    counts = parse_nodes(nodes)
+    counts = inputs.parse_nodes(nodes)
     write_picture = picture_writer(plot) if plot is not None else None
     source = ProfileSource(
         file=profile_file,
@@ -134,7 +117,7 @@ def plan(
         if schedule == "interleaved":
             raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
         names = [count.kind for count in counts]
-        kinds = kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
+        kinds = kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
         _known(tuple(name for count in counts for name in count.names), lost)
         report = make_mixed_report(
             kinds,
@@ -143,7 +126,7 @@ def plan(
             global_batch_size=global_batch,
             kind=_kind(schedule),
             lost=lost,
-            prices=parse_prices(prices, names) if prices is not None else None,
+            prices=inputs.parse_prices(prices, names) if prices is not None else None,
         )
     if write_picture is not None:
         write_picture(_svg(report))
@@ -185,7 +168,7 @@ def _settings(
 def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
-    return None if parse_schedule_name(name) == "auto" else ScheduleKind(name)
+    return None if inputs.parse_schedule_name(name) == "auto" else ScheduleKind(name)
 
 
 def _known(names: tuple[str, ...], lost: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,19 +7,7 @@ from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.json_table import parse_json
-from oobleck.planner import Profile, profile_from_json
-from oobleck.planner.profiles import (
-    KNOWN_DEVICES,
-    KNOWN_MODELS,
-    DeviceSheet,
-    ModelShape,
-    device_sheet,
-    device_sheet_from_json,
-    estimate_profile,
-    model_shape,
-    shape_from_config,
-    training_flops,
-)
+from oobleck.planner import Profile, profile_from_json, profiles
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
 _PRECISIONS = ("float32", "bfloat16")
@@ -58,10 +46,12 @@ def profile_of(source: ProfileSource) -> Profile:
 def utilisation_of(profile: Profile, source: ProfileSource, global_batch_size: int) -> tuple[float, float] | None:
     """(operations of one step, peak operations a second of one device), or None where they are not known."""
     model, device = source.model or profile.model, source.device or profile.device.name
-    if source.file is not None and (model.lower() not in KNOWN_MODELS or device.lower() not in KNOWN_DEVICES):
+    if source.file is not None and (
+        model.lower() not in profiles.KNOWN_MODELS or device.lower() not in profiles.KNOWN_DEVICES
+    ):
         return None
     shape, sheet = _shape(model), _sheet(device)
-    flops = training_flops(shape, num_samples=global_batch_size, sequence_length=profile.sequence_length)
+    flops = profiles.training_flops(shape, num_samples=global_batch_size, sequence_length=profile.sequence_length)
     return flops, sheet.bfloat16_flops if source.precision == "bfloat16" else sheet.float32_flops
 
 
@@ -81,9 +71,11 @@ def _read(path: Path, source: ProfileSource) -> Profile:
     return profile
 
 
-def _estimate(source: ProfileSource, shape: ModelShape, sheet: DeviceSheet, microbatch_size: int) -> Profile:
+def _estimate(
+    source: ProfileSource, shape: profiles.ModelShape, sheet: profiles.DeviceSheet, microbatch_size: int
+) -> Profile:
     counts = tuple(1 << exponent for exponent in range(source.devices_per_node.bit_length()))
-    return estimate_profile(
+    return profiles.estimate_profile(
         shape,
         sheet,
         microbatch_size=microbatch_size,
@@ -94,26 +86,26 @@ def _estimate(source: ProfileSource, shape: ModelShape, sheet: DeviceSheet, micr
     )
 
 
-def _usual_length(shape: ModelShape) -> int:
+def _usual_length(shape: profiles.ModelShape) -> int:
     """The largest power of two that a model's positions allow: some have a few more for other ends."""
     return 1 << (shape.num_positions.bit_length() - 1) if shape.num_positions else _DEFAULT_LENGTH
 
 
-def _shape(name: str) -> ModelShape:
+def _shape(name: str) -> profiles.ModelShape:
     """A path wins over a name only where it looks like one, so that no stray file changes a plan."""
     if not name.endswith(".json"):
-        return model_shape(name)
+        return profiles.model_shape(name)
     text = read_input(Path(name), "configuration", most_bytes=MAX_DATA_BYTES)
     try:
         document = parse_json(text, of_others=True)
         if not isinstance(document, dict):
             raise ConfigError(f"must be an object, not {type(document).__name__}")
-        return shape_from_config(document)
+        return profiles.shape_from_config(document)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _sheet(name: str) -> DeviceSheet:
+def _sheet(name: str) -> profiles.DeviceSheet:
     if not name.endswith(".json"):
-        return device_sheet(name)
-    return device_sheet_from_json(read_input(Path(name), "data sheet"), source=name)
+        return profiles.device_sheet(name)
+    return profiles.device_sheet_from_json(read_input(Path(name), "data sheet"), source=name)

@@ -17,30 +17,9 @@ import typer
 from oobleck.errors import UsageError
 from oobleck.job import MAX_MICROBATCHES, MAX_STEPS
 
+from . import inputs
 from .common_options import JsonOption
-from .inputs import (
-    MAX_SEED,
-    ChunksOption,
-    DeviceOption,
-    DevicesPerNodeOption,
-    FaultThresholdOption,
-    GlobalBatchOption,
-    KindCount,
-    MicrobatchOption,
-    ModelOption,
-    PipelinesOption,
-    PrecisionOption,
-    ProfileOption,
-    RecomputeOption,
-    SequenceLengthOption,
-    duration_s,
-    parse_costs,
-    parse_nodes,
-    parse_profiles,
-    parse_scaling,
-    parse_schedule_name,
-    whole,
-)
+from .inputs import duration_s
 from .trace import read_trace
 
 if TYPE_CHECKING:
@@ -62,14 +41,14 @@ _SPARE_START_S = 60.0
 def sim(
     *,
     failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")],
-    profile_file: ProfileOption = None,
-    model: ModelOption = None,
-    device: DeviceOption = None,
-    global_batch: GlobalBatchOption,
-    microbatch: MicrobatchOption = None,
-    sequence_length: SequenceLengthOption = None,
-    precision: PrecisionOption = "bfloat16",
-    recompute: RecomputeOption = False,
+    profile_file: inputs.ProfileOption = None,
+    model: inputs.ModelOption = None,
+    device: inputs.DeviceOption = None,
+    global_batch: inputs.GlobalBatchOption,
+    microbatch: inputs.MicrobatchOption = None,
+    sequence_length: inputs.SequenceLengthOption = None,
+    precision: inputs.PrecisionOption = "bfloat16",
+    recompute: inputs.RecomputeOption = False,
     profiles: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +63,7 @@ def sim(
             help="Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
         ),
     ] = None,
-    devices_per_node: DevicesPerNodeOption = 1,
+    devices_per_node: inputs.DevicesPerNodeOption = 1,
     policy: Annotated[
         str,
         typer.Option("--policy", metavar="NAMES", help="oobleck, restart, varuna, bamboo, recycle; or several: a,b."),
@@ -101,7 +80,9 @@ def sim(
     ] = 1800.0,
     spares: Annotated[
         int,
-        typer.Option("--spares", metavar="S", parser=whole(0, _MAX_SPARES), help="Additional nodes that stand by."),
+        typer.Option(
+            "--spares", metavar="S", parser=inputs.whole(0, _MAX_SPARES), help="Additional nodes that stand by."
+        ),
     ] = 0,
     spare_start: Annotated[
         float,
@@ -113,8 +94,8 @@ def sim(
             help="Time until a spare is ready.",
         ),
     ] = _SPARE_START_S,
-    fault_threshold: FaultThresholdOption = 1,
-    pipelines: PipelinesOption = None,
+    fault_threshold: inputs.FaultThresholdOption = 1,
+    pipelines: inputs.PipelinesOption = None,
     scaling: Annotated[
         str,
         typer.Option(
@@ -127,7 +108,10 @@ def sim(
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", metavar="N", parser=whole(1, MAX_STEPS), help="Policy oobleck: the job ends after N steps."
+            "--steps",
+            metavar="N",
+            parser=inputs.whole(1, MAX_STEPS),
+            help="Policy oobleck: the job ends after N steps.",
         ),
     ] = None,
     reductions: Annotated[
@@ -138,11 +122,14 @@ def sim(
         str,
         typer.Option("--schedule", metavar="KIND", help="Policy oobleck: 1f1b, gpipe, interleaved, zero-bubble, auto."),
     ] = "1f1b",
-    chunks: ChunksOption = 2,
+    chunks: inputs.ChunksOption = 2,
     seed: Annotated[
         int,
         typer.Option(
-            "--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Seed of random choices in cluster mode."
+            "--seed",
+            metavar="N",
+            parser=inputs.whole(-inputs.MAX_SEED, inputs.MAX_SEED),
+            help="Seed of random choices in cluster mode.",
         ),
     ] = 0,
     mode: Annotated[
@@ -217,13 +204,13 @@ def sim(
         fault_threshold=fault_threshold,
         num_pipelines=pipelines,
         reductions=reductions,
-        schedule=parse_schedule_name(schedule),
+        schedule=inputs.parse_schedule_name(schedule),
         num_chunks=chunks,
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
-    costs = parse_costs(cost_model, costs_file, cost or ())
-    scaled = parse_scaling(scaling, settings.scaling)
+    costs = inputs.parse_costs(cost_model, costs_file, cost or ())
+    scaled = inputs.parse_scaling(scaling, settings.scaling)
     settings = replace(settings, scaling=scaled, max_steps=steps, costs=costs, kinds=kinds)
     outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
@@ -236,28 +223,28 @@ def sim(
     _show(outcomes, panels, as_json=as_json)
 
 
-def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[KindCount, ...]]:
+def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:
     """Return the trace on as many nodes as asked for, and how many there are of each kind, if there are several."""
     from oobleck.sim.trace import with_kinds, with_nodes
 
-    counts = None if nodes is None else parse_nodes(nodes)
+    counts = None if nodes is None else inputs.parse_nodes(nodes)
     if isinstance(counts, tuple):
         return with_kinds(trace, [count.kind for count in counts for _ in range(count.num_nodes)]), counts
     if counts is not None:
         trace = with_nodes(trace, counts)
     numbers = Counter(trace.kinds.values())
     return trace, tuple(
-        KindCount(kind=kind, num_nodes=number, devices_per_node=None) for kind, number in numbers.items()
+        inputs.KindCount(kind=kind, num_nodes=number, devices_per_node=None) for kind, number in numbers.items()
     )
 
 
-def _kinds(counts: tuple[KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
+def _kinds(counts: tuple[inputs.KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
     """Return the profile of each kind; none where all nodes are of one."""
     from .plan_kinds import kinds_of
 
     if counts:
         names = [count.kind for count in counts]
-        return kinds_of(counts, source, parse_profiles(profiles, names) if profiles is not None else None)
+        return kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
     if profiles is not None:
         raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
     return ()

@@ -14,48 +14,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.protocol import (
-    AgentStopped,
-    AskActivity,
-    BecomeRelay,
-    CommitCheckpoint,
-    Configure,
-    ConfigureRanks,
-    EndRanks,
-    ForWorker,
-    Greeting,
-    Heartbeat,
-    Hello,
-    JoinRelay,
-    KillWorker,
-    LeaveRelay,
-    Leaving,
-    MasterMessage,
-    Pace,
-    PersistState,
-    PlanOrder,
-    ProcessorUse,
-    Raised,
-    RankOutput,
-    RanksOrder,
-    Relayed,
-    RemoveOld,
-    RemoveUnfinished,
-    SetUpWorker,
-    StartRanks,
-    StartWorker,
-    StateNotSaved,
-    StateSaved,
-    StopAgent,
-    StoragePaths,
-    TraceRanks,
-    UseRelay,
-    UseShare,
-    WorkerBound,
-    WorkerExited,
-    WorkerFailed,
-    WorkerStarted,
-)
+from oobleck.control import protocol
 from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
 from oobleck.plan import WorkerId
@@ -86,14 +45,14 @@ _LEAVE_S = 5.0
 @dataclass(slots=True)
 class _Worker:
     handle: WorkerHandle
-    outgoing: trio.MemorySendChannel[WorkerBound]
-    share: UseShare
+    outgoing: trio.MemorySendChannel[protocol.WorkerBound]
+    share: protocol.UseShare
     """What it uses of the machine."""
-    error: Raised | None = None
+    error: protocol.Raised | None = None
     """The exception that ends it, once it has said so."""
 
-    def started(self, device: int) -> WorkerStarted:
-        return WorkerStarted(device=device, pid=self.handle.pid)
+    def started(self, device: int) -> protocol.WorkerStarted:
+        return protocol.WorkerStarted(device=device, pid=self.handle.pid)
 
 
 @dataclass(slots=True)
@@ -101,14 +60,14 @@ class _Duty:
     """What the master said at the first contact."""
 
     control: ControlSpec
-    configure: Configure | None
+    configure: protocol.Configure | None
     """None where there are ranks in place of workers."""
 
     @property
-    def share(self) -> UseShare:
+    def share(self) -> protocol.UseShare:
         """What each worker may use of the machine by now."""
         assert self.configure is not None
-        return UseShare(
+        return protocol.UseShare(
             torch_threads=self.configure.torch_threads, device_memory_bytes=self.configure.device_memory_bytes
         )
 
@@ -131,7 +90,7 @@ class Agent:
         accept: Callable[[], Awaitable[MasterConnection]],
         workers: WorkerHost | None = None,
         ranks: RankHost | None = None,
-        hello: Callable[[int, tuple[WorkerStarted, ...]], Hello],
+        hello: Callable[[int, tuple[protocol.WorkerStarted, ...]], protocol.Hello],
         cache_dir: Path,
         checkpoints: CheckpointStore | None = None,
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
@@ -147,7 +106,7 @@ class Agent:
         self._relays = relays
         self._checkpoints = checkpoints
         self._is_watching = False
-        self._storage: StoragePaths | None = None
+        self._storage: protocol.StoragePaths | None = None
         self._tag = tag
         self._accept = accept
         self._host = workers
@@ -255,7 +214,7 @@ class Agent:
             self._way = None
             await _close(connection)
 
-    def _hear(self, nursery: trio.Nursery, message: MasterMessage) -> None:
+    def _hear(self, nursery: trio.Nursery, message: protocol.MasterMessage) -> None:
         """The master says something, itself or through others. Raises PeerError."""
         self._obey(message, nursery)
         self._heard_s = trio.current_time()
@@ -264,7 +223,7 @@ class Agent:
     async def _hear_greeting(self, connection: MasterConnection) -> None:
         with trio.fail_after(_GREETING_S):
             greeting = await connection.receive()
-        if not isinstance(greeting, Greeting):
+        if not isinstance(greeting, protocol.Greeting):
             raise PeerError(f"said {type(greeting).__name__} before Greeting")
         if greeting.tag != self._tag:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
@@ -289,7 +248,7 @@ class Agent:
             with trio.move_on_after(_LEAVE_S / 2):
                 await self._persister.settle()
             self._persister.leave()
-        self._resend_queue.add(AgentStopped(reason=self._stop_reason or ""))
+        self._resend_queue.add(protocol.AgentStopped(reason=self._stop_reason or ""))
         await self._resend_queue.all_said()
 
     def _beat(self) -> float:
@@ -309,16 +268,16 @@ class Agent:
         while True:
             self._resend_queue.add(await host.server_ended())
 
-    def _show(self, output: RankOutput) -> bool:
+    def _show(self, output: protocol.RankOutput) -> bool:
         return self._resend_queue.offer(output)
 
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
-        self._resend_queue.add(Leaving(reason=reason))
+        self._resend_queue.add(protocol.Leaving(reason=reason))
 
-    def _obey(self, message: MasterMessage, nursery: trio.Nursery) -> None:
+    def _obey(self, message: protocol.MasterMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Configure():
+            case protocol.Configure():
                 is_first, self._duty = self._duty is None, _Duty(message.job.control, message)
                 if self._host is None:
                     raise PeerError("asked for workers; this agent runs a script")
@@ -328,42 +287,53 @@ class Agent:
                 for device in self._workers:
                     self._give_share(device)
                 self._watch_notice(message.job.control, nursery)
-            case ConfigureRanks():
+            case protocol.ConfigureRanks():
                 self._duty = _Duty(message.run.control, None)
                 self._watch_notice(message.run.control, nursery)
                 self._order_ranks(message)
-            case StartRanks() | EndRanks() | TraceRanks():
+            case protocol.StartRanks() | protocol.EndRanks() | protocol.TraceRanks():
                 self._order_ranks(message)
-            case Heartbeat(sequence=sequence):
+            case protocol.Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)
-            case BecomeRelay() | JoinRelay() | UseRelay() | LeaveRelay() | Relayed():
+            case (
+                protocol.BecomeRelay()
+                | protocol.JoinRelay()
+                | protocol.UseRelay()
+                | protocol.LeaveRelay()
+                | protocol.Relayed()
+            ):
                 if self._duty is None or self._duty.configure is None or self._way is None:
                     raise PeerError(f"{type(message).__name__} came before Configure")
                 self._way.obey(message, self._duty.configure)
-            case Greeting():
+            case protocol.Greeting():
                 raise PeerError("a second greeting on one connection")
-            case CommitCheckpoint() | PersistState() | RemoveOld() | RemoveUnfinished():
+            case (
+                protocol.CommitCheckpoint()
+                | protocol.PersistState()
+                | protocol.RemoveOld()
+                | protocol.RemoveUnfinished()
+            ):
                 if self._persister is not None:
                     self._persister.take(message)
-            case StartWorker(device=device):
+            case protocol.StartWorker(device=device):
                 configure = self._duty_for(device)
                 # A master that took over may ask for what the one before has asked for.
                 if device not in self._workers and device not in self._starting:
                     self._starting.add(device)
                     nursery.start_soon(self._run_worker, device, configure)
-            case KillWorker(device=device):
+            case protocol.KillWorker(device=device):
                 if device in self._workers:
                     self._workers[device].handle.kill()
-            case PlanOrder(device=device, generation=generation):
+            case protocol.PlanOrder(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
                 self._tell(device, message)
-            case AskActivity(device=device):
+            case protocol.AskActivity(device=device):
                 self._tell(device, message)
                 if device in self._workers:
                     nursery.start_soon(self._watch_processor, self._workers[device], message)
-            case ForWorker():
+            case protocol.ForWorker():
                 self._tell(message.device, message)
-            case StopAgent(reason=reason):
+            case protocol.StopAgent(reason=reason):
                 self._stop_reason = reason
                 self._listening.cancel()
             case _:
@@ -374,7 +344,7 @@ class Agent:
             self._is_watching = True
             nursery.start_soon(self._watch_for_notice, self._await_notice, control)
 
-    def _order_ranks(self, order: RanksOrder) -> None:
+    def _order_ranks(self, order: protocol.RanksOrder) -> None:
         if self._ranks is None:
             raise PeerError(f"said {type(order).__name__}; this agent has workers, and runs no script")
         try:
@@ -382,17 +352,17 @@ class Agent:
         except trio.WouldBlock:
             raise PeerError("gives more orders for ranks than can be carried out") from None
 
-    def _open_storage(self, configure: Configure) -> None:
+    def _open_storage(self, configure: protocol.Configure) -> None:
         if self._checkpoints is None or not configure.job.checkpoint.enabled:
             return
         try:
             self._storage = self._checkpoints.open(configure.job.checkpoint, run=configure.run)
         except ConfigError as error:
-            self._resend_queue.add(StateNotSaved(device=0, name="", step=0, reason=str(error)))
+            self._resend_queue.add(protocol.StateNotSaved(device=0, name="", step=0, reason=str(error)))
 
     # --- workers -----------------------------------------------------------------------------------------------
 
-    def _tell(self, device: int, message: WorkerBound) -> None:
+    def _tell(self, device: int, message: protocol.WorkerBound) -> None:
         """Queue a message for a worker; one for a worker that is gone has no meaning any more."""
         worker = self._workers.get(device)
         if worker is None:
@@ -410,7 +380,7 @@ class Agent:
             worker.share = share
             self._tell(device, share)
 
-    def _duty_for(self, device: int) -> Configure:
+    def _duty_for(self, device: int) -> protocol.Configure:
         """What a worker of this device is to do. Raises PeerError where there can be none."""
         if self._duty is None or self._duty.configure is None:
             raise PeerError("StartWorker came before Configure")
@@ -419,12 +389,12 @@ class Agent:
             raise PeerError(f"asked for a worker on device {device}; there are {len(configure.devices)}")
         return configure
 
-    async def _run_worker(self, device: int, configure: Configure) -> None:
+    async def _run_worker(self, device: int, configure: protocol.Configure) -> None:
         """Start a worker, relay for it, and report its end."""
         assert self._host is not None
         assert self._duty is not None
         share = self._duty.share
-        setup = SetUpWorker(
+        setup = protocol.SetUpWorker(
             job=configure.job,
             worker_id=WorkerId(node=configure.node, device=device),
             address=configure.address,
@@ -439,9 +409,9 @@ class Agent:
             handle = await self._host.start(setup)
         except WorkersUnavailable as error:
             self._starting.remove(device)
-            self._resend_queue.add(AgentStopped(reason=str(error), is_failure=True))
+            self._resend_queue.add(protocol.AgentStopped(reason=str(error), is_failure=True))
             return
-        outgoing, queue = trio.open_memory_channel[WorkerBound](_UNREAD_LIMIT)
+        outgoing, queue = trio.open_memory_channel[protocol.WorkerBound](_UNREAD_LIMIT)
         worker = self._workers[device] = _Worker(handle, outgoing, share)
         self._give_share(device)
         self._starting.remove(device)
@@ -457,17 +427,17 @@ class Agent:
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
-        self._resend_queue.add(WorkerExited(device=device, pid=handle.pid, end=worker.error or end))
+        self._resend_queue.add(protocol.WorkerExited(device=device, pid=handle.pid, end=worker.error or end))
         self._worker_ended.set()
         self._worker_ended = trio.Event()
 
-    async def _watch_processor(self, worker: _Worker, asked: AskActivity) -> None:
+    async def _watch_processor(self, worker: _Worker, asked: protocol.AskActivity) -> None:
         """Report how much processor time a worker's process uses while it may come on."""
         began_s, before_s = trio.current_time(), worker.handle.processor_s()
         await trio.sleep(asked.patience_s)
         used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
         if self._workers.get(asked.device) is worker:
-            use = ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
+            use = protocol.ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
             self._resend_queue.add(use)
 
     async def _end_listening(self, worker: _Worker, listening: trio.CancelScope) -> None:
@@ -475,7 +445,7 @@ class Agent:
         await trio.sleep(_WORKER_LAST_WORDS_S)
         listening.cancel()
 
-    async def _write_to_worker(self, worker: _Worker, queue: trio.MemoryReceiveChannel[WorkerBound]) -> None:
+    async def _write_to_worker(self, worker: _Worker, queue: trio.MemoryReceiveChannel[protocol.WorkerBound]) -> None:
         try:
             async for message in queue:
                 await worker.handle.send([message])
@@ -490,13 +460,13 @@ class Agent:
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
                 return
             match message:
-                case WorkerFailed(end=error):
+                case protocol.WorkerFailed(end=error):
                     worker.error = error
-                case Pace():
+                case protocol.Pace():
                     self._resend_queue.add_in_passing(message)
-                case StateSaved() | StateNotSaved():
+                case protocol.StateSaved() | protocol.StateNotSaved():
                     self._resend_queue.add(message)
-                    if self._persister is not None and isinstance(message, StateSaved):
+                    if self._persister is not None and isinstance(message, protocol.StateSaved):
                         self._persister.take(message)
                     elif self._persister is not None:
                         self._persister.note(message)

@@ -11,22 +11,8 @@ from typing import Protocol
 
 import trio
 
+from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup
-from oobleck.control.protocol import (
-    ForkServerEnded,
-    FromAgent,
-    Manifest,
-    MasterMessage,
-    ProcessEnd,
-    RankError,
-    RanksCold,
-    RelayOpen,
-    SetUpWorker,
-    Shard,
-    StoragePaths,
-    WorkerBound,
-    WorkerMessage,
-)
 from oobleck.job import CheckpointSpec, JobSpec
 from oobleck.ranks import RanksSpec
 
@@ -34,9 +20,9 @@ from oobleck.ranks import RanksSpec
 class MasterConnection(Protocol):
     """The agent's end of the tunnel."""
 
-    async def send(self, messages: Sequence[FromAgent]) -> None: ...
+    async def send(self, messages: Sequence[protocol.FromAgent]) -> None: ...
 
-    async def receive(self) -> MasterMessage: ...
+    async def receive(self) -> protocol.MasterMessage: ...
 
     async def aclose(self) -> None: ...
 
@@ -45,7 +31,7 @@ class RelayListener(Protocol):
     """Where an agent takes in others that are to speak through it."""
 
     @property
-    def door(self) -> RelayOpen:
+    def door(self) -> protocol.RelayOpen:
         """What callers must know."""
         ...
 
@@ -81,13 +67,13 @@ class WorkerHandle(Protocol):
     @property
     def pid(self) -> int: ...
 
-    async def send(self, messages: Sequence[WorkerBound]) -> None: ...
+    async def send(self, messages: Sequence[protocol.WorkerBound]) -> None: ...
 
-    async def receive(self) -> WorkerMessage:
+    async def receive(self) -> protocol.WorkerMessage:
         """Wait for the next message. Raises trio.EndOfChannel or trio.BrokenResourceError when it is gone."""
         ...
 
-    async def wait(self) -> ProcessEnd:
+    async def wait(self) -> protocol.ProcessEnd:
         """Wait until the process is gone."""
         ...
 
@@ -107,11 +93,11 @@ class WorkerHost(Protocol):
         """Do ahead what workers would have to do first; what fails here, they meet and report."""
         ...
 
-    async def start(self, setup: SetUpWorker) -> WorkerHandle:
+    async def start(self, setup: protocol.SetUpWorker) -> WorkerHandle:
         """Start a worker and set it up. Raises WorkersUnavailable where none can be started."""
         ...
 
-    async def server_ended(self) -> ForkServerEnded:
+    async def server_ended(self) -> protocol.ForkServerEnded:
         """Wait until the process that forks workers ends; returns how it ended, and whether there is another."""
         ...
 
@@ -127,7 +113,7 @@ class RankHandle(Protocol):
         """Whether it was forked from a process that had imported what earlier ranks import."""
         ...
 
-    async def wait(self) -> ProcessEnd:
+    async def wait(self) -> protocol.ProcessEnd:
         """Wait until the process is gone."""
         ...
 
@@ -139,7 +125,7 @@ class RankHandle(Protocol):
         """SIGKILL, to all that it has started and that is still of its process group."""
         ...
 
-    def error(self, end: ProcessEnd) -> RankError | None:
+    def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         """Why it failed, as far as its error file says, or its standard error where that speaks of such an end."""
         ...
 
@@ -206,7 +192,7 @@ class RankHost(Protocol):
         """Start a rank. Raises WorkersUnavailable where none can be started, ConfigError for a bad place for logs."""
         ...
 
-    async def server_ended(self) -> ForkServerEnded | RanksCold:
+    async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until the process that forks ranks ends, or what it has imported ahead is lost; returns how."""
         ...
 
@@ -214,19 +200,19 @@ class RankHost(Protocol):
 class CheckpointStore(Protocol):
     """A node's place for saved states: memory that outlives workers, and a directory on disk."""
 
-    def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
+    def open(self, spec: CheckpointSpec, *, run: str) -> protocol.StoragePaths:
         """Settle where things lie. Raises ConfigError."""
         ...
 
-    async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
+    async def persist(self, device: int, name: str) -> tuple[protocol.Shard, ...]:
         """Write what a worker left in memory to disk. Raises OSError or CorruptCheckpoint."""
         ...
 
-    async def persist_all(self, name: str) -> tuple[Shard, ...]:
+    async def persist_all(self, name: str) -> tuple[protocol.Shard, ...]:
         """Write all that memory has of a state. Raises OSError or CorruptCheckpoint."""
         ...
 
-    async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
+    async def commit(self, manifest: protocol.Manifest, remove: tuple[str, ...]) -> None:
         """Complete a checkpoint, then remove older ones. Raises OSError."""
         ...
 

@@ -12,17 +12,7 @@ from typing import assert_never
 
 import trio
 
-from oobleck.control.protocol import (
-    AgentMessage,
-    CheckpointCommitted,
-    CommitCheckpoint,
-    LayersPersisted,
-    PersistState,
-    RemoveOld,
-    RemoveUnfinished,
-    StateNotSaved,
-    StateSaved,
-)
+from oobleck.control import protocol
 from oobleck.errors import CorruptCheckpoint
 
 from .agent_ports import CheckpointStore
@@ -32,14 +22,20 @@ _TASKS_BUFFERED = 100
 _SAVES_KEPT = 2
 """Of so many saves an agent still knows what was reported."""
 
-_Report = StateSaved | StateNotSaved | LayersPersisted
-_Task = StateSaved | PersistState | CommitCheckpoint | RemoveOld | RemoveUnfinished
+_Report = protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted
+_Task = (
+    protocol.StateSaved
+    | protocol.PersistState
+    | protocol.CommitCheckpoint
+    | protocol.RemoveOld
+    | protocol.RemoveUnfinished
+)
 
 
 class CheckpointPersister:
     """Writes the states that workers leave in memory; `run` must be running."""
 
-    def __init__(self, store: CheckpointStore, say: Callable[[AgentMessage], None]) -> None:
+    def __init__(self, store: CheckpointStore, say: Callable[[protocol.AgentMessage], None]) -> None:
         self._store = store
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
@@ -52,16 +48,16 @@ class CheckpointPersister:
         """Write what is handed over, for ever."""
         async for task in self._tasks:
             match task:
-                case StateSaved():
+                case protocol.StateSaved():
                     await self._persist(task)
-                case PersistState():
+                case protocol.PersistState():
                     await self._persist_all(task)
-                case CommitCheckpoint():
+                case protocol.CommitCheckpoint():
                     await self._commit(task)
-                case RemoveUnfinished(names=names):
+                case protocol.RemoveUnfinished(names=names):
                     with suppress(OSError):  # what stays takes room, and does no other harm
                         await self._store.remove_unfinished(names)
-                case RemoveOld(names=names):
+                case protocol.RemoveOld(names=names):
                     with suppress(OSError):
                         await self._store.remove(names)
                 case _:
@@ -76,7 +72,7 @@ class CheckpointPersister:
 
     def note(self, report: _Report) -> None:
         """Remember a report."""
-        name = report.state.name if isinstance(report, StateSaved) else report.name
+        name = report.state.name if isinstance(report, protocol.StateSaved) else report.name
         self._reports.setdefault(name, []).append(report)
         for old in list(self._reports)[:-_SAVES_KEPT]:
             del self._reports[old]
@@ -89,14 +85,14 @@ class CheckpointPersister:
     def take(self, task: _Task) -> None:
         """Have a saved state written, a checkpoint committed, or a save that was given up removed from the disk."""
         match task:
-            case StateSaved():
+            case protocol.StateSaved():
                 self.note(task)
-            case PersistState(name=name):
+            case protocol.PersistState(name=name):
                 self._reports.setdefault(name, [])
-            case RemoveUnfinished(names=names):
+            case protocol.RemoveUnfinished(names=names):
                 for name in names:
                     self._reports.pop(name, None)
-            case CommitCheckpoint() | RemoveOld():
+            case protocol.CommitCheckpoint() | protocol.RemoveOld():
                 pass
         try:
             self._post.send_nowait(task)
@@ -108,7 +104,7 @@ class CheckpointPersister:
         """The run has ended: give the memory back, unless it has what the disk lacks, which the store knows."""
         self._store.discard_memory()
 
-    async def _persist(self, saved: StateSaved) -> None:
+    async def _persist(self, saved: protocol.StateSaved) -> None:
         began_s = trio.current_time()
         try:
             shards = await self._store.persist(saved.device, saved.state.name)
@@ -116,9 +112,11 @@ class CheckpointPersister:
             self._fail(saved, _said(error))
             return
         duration_s = trio.current_time() - began_s
-        self._report(LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s))
+        self._report(
+            protocol.LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s)
+        )
 
-    async def _persist_all(self, task: PersistState) -> None:
+    async def _persist_all(self, task: protocol.PersistState) -> None:
         began_s = trio.current_time()
         try:
             shards = await self._store.persist_all(task.name)
@@ -126,25 +124,29 @@ class CheckpointPersister:
             self._fail(task, _said(error))
             return
         duration_s = trio.current_time() - began_s
-        self._report(LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
+        self._report(protocol.LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
 
-    async def _commit(self, task: CommitCheckpoint) -> None:
+    async def _commit(self, task: protocol.CommitCheckpoint) -> None:
         try:
             await self._store.commit(task.manifest, task.remove)
         except OSError as error:
             self._fail(task, _said(error))
             return
-        self._say(CheckpointCommitted(name=task.manifest.name))
+        self._say(protocol.CheckpointCommitted(name=task.manifest.name))
 
     def _fail(self, task: _Task, reason: str) -> None:
-        device = task.device if isinstance(task, StateSaved) else 0
+        device = task.device if isinstance(task, protocol.StateSaved) else 0
         match task:
-            case StateSaved(state=what) | CommitCheckpoint(manifest=what) | (PersistState() as what):
-                self._report(StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
-            case RemoveOld() | RemoveUnfinished():
+            case (
+                protocol.StateSaved(state=what)
+                | protocol.CommitCheckpoint(manifest=what)
+                | (protocol.PersistState() as what)
+            ):
+                self._report(protocol.StateNotSaved(device=device, name=what.name, step=what.step, reason=reason))
+            case protocol.RemoveOld() | protocol.RemoveUnfinished():
                 pass
 
-    def _report(self, report: LayersPersisted | StateNotSaved) -> None:
+    def _report(self, report: protocol.LayersPersisted | protocol.StateNotSaved) -> None:
         if report.name in self._reports:  # else it was given up meanwhile
             self.note(report)
         self._say(report)

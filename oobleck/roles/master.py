@@ -9,53 +9,10 @@ from itertools import chain, repeat
 
 import trio
 
-from oobleck.control.events import (
-    Command,
-    Connect,
-    Disconnect,
-    End,
-    Event,
-    KillRequested,
-    LinkFound,
-    LookUpLink,
-    LookUpProfile,
-    MessageReceived,
-    NodeFailed,
-    NodesHeard,
-    NodeUp,
-    ProfileFound,
-    Record,
-    Send,
-    SendAll,
-    SendOrders,
-    StoreLink,
-    StoreProfile,
-)
-from oobleck.control.journal import (
-    AgentLost,
-    ConnectionLost,
-    JournalEntry,
-    Loss,
-    NotReading,
-    ProtocolBroken,
-    Unfit,
-    Unreachable,
-)
+from oobleck.control import events as control_events
+from oobleck.control import journal as entries
+from oobleck.control import protocol
 from oobleck.control.membership import saying_farewell_s
-from oobleck.control.protocol import (
-    PROTOCOL_VERSION,
-    AgentMessage,
-    Greeting,
-    Hello,
-    MasterMessage,
-    RankOutput,
-    RelayHeard,
-    RelayJoined,
-    RelayLeft,
-    RelayOpen,
-    RelayReport,
-    RelaySaid,
-)
 from oobleck.control.relays import RelayDesk
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
@@ -81,7 +38,7 @@ class _Reported:
     """An agent said something about relays, or others said something through it."""
 
     node: str
-    report: RelayReport
+    report: protocol.RelayReport
 
 
 class Master:
@@ -109,12 +66,12 @@ class Master:
         self._profiles = profiles
         self._hello_timeout_s = job.control.connect_timeout_s
         self._clock = clock
-        self._events, self._inbox = trio.open_memory_channel[Event | _Reported](_EVENTS_BUFFERED)
+        self._events, self._inbox = trio.open_memory_channel[control_events.Event | _Reported](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
-        self._observers: list[Callable[[JournalEntry], None]] = []
+        self._observers: list[Callable[[entries.JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
-        self._screens: list[Callable[[RankOutput], None]] = []
-        self._outcome: End | None = None
+        self._screens: list[Callable[[protocol.RankOutput], None]] = []
+        self._outcome: control_events.End | None = None
         self._relays = RelayDesk(job.control, encode=encode_frame, decode=decode_relayed)
 
     @property
@@ -127,7 +84,7 @@ class Master:
         """All nodes that the run knows, lost ones included."""
         return tuple(self._nodes.values())
 
-    def observe(self, observer: Callable[[JournalEntry], None]) -> None:
+    def observe(self, observer: Callable[[entries.JournalEntry], None]) -> None:
         """Have every journal entry handed to `observer`, after it is written."""
         self._observers.append(observer)
 
@@ -135,11 +92,11 @@ class Master:
         """Have `listener` called with (node, seconds since the start) whenever a node is heard of."""
         self._listeners.append(listener)
 
-    def show_output(self, screen: Callable[[RankOutput], None]) -> None:
+    def show_output(self, screen: Callable[[protocol.RankOutput], None]) -> None:
         """Have what ranks write handed to `screen`: it is for people, and nothing is decided by it."""
         self._screens.append(screen)
 
-    def submit(self, event: Event) -> None:
+    def submit(self, event: control_events.Event) -> None:
         """Feed an event. Raises trio.WouldBlock when the master is hopelessly behind."""
         self._events.send_nowait(event)
 
@@ -148,10 +105,10 @@ class Master:
 
         Returns False where nothing was there to be killed, or is still there.
         """
-        self.submit(KillRequested(node=node))
+        self.submit(control_events.KillRequested(node=node))
         return await self._cluster.kill(self._nodes[node])
 
-    async def run(self) -> End:
+    async def run(self) -> control_events.End:
         """Run the job; returns how it ended, when nothing of it is left running."""
         self._clock.start()
         async with trio.open_nursery() as nursery:
@@ -167,7 +124,7 @@ class Master:
                     nursery.start_soon(self._cluster.clean, spec)
         return self._outcome
 
-    async def _next_commands(self) -> list[Command]:
+    async def _next_commands(self) -> list[control_events.Command]:
         at = self._clock.deadline(min(self._coordinator.next_deadline(), self._relays.due_s))
         with trio.move_on_at(at):
             commands = self._feed(await self._inbox.receive())
@@ -178,21 +135,21 @@ class Master:
         self._post_all(self._relays.handle_deadline(self.now_s))
         return self._coordinator.handle_deadline(self.now_s)
 
-    def _feed(self, event: Event | _Reported) -> list[Command]:
+    def _feed(self, event: control_events.Event | _Reported) -> list[control_events.Command]:
         now_s = self.now_s
         match event:
             case _Reported(node=node, report=report):
                 return self._take_report(node, report)
-            case MessageReceived(node=node, message=message):
-                if isinstance(message, RankOutput):
+            case control_events.MessageReceived(node=node, message=message):
+                if isinstance(message, protocol.RankOutput):
                     for screen in self._screens:
                         screen(message)
                 self._relays.hear(node, now_s)
                 self._note_heard(node, now_s)
-            case NodesHeard(heard=heard):
+            case control_events.NodesHeard(heard=heard):
                 for node, heard_s in heard:
                     self._note_heard(node, heard_s)
-            case NodeUp(node=node):
+            case control_events.NodeUp(node=node):
                 self._meet(node)
         return self._coordinator.handle(now_s, event)
 
@@ -206,12 +163,14 @@ class Master:
         for listener in self._listeners:
             listener(node, heard_s)
 
-    def _take_report(self, node: str, report: RelayReport) -> list[Command]:
+    def _take_report(self, node: str, report: protocol.RelayReport) -> list[control_events.Command]:
         try:
             heard = self._relays.report(node, report, self.now_s)
         except PeerError as error:
-            return self._coordinator.handle(self.now_s, NodeFailed(node=node, loss=ProtocolBroken(problem=str(error))))
-        if isinstance(report, RelayJoined | RelayLeft):
+            return self._coordinator.handle(
+                self.now_s, control_events.NodeFailed(node=node, loss=entries.ProtocolBroken(problem=str(error)))
+            )
+        if isinstance(report, protocol.RelayJoined | protocol.RelayLeft):
             self._look_after_tunnel(node)
         self._post_all(heard.sends)
         for lost in heard.is_lost:
@@ -223,37 +182,37 @@ class Master:
         if node in self._tunnels:
             self._tunnels[node].rest(not self._relays.is_direct(node))
 
-    def _carry_out(self, commands: list[Command], nursery: trio.Nursery) -> None:
+    def _carry_out(self, commands: list[control_events.Command], nursery: trio.Nursery) -> None:
         for command in commands:
             match command:
-                case Send() | SendAll() | SendOrders():
+                case control_events.Send() | control_events.SendAll() | control_events.SendOrders():
                     self._post_all(self._relays.route(command, self.now_s))
-                case Record(entry=entry):
+                case control_events.Record(entry=entry):
                     self._journal.append(entry)
                     for observer in self._observers:
                         observer(entry)
-                case Connect(node=spec, attach=attach):
+                case control_events.Connect(node=spec, attach=attach):
                     self._nodes[spec.name] = spec
                     if (before := self._tunnels.get(spec.name)) is not None:
                         before.scope.cancel()  # it still tries; two would each end the other's agent
                     self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events, attach=attach)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
-                case Disconnect(node=node):
+                case control_events.Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
                     self._post_all(self._relays.go(node, self.now_s))
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
-                case LookUpProfile(key=key, kind=kind):
-                    self.submit(ProfileFound(profile_json=self._profiles.load(key), kind=kind))
-                case StoreProfile(key=key, profile_json=profile_json):
+                case control_events.LookUpProfile(key=key, kind=kind):
+                    self.submit(control_events.ProfileFound(profile_json=self._profiles.load(key), kind=kind))
+                case control_events.StoreProfile(key=key, profile_json=profile_json):
                     self._profiles.store(key, profile_json)
-                case LookUpLink(key=key):
-                    self.submit(LinkFound(key=key, link_json=self._profiles.load(key)))
-                case StoreLink(key=key, link_json=link_json):
+                case control_events.LookUpLink(key=key):
+                    self.submit(control_events.LinkFound(key=key, link_json=self._profiles.load(key)))
+                case control_events.StoreLink(key=key, link_json=link_json):
                     self._profiles.store(key, link_json)
-                case End():
+                case control_events.End():
                     self._outcome = command
 
-    def _post_all(self, sends: Iterable[Send]) -> None:
+    def _post_all(self, sends: Iterable[control_events.Send]) -> None:
         for send in sends:
             if send.node in self._tunnels:
                 self._tunnels[send.node].post(send.message)
@@ -273,12 +232,17 @@ class _Tunnel:
     """
 
     def __init__(
-        self, spec: NodeSpec, tag: str, events: trio.MemorySendChannel[Event | _Reported], *, attach: bool
+        self,
+        spec: NodeSpec,
+        tag: str,
+        events: trio.MemorySendChannel[control_events.Event | _Reported],
+        *,
+        attach: bool,
     ) -> None:
         self.scope = trio.CancelScope()
         self.closed = trio.Event()
         self._spec = spec
-        self._greeting = Greeting(protocol=PROTOCOL_VERSION, tag=tag)
+        self._greeting = protocol.Greeting(protocol=protocol.PROTOCOL_VERSION, tag=tag)
         self._events = events
         self._attach = attach
         """An agent lives there: it is to be found, and none is to be started."""
@@ -286,14 +250,14 @@ class _Tunnel:
         self.takes_calls = False
         """Of the newest connection."""
         self._conversation = trio.CancelScope()
-        self._post, self._outgoing = trio.open_memory_channel[MasterMessage](_MESSAGES_BUFFERED)
+        self._post, self._outgoing = trio.open_memory_channel[protocol.MasterMessage](_MESSAGES_BUFFERED)
 
-    def post(self, message: MasterMessage) -> None:
+    def post(self, message: protocol.MasterMessage) -> None:
         """Queue a message; never waits, so that one slow node delays no other."""
         try:
             self._post.send_nowait(message)
         except trio.WouldBlock:
-            self._fail(NotReading(num_unread=_MESSAGES_BUFFERED))
+            self._fail(entries.NotReading(num_unread=_MESSAGES_BUFFERED))
             self.scope.cancel()
 
     def rest(self, is_resting: bool) -> None:
@@ -314,11 +278,11 @@ class _Tunnel:
                         break
                     await trio.sleep(wait_s)
         except AgentGone:
-            self._fail(AgentLost())
+            self._fail(entries.AgentLost())
         except FaultyNode as error:
-            self._fail(Unfit(fault=error.reason))
+            self._fail(entries.Unfit(fault=error.reason))
         except NodeUnreachable as error:
-            self._fail(Unreachable(problem=error.reason))
+            self._fail(entries.Unreachable(problem=error.reason))
         finally:
             self.closed.set()
 
@@ -346,9 +310,11 @@ class _Tunnel:
             with trio.fail_after(hello_timeout_s):
                 await connection.send([self._greeting])
                 hello = await connection.receive()
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, protocol.Hello):
                 raise PeerError(f"said {type(hello).__name__} before Hello")
-            self._events.send_nowait(NodeUp(node=self._spec.name, hello=hello, address=connection.address))
+            self._events.send_nowait(
+                control_events.NodeUp(node=self._spec.name, hello=hello, address=connection.address)
+            )
             self._attach = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, connection)
@@ -356,24 +322,30 @@ class _Tunnel:
         except* LinkLost:
             is_link_lost = True
         except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
-            self._fail(ConnectionLost())
+            self._fail(entries.ConnectionLost())
         except* trio.TooSlowError:
             is_link_lost = self._attach
             if not self._attach:
-                self._fail(Unreachable(problem=f"its agent said nothing within {hello_timeout_s:g} s"))
+                self._fail(entries.Unreachable(problem=f"its agent said nothing within {hello_timeout_s:g} s"))
         except* PeerError as errors:
-            self._fail(ProtocolBroken(problem=str(errors.exceptions[0])))
+            self._fail(entries.ProtocolBroken(problem=str(errors.exceptions[0])))
         return is_link_lost
 
     async def _read(self, connection: AgentConnection) -> None:
         while True:
             message = await connection.receive()
-            said: Event | _Reported
+            said: control_events.Event | _Reported
             match message:
-                case RelayOpen() | RelayJoined() | RelayLeft() | RelaySaid() | RelayHeard():
+                case (
+                    protocol.RelayOpen()
+                    | protocol.RelayJoined()
+                    | protocol.RelayLeft()
+                    | protocol.RelaySaid()
+                    | protocol.RelayHeard()
+                ):
                     said = _Reported(node=self._spec.name, report=message)
                 case _:
-                    said = MessageReceived(node=self._spec.name, message=message)
+                    said = control_events.MessageReceived(node=self._spec.name, message=message)
             try:
                 self._events.send_nowait(said)
             except trio.WouldBlock:
@@ -390,13 +362,13 @@ class _Tunnel:
             except trio.BrokenResourceError:
                 return  # who reads finds out what it is that was lost
 
-    def _fail(self, loss: Loss) -> None:
-        self._events.send_nowait(NodeFailed(node=self._spec.name, loss=loss))
+    def _fail(self, loss: entries.Loss) -> None:
+        self._events.send_nowait(control_events.NodeFailed(node=self._spec.name, loss=loss))
 
 
-def decode_relayed(frame: bytes) -> AgentMessage:
+def decode_relayed(frame: bytes) -> protocol.AgentMessage:
     """Read a message that an agent's relay has passed on. Raises PeerError."""
-    messages = FrameDecoder[AgentMessage](AgentMessage).feed(frame)
+    messages = FrameDecoder[protocol.AgentMessage](protocol.AgentMessage).feed(frame)
     if len(messages) != 1:
         raise PeerError(f"passes on a frame with {len(messages)} messages; it must be one")
     return messages[0]

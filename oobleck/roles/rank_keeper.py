@@ -11,24 +11,8 @@ from typing import assert_never
 
 import trio
 
+from oobleck.control import protocol
 from oobleck.control.node_ranks import NodeSigns, RankSetup, is_shown, shown_text
-from oobleck.control.protocol import (
-    AgentMessage,
-    AgentStopped,
-    ConfigureRanks,
-    EndRanks,
-    Exited,
-    ProcessEnd,
-    RankFailed,
-    RankOutput,
-    RanksFinished,
-    RanksOrder,
-    RanksReady,
-    RanksStarted,
-    RankStacks,
-    StartRanks,
-    TraceRanks,
-)
 from oobleck.errors import ConfigError, WorkersUnavailable
 
 from .agent_ports import RankHandle, RankHost
@@ -49,7 +33,7 @@ _LAST_WORDS_S = 2.0
 class _Rank:
     setup: RankSetup
     handle: RankHandle
-    end: ProcessEnd | None = None
+    end: protocol.ProcessEnd | None = None
 
 
 @dataclass(slots=True)
@@ -71,21 +55,25 @@ class RankKeeper:
     """Runs the ranks of one node; `run` must be running."""
 
     def __init__(
-        self, host: RankHost, *, say: Callable[[AgentMessage], None], show: Callable[[RankOutput], bool]
+        self,
+        host: RankHost,
+        *,
+        say: Callable[[protocol.AgentMessage], None],
+        show: Callable[[protocol.RankOutput], bool],
     ) -> None:
         """`show` returns False where output cannot be taken now; it is offered again then."""
         self._host = host
         self._say = say
         self._show = show
-        self._post, self._orders = trio.open_memory_channel[RanksOrder](_ORDERS_BUFFERED)
-        self._configured: ConfigureRanks | None = None
+        self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
+        self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
         self._cleared = 0
         """Of generations up to this one nothing runs, or will."""
         self._current: _Generation | None = None
-        self._started: RanksStarted | None = None
+        self._started: protocol.RanksStarted | None = None
 
-    def take(self, order: RanksOrder) -> None:
+    def take(self, order: protocol.RanksOrder) -> None:
         """Have an order carried out after those before it. Raises trio.WouldBlock for far too many."""
         self._post.send_nowait(order)
 
@@ -96,13 +84,13 @@ class RankKeeper:
             nursery.start_soon(self._watch_server)
             async for order in self._orders:
                 match order:
-                    case ConfigureRanks():
+                    case protocol.ConfigureRanks():
                         await self._configure(order)
-                    case StartRanks():
+                    case protocol.StartRanks():
                         await self._start(order, nursery)
-                    case EndRanks(generation=generation, grace_s=grace_s):
+                    case protocol.EndRanks(generation=generation, grace_s=grace_s):
                         nursery.start_soon(self._end, generation, grace_s)
-                    case TraceRanks(generation=generation):
+                    case protocol.TraceRanks(generation=generation):
                         nursery.start_soon(self._trace, generation)
                     case _:
                         assert_never(order)
@@ -130,13 +118,13 @@ class RankKeeper:
         while True:
             self._say(await self._host.server_ended())
 
-    async def _configure(self, order: ConfigureRanks) -> None:
+    async def _configure(self, order: protocol.ConfigureRanks) -> None:
         """Prepare at first; later, a master that may have missed what was said is told it again."""
         if self._configured is None:
             try:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
             except ConfigError as error:
-                self._say(AgentStopped(reason=str(error), is_failure=True))
+                self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
                 return
             self._configured, self._cleared = order, order.generation
         if self._current is None:
@@ -146,9 +134,9 @@ class RankKeeper:
 
     def _say_ready(self) -> None:
         port = self._host.reserve_port()
-        self._say(RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port))
+        self._say(protocol.RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port))
 
-    async def _start(self, order: StartRanks, nursery: trio.Nursery) -> None:
+    async def _start(self, order: protocol.StartRanks, nursery: trio.Nursery) -> None:
         configured = self._configured
         if configured is None or self._current is not None or order.generation <= self._cleared:
             return  # it was ended before it began, or is said again
@@ -162,7 +150,7 @@ class RankKeeper:
             for setup in setups:
                 generation.ranks.append(_Rank(setup, await self._host.start(setup)))
         except (WorkersUnavailable, ConfigError) as error:
-            self._say(AgentStopped(reason=str(error), is_failure=True))
+            self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
             self.kill_all()
         for rank in generation.ranks:
             nursery.start_soon(self._watch, generation, rank)
@@ -171,20 +159,20 @@ class RankKeeper:
             nursery.start_soon(self._watch_signs, generation, configured.run.hang_timeout_s)
         pids = tuple(rank.handle.pid for rank in generation.ranks)
         is_warm = all(rank.handle.is_warm for rank in generation.ranks)
-        self._started = RanksStarted(generation=order.generation, pids=pids, is_warm=is_warm)
+        self._started = protocol.RanksStarted(generation=order.generation, pids=pids, is_warm=is_warm)
         self._say(self._started)
 
     async def _watch(self, generation: _Generation, rank: _Rank) -> None:
         """Wait for a rank's end; where it failed, the others end too, at once: they could only wait for it."""
         end = await rank.handle.wait()
-        has_failed = end != Exited(exit_code=0) and not generation.is_ending
+        has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending
         if has_failed:
             generation.is_ending = True
             _kill([other for other in generation.living if other is not rank])
             self._take_output(generation, is_last=False)  # the run may end over this
             setup = rank.setup
             self._say(
-                RankFailed(
+                protocol.RankFailed(
                     generation=generation.number,
                     rank=setup.rank,
                     local_rank=setup.local_rank,
@@ -206,7 +194,7 @@ class RankKeeper:
             self._current = None
             self._say_ready()
         else:
-            self._say(RanksFinished(generation=generation.number))
+            self._say(protocol.RanksFinished(generation=generation.number))
         generation.gone.set()
 
     async def _end(self, number: int, grace_s: float) -> None:
@@ -254,7 +242,7 @@ class RankKeeper:
             rank.handle.ask_for_stack()
         await trio.sleep(_STACK_S)
         stacks = tuple((rank.setup.rank, rank.handle.stack()) for rank in living)
-        self._say(RankStacks(generation=number, stacks=stacks))
+        self._say(protocol.RankStacks(generation=number, stacks=stacks))
 
     # --- output ------------------------------------------------------------------------------------------------------
 
@@ -280,7 +268,7 @@ class RankKeeper:
                 continue
             while text := rank.handle.new_output(is_error=is_error, is_last=is_last):
                 shown = shown_text(rank.setup, text, is_error=is_error)
-                if not self._show(RankOutput(rank=rank.setup.rank, is_error=is_error, text=shown)):
+                if not self._show(protocol.RankOutput(rank=rank.setup.rank, is_error=is_error, text=shown)):
                     return False
                 rank.handle.note_shown(is_error=is_error)
         return True

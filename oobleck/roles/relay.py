@@ -12,21 +12,7 @@ from dataclasses import replace
 
 import trio
 
-from oobleck.control.protocol import (
-    BecomeRelay,
-    FromAgent,
-    RelayBeat,
-    RelayCall,
-    Relayed,
-    RelayHeard,
-    RelayJoined,
-    RelayLeft,
-    RelayOpen,
-    RelaySaid,
-    news_in,
-    numbers_in,
-    runs_of,
-)
+from oobleck.control import protocol
 from oobleck.control.relaying import Gathering, child_towards, parent_of
 from oobleck.errors import PeerError
 from oobleck.job import ControlSpec
@@ -35,8 +21,8 @@ from oobleck.wire import FrameDecoder, encode_frame
 from .agent_ports import RelayListener
 from .channel import MessageChannel
 
-ToRelay = FromAgent | RelayCall
-FromRelay = Relayed | RelayBeat
+ToRelay = protocol.FromAgent | protocol.RelayCall
+FromRelay = protocol.Relayed | protocol.RelayBeat
 
 _CALL_S = 10.0
 _MAX_STRANGERS = 128
@@ -77,7 +63,7 @@ class _Child:
             with suppress(trio.WouldBlock):
                 while True:
                     messages.append(self._outgoing.receive_nowait())
-            await self._channel.send(messages or [RelayBeat()])
+            await self._channel.send(messages or [protocol.RelayBeat()])
 
 
 class Relay:
@@ -85,9 +71,9 @@ class Relay:
 
     def __init__(
         self,
-        order: BecomeRelay,
+        order: protocol.BecomeRelay,
         control: ControlSpec,
-        pass_up: Callable[[Iterable[RelaySaid | RelayHeard]], None],
+        pass_up: Callable[[Iterable[protocol.RelaySaid | protocol.RelayHeard]], None],
     ) -> None:
         self._position = order.position
         self._fanout = order.fanout
@@ -98,28 +84,28 @@ class Relay:
         self._is_due_sooner = trio.Event()
         self._strangers = trio.Semaphore(_MAX_STRANGERS)
 
-    def hand_on(self, message: Relayed) -> None:
+    def hand_on(self, message: protocol.Relayed) -> None:
         """Pass a message to all that it is for, but this agent. The master looks after a child that is gone."""
         targets: defaultdict[int, list[int]] = defaultdict(list)
-        for position in numbers_in(message.to):
+        for position in protocol.numbers_in(message.to):
             child = child_towards(self._position, position, self._fanout)
             if child is not None:
                 targets[child].append(position)
         for child, positions in targets.items():
             if child in self._children:
-                self._children[child].post(replace(message, to=runs_of(positions)))
+                self._children[child].post(replace(message, to=protocol.runs_of(positions)))
 
     def say_again(self) -> None:
         """What the children have said may be lost: have them say it again."""
         self._gathering.forget()
         for child in self._children.values():
-            child.post(RelayBeat(says_again=True))
+            child.post(protocol.RelayBeat(says_again=True))
 
     def note_known(self, news: str) -> None:
         """What a child said first the master knows from others: it need not keep it."""
         child = self._gathering.source_of(news)
         if child in self._children:
-            self._children[child].post(RelayBeat(known=news))
+            self._children[child].post(protocol.RelayBeat(known=news))
 
     async def run(self, listener: RelayListener) -> None:
         """Take in children until cancelled."""
@@ -155,7 +141,7 @@ class Relay:
         if position in self._children:
             self._children[position].scope.cancel()
         self._children[position] = child
-        child.post(RelayBeat())
+        child.post(protocol.RelayBeat())
         try:
             with child.scope:
                 async with trio.open_nursery() as nursery:
@@ -168,7 +154,7 @@ class Relay:
     async def _meet(self, channel: MessageChannel[FromRelay, ToRelay]) -> int:
         with trio.fail_after(_CALL_S):
             call = await channel.receive()
-        if not isinstance(call, RelayCall) or parent_of(call.position, self._fanout) != self._position:
+        if not isinstance(call, protocol.RelayCall) or parent_of(call.position, self._fanout) != self._position:
             raise PeerError(f"began with {call}; a child of position {self._position} begins with RelayCall")
         return call.position
 
@@ -177,13 +163,17 @@ class Relay:
             message = await channel.receive()
             due_s, now_s = self._gathering.due_s, trio.current_time()
             match message:
-                case RelaySaid() | RelayHeard():
+                case protocol.RelaySaid() | protocol.RelayHeard():
                     is_passed_on = self._gathering.pass_on(position, message, now_s)
-                case RelayCall() | RelayOpen() | RelayJoined() | RelayLeft():
+                case protocol.RelayCall() | protocol.RelayOpen() | protocol.RelayJoined() | protocol.RelayLeft():
                     raise PeerError(f"said {type(message).__name__}, which is for the master")
                 case _:
                     is_passed_on = self._gathering.hear(position, message, now_s)
             if not is_passed_on:
-                child.post(RelayBeat(known=message.news if isinstance(message, RelaySaid) else news_in(message)))
+                child.post(
+                    protocol.RelayBeat(
+                        known=message.news if isinstance(message, protocol.RelaySaid) else protocol.news_in(message)
+                    )
+                )
             if self._gathering.due_s < due_s:
                 self._is_due_sooner.set()

@@ -13,17 +13,17 @@ from collections.abc import Iterable
 
 import trio
 
-from oobleck.control.protocol import AgentMessage, Heartbeat, Pace, RankOutput, RelayHeard, RelaySaid, news_in
+from oobleck.control import protocol
 
 _OFFERS_WAITING = 32
-_ALIVE = Heartbeat(sequence=None)
+_ALIVE = protocol.Heartbeat(sequence=None)
 
-Outgoing = AgentMessage | RelaySaid | RelayHeard
+Outgoing = protocol.AgentMessage | protocol.RelaySaid | protocol.RelayHeard
 """What an agent says: its own, and what others say through it."""
 
 
-_PASSING = (Pace, RankOutput, RelaySaid, RelayHeard)
-_ONCE = (Heartbeat, Pace, RelaySaid, RelayHeard)
+_PASSING = (protocol.Pace, protocol.RankOutput, protocol.RelaySaid, protocol.RelayHeard)
+_ONCE = (protocol.Heartbeat, protocol.Pace, protocol.RelaySaid, protocol.RelayHeard)
 """Of no use to a later master, said or not."""
 
 
@@ -42,18 +42,18 @@ class ResendQueue:
         self._added, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         """Who waits for messages to be said, or for all to be."""
 
-    def add(self, message: AgentMessage) -> None:
+    def add(self, message: protocol.AgentMessage) -> None:
         """Have a message said."""
         self._unsaid.append(message)
         self._is_pressing = True
         self._is_sent = False
         self._added.unpark_all()
 
-    def add_in_passing(self, message: Pace) -> None:
+    def add_in_passing(self, message: protocol.Pace) -> None:
         """Have a message said along with the next one, and never again."""
         self._unsaid.append(message)
 
-    def offer(self, message: RankOutput) -> bool:
+    def offer(self, message: protocol.RankOutput) -> bool:
         """Have a message said once; False where too much waits to be said: it is to be offered again later."""
         if len(self._unsaid) >= _OFFERS_WAITING:
             return False
@@ -62,7 +62,7 @@ class ResendQueue:
         self.wake()
         return True
 
-    def pass_on(self, messages: Iterable[RelaySaid | RelayHeard]) -> None:
+    def pass_on(self, messages: Iterable[protocol.RelaySaid | protocol.RelayHeard]) -> None:
         """Have said what others say through this agent. They keep it themselves, and say it again."""
         self._unsaid.extend(messages)
         self.wake()
@@ -75,23 +75,23 @@ class ResendQueue:
     def beat(self, *, asks: bool = False) -> None:
         """Have a heartbeat said. It is to be answered if it `asks`, or if something before it may not be heard."""
         if asks or self._unheard or not all(isinstance(message, _PASSING) for message in self._unsaid):
-            self.add(Heartbeat(sequence=self._sequence))
+            self.add(protocol.Heartbeat(sequence=self._sequence))
             self._sequence += 1
         else:
             self.add(_ALIVE)
 
     def heard(self, sequence: int | None) -> None:
         """Forget what was said up to the heartbeat of this number."""
-        if Heartbeat(sequence=sequence) in self._unheard:
-            while self._unheard.popleft() != Heartbeat(sequence=sequence):
+        if protocol.Heartbeat(sequence=sequence) in self._unheard:
+            while self._unheard.popleft() != protocol.Heartbeat(sequence=sequence):
                 pass
 
     def forget_news(self, news: str) -> None:
         """Forget what the master knows from others: see `news_in`."""
-        for message in [message for message in self._unheard if news_in(message) == news]:
+        for message in [message for message in self._unheard if protocol.news_in(message) == news]:
             self._unheard.remove(message)
 
-    def repeat_unheard(self, also: Iterable[AgentMessage] = ()) -> None:
+    def repeat_unheard(self, also: Iterable[protocol.AgentMessage] = ()) -> None:
         """Have everything said that no master has surely heard; heartbeats were for the one before.
 
         What is to be said `also` comes first, unless it is among the rest.

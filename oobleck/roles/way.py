@@ -18,22 +18,7 @@ from typing import assert_never
 import trio
 import trio.lowlevel
 
-from oobleck.control.protocol import (
-    BecomeRelay,
-    Configure,
-    ForWorker,
-    JoinRelay,
-    LeaveRelay,
-    MasterMessage,
-    RelayBeat,
-    RelayCall,
-    Relayed,
-    RelayJoined,
-    RelayLeft,
-    RelayOrder,
-    RelayReport,
-    UseRelay,
-)
+from oobleck.control import protocol
 from oobleck.control.relaying import PATIENCE
 from oobleck.errors import PeerError
 from oobleck.wire import FrameDecoder
@@ -74,7 +59,7 @@ class Way:
         nursery: trio.Nursery,
         *,
         network: RelayNetwork | None,
-        deliver: Callable[[MasterMessage], None],
+        deliver: Callable[[protocol.MasterMessage], None],
     ) -> None:
         """`nursery` ends with the conversation. `deliver` takes what comes through a relay; it may raise PeerError.
 
@@ -85,7 +70,7 @@ class Way:
         self._nursery = nursery
         self._network = network
         self._deliver = deliver
-        self._reports: list[RelayReport] = []
+        self._reports: list[protocol.RelayReport] = []
         """To be said directly."""
         self._uplink: _Uplink | None = None
         self._relay: Relay | None = None
@@ -94,26 +79,26 @@ class Way:
         self._number = 0
         """Of the newest message that was relayed to this agent, or to those who speak through it."""
 
-    def obey(self, order: RelayOrder, configure: Configure) -> None:
+    def obey(self, order: protocol.RelayOrder, configure: protocol.Configure) -> None:
         """Do what the master says about relays. Raises PeerError."""
         match order:
-            case Relayed():
+            case protocol.Relayed():
                 self._take(order)
-            case BecomeRelay():
+            case protocol.BecomeRelay():
                 self._position = order.position
                 self._relay_scope.cancel()
                 if self._network is not None:
                     self._nursery.start_soon(self._serve, order, configure, self._network)
-            case JoinRelay():
+            case protocol.JoinRelay():
                 self._position = order.position
                 if self._network is not None and self._uplink is None:
                     self._uplink = _Uplink(order.attempt)
                     self._nursery.start_soon(self._join, self._uplink, order, configure, self._network)
-            case UseRelay():
+            case protocol.UseRelay():
                 if self._uplink is not None and self._uplink.attempt == order.attempt:
                     self._number = max(self._number, order.number)
                     self._uplink.settled.set()
-            case LeaveRelay():
+            case protocol.LeaveRelay():
                 if self._uplink is not None:
                     self._uplink.scope.cancel()
             case _:
@@ -143,7 +128,7 @@ class Way:
                 await self._connection.send(said)
             return
         uplink.is_announced = True
-        await self._connection.send([*said, RelayJoined(attempt=uplink.attempt)])
+        await self._connection.send([*said, protocol.RelayJoined(attempt=uplink.attempt)])
         await uplink.settled.wait()  # the master always answers, or the conversation ends
 
     async def _say_through(self, uplink: _Uplink) -> None:
@@ -167,21 +152,21 @@ class Way:
 
     # --- what the master says, through others and for others -------------------------------------------------
 
-    def _take(self, message: Relayed) -> None:
+    def _take(self, message: protocol.Relayed) -> None:
         if message.number <= self._number:
             return  # it has come by another way
         self._number = message.number
         if self._relay is not None:
             self._relay.hand_on(message)
         if any(first <= self._position < first + count for first, count in message.to):
-            for said in FrameDecoder[MasterMessage](MasterMessage).feed(message.message):
-                if isinstance(said, ForWorker):
+            for said in FrameDecoder[protocol.MasterMessage](protocol.MasterMessage).feed(message.message):
+                if isinstance(said, protocol.ForWorker):
                     for device in message.devices:
                         self._deliver(replace(said, device=device))
                 else:
                     self._deliver(said)
 
-    async def _serve(self, order: BecomeRelay, configure: Configure, network: RelayNetwork) -> None:
+    async def _serve(self, order: protocol.BecomeRelay, configure: protocol.Configure, network: RelayNetwork) -> None:
         """Be a relay until another position is given, or the conversation ends."""
         with trio.CancelScope() as self._relay_scope:
             try:
@@ -200,7 +185,9 @@ class Way:
 
     # --- the link to a relay -----------------------------------------------------------------------------------
 
-    async def _join(self, uplink: _Uplink, order: JoinRelay, configure: Configure, network: RelayNetwork) -> None:
+    async def _join(
+        self, uplink: _Uplink, order: protocol.JoinRelay, configure: protocol.Configure, network: RelayNetwork
+    ) -> None:
         """Reach a relay, and follow it until the link ends."""
         try:
             with uplink.scope:
@@ -218,15 +205,15 @@ class Way:
             uplink.problem = str(error) or type(error).__name__
         self._uplink = None
         uplink.settled.set()
-        self._reports.append(RelayLeft(heard=self._number, problem=uplink.problem))
+        self._reports.append(protocol.RelayLeft(heard=self._number, problem=uplink.problem))
         self._say_again()
         uplink.gone.set()
         _log.info("speaks to the master directly; its relay: %s", uplink.problem or "left as asked")
 
     async def _follow(self, uplink: _Uplink, channel: MessageChannel[ToRelay, FromRelay], *, patience_s: float) -> None:
         with trio.fail_after(_CALL_S):
-            await channel.send([RelayCall(position=self._position)])
-            if not isinstance(await channel.receive(), RelayBeat):
+            await channel.send([protocol.RelayCall(position=self._position)])
+            if not isinstance(await channel.receive(), protocol.RelayBeat):
                 raise PeerError("began with something else than RelayBeat")
         uplink.channel = channel
         self._queue.wake()
@@ -235,9 +222,9 @@ class Way:
             with trio.fail_after(patience_s):
                 message = await channel.receive()
             match message:
-                case Relayed():
+                case protocol.Relayed():
                     self._take(message)
-                case RelayBeat(known=known, says_again=says_again):
+                case protocol.RelayBeat(known=known, says_again=says_again):
                     if known:
                         self._queue.forget_news(known)
                         if self._relay is not None:

@@ -24,18 +24,9 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
+from . import files
 from .agent import AGENT_MODULE
 from .connections import NodeConnections
-from .files import (
-    answer_command,
-    clean_command,
-    end_command,
-    forget_command,
-    is_alive_command,
-    kill_command,
-    signal_command,
-    slow_command,
-)
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
@@ -142,10 +133,10 @@ class SSHCluster:
             connection = await self._connections.to(node)
             try:
                 if attach:
-                    command = f"({answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
+                    command = f"({files.answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
                 else:
                     async with self._turns:
-                        await connection.run(end_command(self._run_id, node.name), timeout_s=limit_s)
+                        await connection.run(files.end_command(self._run_id, node.name), timeout_s=limit_s)
                     await self._check_if_returning(node)
                     command = self._agent_command(node)
                 completed = await connection.run(command, timeout_s=limit_s)
@@ -172,7 +163,7 @@ class SSHCluster:
     async def is_alive(self, node: NodeSpec) -> bool:
         """Return whether an agent of this run lives on the node; False where it cannot be reached."""
         try:
-            return await self._run(node, is_alive_command(self._run_id, node.name)) == 0
+            return await self._run(node, files.is_alive_command(self._run_id, node.name)) == 0
         except NodeUnreachable:
             return False
 
@@ -181,28 +172,28 @@ class SSHCluster:
 
         Returns False where nothing was there to be killed, or is still there.
         """
-        return await self._run(node, kill_command(self._run_id, node.name)) == 0
+        return await self._run(node, files.kill_command(self._run_id, node.name)) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
         """Send a signal to processes of the node (see `signal_command`); False where there are none.
 
         Raises NodeUnreachable.
         """
-        return await self._run(node, signal_command(self._run_id, node.name, signal, processes=processes)) == 0
+        return await self._run(node, files.signal_command(self._run_id, node.name, signal, processes=processes)) == 0
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
         """Have the node's workers take `factor` times as long as usual; False where there are none.
 
         Raises NodeUnreachable.
         """
-        return await self._run(node, slow_command(self._run_id, node.name, factor)) == 0
+        return await self._run(node, files.slow_command(self._run_id, node.name, factor)) == 0
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
         self._let_go.add(node.name)
         try:
             async with self._tending[node.name]:
-                await self._run(node, clean_command(self._run_id, node.name))
+                await self._run(node, files.clean_command(self._run_id, node.name))
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
         if node.name in self._released:
@@ -215,7 +206,7 @@ class SSHCluster:
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
         """Give back the memory in which the node keeps states; best effort, raises nothing."""
-        command = forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
+        command = files.forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
         try:
             await self._run(node, command)
         except NodeUnreachable as error:

@@ -20,15 +20,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
-from oobleck.control.journal import (
-    CheckpointSaved,
-    Evaluated,
-    JournalEntry,
-    PlanAdopted,
-    RecoveryDone,
-    StepDone,
-    sentence,
-)
+from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
@@ -73,7 +65,7 @@ class RunFollower:
         is_over = self._trainer.state.global_step >= self._max_steps
         return bool(self._trainer.control.should_training_stop) and not is_over
 
-    def take(self, entry: JournalEntry) -> None:
+    def take(self, entry: journal.JournalEntry) -> None:
         """Tell the trainer of the journal's next entry. A callback that fails is reported on stderr."""
         try:
             self._take(entry)
@@ -131,18 +123,18 @@ class RunFollower:
         with suppress(OSError, TypeError):
             write_whole(_state_file(checkpoints), json.dumps(kept))
 
-    def _take(self, entry: JournalEntry) -> None:
+    def _take(self, entry: journal.JournalEntry) -> None:
         match entry:
-            case PlanAdopted() if not self._has_begun:
+            case journal.PlanAdopted() if not self._has_begun:
                 self._has_begun = True
                 self._call("on_train_begin")
-            case StepDone():
+            case journal.StepDone():
                 self._step(entry.record)
-            case Evaluated():
+            case journal.Evaluated():
                 self._evaluated(entry)
-            case CheckpointSaved(step=step):
+            case journal.CheckpointSaved(step=step):
                 self._saved(step)
-            case RecoveryDone():
+            case journal.RecoveryDone():
                 self._recovered(entry)
 
     def _step(self, record: CommitRecord) -> None:
@@ -192,7 +184,7 @@ class RunFollower:
         self._losses = []
         self._trainer.log(logs, self._started_s)
 
-    def _evaluated(self, entry: Evaluated) -> None:
+    def _evaluated(self, entry: journal.Evaluated) -> None:
         metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
         if entry.duration_s > 0:
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
@@ -211,13 +203,13 @@ class RunFollower:
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
 
-    def _recovered(self, entry: RecoveryDone) -> None:
+    def _recovered(self, entry: journal.RecoveryDone) -> None:
         """The one event that transformers does not have."""
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             told: Any = getattr(callback, "on_recovery", None)
             if told is not None:
-                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=sentence(entry))
+                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=journal.sentence(entry))
 
     def _call(self, event: str) -> None:
         trainer = self._trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.journal import Finding, Incident, advice, evidence_detail, evidence_text, response_text, title
+from oobleck.control import journal
 
 from .formatting import bytes_text, duration_text, one_line, seconds_text
 
@@ -12,32 +12,32 @@ _MAX_CONSEQUENCES = 8
 _MAX_EVIDENCE_LINES = 12
 
 
-def incident_news(incident: Incident) -> str:
+def incident_news(incident: journal.Incident) -> str:
     """One line for an incident that has just begun."""
     root = incident.root
-    what = f"[{duration_text(root.t_s)}] #{incident.number} {title(incident)}"
-    return f"{what}: {one_line(evidence_text(root))}; recovering …"
+    what = f"[{duration_text(root.t_s)}] #{incident.number} {journal.title(incident)}"
+    return f"{what}: {one_line(journal.evidence_text(root))}; recovering …"
 
 
-def incident_lines(incident: Incident) -> tuple[str, ...]:
+def incident_lines(incident: journal.Incident) -> tuple[str, ...]:
     """The whole story: what, why, what followed, what was done, what it cost, what to do."""
     return tuple(_lines(incident))
 
 
-def _lines(incident: Incident) -> Iterator[str]:
+def _lines(incident: journal.Incident) -> Iterator[str]:
     fatal = "; the job ended over it" if incident.is_fatal else ""
-    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {title(incident)}{fatal}"
+    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {journal.title(incident)}{fatal}"
     yield from _told("because", _evidence(incident.root))
     yield from _told("where", (one_line(incident.root.origin),) if incident.root.origin else ())
     shown = incident.consequences[:_MAX_CONSEQUENCES]
-    yield from _told("then", (f"{_who(finding)}{one_line(evidence_text(finding))}" for finding in shown))
+    yield from _told("then", (f"{_who(finding)}{one_line(journal.evidence_text(finding))}" for finding in shown))
     if len(incident.consequences) > len(shown):
         yield from _told("", (f"and {len(incident.consequences) - len(shown)} more",))
-    yield from _told("done", (one_line(response_text(response)) for response in incident.responses))
+    yield from _told("done", (one_line(journal.response_text(response)) for response in incident.responses))
     yield from _told(
         "cost", ("not known yet: the recovery is under way" if incident.ended_s is None else _cost(incident),)
     )
-    yield from _told("to do", (advice(incident),))
+    yield from _told("to do", (journal.advice(incident),))
 
 
 def _told(label: str, texts: Iterator[str] | tuple[str, ...]) -> Iterator[str]:
@@ -47,14 +47,14 @@ def _told(label: str, texts: Iterator[str] | tuple[str, ...]) -> Iterator[str]:
         label = ""
 
 
-def _who(finding: Finding) -> str:
+def _who(finding: journal.Finding) -> str:
     return f"{finding.node}: " if finding.node else ""
 
 
-def _evidence(finding: Finding) -> Iterator[str]:
+def _evidence(finding: journal.Finding) -> Iterator[str]:
     """What it is, and the last lines of what more there is, as of a traceback."""
-    yield from _lines_of(evidence_text(finding))
-    yield from _lines_of(evidence_detail(finding))
+    yield from _lines_of(journal.evidence_text(finding))
+    yield from _lines_of(journal.evidence_detail(finding))
 
 
 def _lines_of(text: str) -> Iterator[str]:
@@ -63,7 +63,7 @@ def _lines_of(text: str) -> Iterator[str]:
         yield " " * indent + one_line(line)
 
 
-def _cost(incident: Incident) -> str:
+def _cost(incident: journal.Incident) -> str:
     parts = [f"{seconds_text(incident.stall_s)} without progress"]
     parts.append(f"{incident.steps_lost} steps lost" if incident.steps_lost else "no step lost")
     if incident.microbatches_redone:

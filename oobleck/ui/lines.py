@@ -6,7 +6,7 @@ ones stay readable; the first step, the last, and the first after an event are a
 
 from __future__ import annotations
 
-from oobleck.control.journal import JobEnded, JobStarted, JournalEntry, RecordsDealt, StepDone, level_of, sentence
+from oobleck.control import journal
 
 from .formatting import count_text, duration_text, one_line, seconds_text
 
@@ -20,25 +20,25 @@ class LineFormatter:
         self._told_s = -self._interval_s
         self._tell_next = True
         self._max_steps = 0
-        self._untold: StepDone | None = None
+        self._untold: journal.StepDone | None = None
 
-    def apply(self, entry: JournalEntry) -> tuple[str, ...]:
+    def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
         """The lines that an entry is worth, none for a step that is left out."""
-        if isinstance(entry, StepDone):
+        if isinstance(entry, journal.StepDone):
             return self._step(entry)
-        if isinstance(entry, RecordsDealt):
+        if isinstance(entry, journal.RecordsDealt):
             return ()
-        if isinstance(entry, JobStarted):
+        if isinstance(entry, journal.JobStarted):
             self._max_steps = entry.job.max_steps
         self._tell_next = True
-        level = level_of(entry)
+        level = journal.level_of(entry)
         prefix = "" if level == "info" else f"{level}: "
-        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(sentence(entry))}"
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(journal.sentence(entry))}"
         # The step before an event shows where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
-        return (self._line(pending), line) if pending and isinstance(entry, JobEnded) else (line,)
+        return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)
 
-    def _step(self, entry: StepDone) -> tuple[str, ...]:
+    def _step(self, entry: journal.StepDone) -> tuple[str, ...]:
         is_last = entry.record.step == self._max_steps
         if not (self._tell_next or is_last or entry.t_s - self._told_s >= self._interval_s):
             self._untold = entry
@@ -48,7 +48,7 @@ class LineFormatter:
         self._untold = None
         return (self._line(entry),)
 
-    def _line(self, entry: StepDone) -> str:
+    def _line(self, entry: journal.StepDone) -> str:
         record = entry.record
         speed = f"{count_text(entry.tokens / record.duration_s)} tokens/s, " if record.duration_s > 0 else ""
         return (

@@ -20,25 +20,7 @@ from oobleck.runtime.control_client import (
     SignalRequest,
     SlowRequest,
 )
-from oobleck.sim.trace import (
-    AgentCrashed,
-    AgentFrozen,
-    ForkServerCrashed,
-    Frozen,
-    Healed,
-    Joined,
-    Lost,
-    MasterCrashed,
-    MasterFrozen,
-    NodeEvent,
-    Noticed,
-    Partitioned,
-    Slowed,
-    Thawed,
-    Trace,
-    TraceEvent,
-    WorkerCrashed,
-)
+from oobleck.sim import trace as traces
 
 
 class Target(Protocol):
@@ -57,7 +39,7 @@ class Target(Protocol):
         """Wait until `time.monotonic()` is `at_s`; returns whether the run continues."""
 
 
-def name_nodes(trace: Trace, here: Sequence[str], spares: Sequence[str] = ()) -> dict[str, str]:
+def name_nodes(trace: traces.Trace, here: Sequence[str], spares: Sequence[str] = ()) -> dict[str, str]:
     """Say which node of the run each node of a trace is.
 
     By name, where the run has all nodes that the trace begins with; by their order, where it has others. `spares` are
@@ -72,9 +54,9 @@ def name_nodes(trace: Trace, here: Sequence[str], spares: Sequence[str] = ()) ->
     return dict(zip(trace.start, here, strict=False)) | dict(zip(more, spares, strict=False))
 
 
-def not_played(trace: Trace) -> str | None:
+def not_played(trace: traces.Trace) -> str | None:
     """Say which events of a trace cannot be played, and why; None when all can."""
-    counts = Counter(event.kind for event in trace.events if isinstance(event, Partitioned | Healed))
+    counts = Counter(event.kind for event in trace.events if isinstance(event, traces.Partitioned | traces.Healed))
     if not counts:
         return None
     kinds = " and ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
@@ -93,7 +75,7 @@ class Player:
         self._speedup = speedup
         self._tell = tell
 
-    def play(self, trace: Trace) -> bool:
+    def play(self, trace: traces.Trace) -> bool:
         """Play a trace from now on; returns False when the run ended before it."""
         began_s = time.monotonic()
         for event in trace.events:
@@ -105,7 +87,7 @@ class Player:
                 return False
         return self._target.wait_until(began_s + trace.duration_s / self._speedup)
 
-    def _strike(self, event: TraceEvent) -> str:
+    def _strike(self, event: traces.TraceEvent) -> str:
         """Let an event happen; returns what was done. What the run refuses is reported, and the trace continues."""
         try:
             return self._do(event)
@@ -114,45 +96,45 @@ class Player:
         except OobleckError as error:
             return f"{event.kind} is refused: {error}"
 
-    def _do(self, event: TraceEvent) -> str:
+    def _do(self, event: traces.TraceEvent) -> str:
         match event:
-            case Partitioned() | Healed():
+            case traces.Partitioned() | traces.Healed():
                 return f"{event.kind} is not played"
-            case MasterCrashed(down_s=down_s):
+            case traces.MasterCrashed(down_s=down_s):
                 self._target.crash_master(down_s / self._speedup)
                 return f"the master was killed, and started again after {down_s / self._speedup:g} s"
-            case MasterFrozen(frozen_s=frozen_s):
+            case traces.MasterFrozen(frozen_s=frozen_s):
                 self._target.freeze_master(frozen_s / self._speedup)
                 return f"the master was stopped for {frozen_s / self._speedup:g} s"
             case _:
                 return self._strike_node(event, self._names[event.node])
 
-    def _strike_node(self, event: NodeEvent, node: str) -> str:
+    def _strike_node(self, event: traces.NodeEvent, node: str) -> str:
         match event:
-            case Lost():
+            case traces.Lost():
                 self._target.ask(KillRequest(node=node))
                 return f"all processes of {node} were killed"
-            case Joined():
+            case traces.Joined():
                 self._target.ask(AddRequest(node=node))
                 return f"{node} was added"
-            case Frozen():
+            case traces.Frozen():
                 return self._signal(node, "STOP", "*", "was frozen")
-            case Thawed():
+            case traces.Thawed():
                 return self._signal(node, "CONT", "*", "was thawed")
-            case Slowed(factor=factor):
+            case traces.Slowed(factor=factor):
                 self._target.ask(SlowRequest(node=node, factor=factor))
                 return f"{node} takes {factor:g} times as long"
-            case WorkerCrashed(device=device):
+            case traces.WorkerCrashed(device=device):
                 return self._signal(node, "KILL", f"worker{device}", f"lost the worker of device {device}")
-            case AgentFrozen(frozen_s=frozen_s):
+            case traces.AgentFrozen(frozen_s=frozen_s):
                 self._signal(node, "STOP", "agent", "")
                 self._target.wait_until(time.monotonic() + frozen_s / self._speedup)
                 return self._signal(node, "CONT", "agent", f"had its agent stopped for {frozen_s / self._speedup:g} s")
-            case ForkServerCrashed():
+            case traces.ForkServerCrashed():
                 return self._signal(node, "KILL", "fork_server", "lost its fork server")
-            case AgentCrashed():
+            case traces.AgentCrashed():
                 return self._signal(node, "KILL", "agent", "lost its agent")
-            case Noticed():
+            case traces.Noticed():
                 return self._signal(node, "TERM", "agent", "was given notice")
             case _:
                 assert_never(event)

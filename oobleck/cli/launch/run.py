@@ -12,16 +12,7 @@ from types import TracebackType
 from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
 from oobleck.errors import ConfigError, OobleckError, PeerError, RunFailed, UsageError
 from oobleck.exit_codes import ExitCode
-from oobleck.runtime.control_client import (
-    AddRequest,
-    ControlRequest,
-    DrainRequest,
-    KillRequest,
-    NoActiveRun,
-    StatusRequest,
-    StopRequest,
-    request,
-)
+from oobleck.runtime import control_client
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import follow_journal, read_journal
 from oobleck.wire import from_builtins
@@ -104,8 +95,8 @@ class Run:
     def status(self) -> RunSnapshot:
         """What the run looks like now, or looked like at its end: what `oobleck status --json` prints."""
         try:
-            answer = request(self._directory.control_socket, StatusRequest())
-        except NoActiveRun:  # it does not listen yet, or no more
+            answer = control_client.request(self._directory.control_socket, control_client.StatusRequest())
+        except control_client.NoActiveRun:  # it does not listen yet, or no more
             return self._snapshot_of_journal()
         try:
             return from_builtins(RunSnapshot, answer)
@@ -114,23 +105,23 @@ class Run:
 
     def kill(self, node: str) -> None:
         """Kill a node's agent and workers at once, as if its power had failed. The run recovers from it."""
-        self._ask(KillRequest(node=node))
+        self._ask(control_client.KillRequest(node=node))
 
     def drain(self, node: str) -> None:
         """Let a node finish the step, give away what only it holds, and leave the run."""
-        self._ask(DrainRequest(node=node))
+        self._ask(control_client.DrainRequest(node=node))
 
     def add(self, node: str) -> None:
         """Take a node into the run: a name that it knows, or a line as in a hostfile."""
-        self._ask(AddRequest(node=node))
+        self._ask(control_client.AddRequest(node=node))
 
     def stop(self, *, now: bool = False) -> None:
         """Have the run end after the step in flight, or at once; `wait` waits for it. One that has ended stays so."""
         if not self._has_journal:  # nothing has begun, and it may wait for nodes: it does not listen yet
             self._master.interrupt()
             return
-        with suppress(NoActiveRun):
-            self._ask(StopRequest(now=now))
+        with suppress(control_client.NoActiveRun):
+            self._ask(control_client.StopRequest(now=now))
 
     def __enter__(self) -> Run:
         return self
@@ -152,15 +143,15 @@ class Run:
         """What a notebook shows: the dashboard."""
         return snapshot_html(self.status())
 
-    def _ask(self, asked: ControlRequest) -> Mapping[str, object]:
+    def _ask(self, asked: control_client.ControlRequest) -> Mapping[str, object]:
         """Ask the master, as soon as it listens. Raises NoActiveRun once it has ended."""
         while True:
             has_ended = self._master.has_ended
             try:
-                return request(self._directory.control_socket, asked)
-            except NoActiveRun:
+                return control_client.request(self._directory.control_socket, asked)
+            except control_client.NoActiveRun:
                 if has_ended:
-                    raise NoActiveRun(f"the run {self.tag} has ended") from None
+                    raise control_client.NoActiveRun(f"the run {self.tag} has ended") from None
             time.sleep(_POLL_S)
 
     def _entries(self) -> Iterator[JournalEntry | None]:

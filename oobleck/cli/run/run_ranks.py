@@ -17,16 +17,8 @@ from typing import TextIO
 import trio
 from rich.console import Console
 
+from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
-from oobleck.cli.wiring import (
-    ENDS_WELL,
-    Session,
-    background_logging,
-    check_first,
-    give_memory_back,
-    open_nodes,
-    remote_paths,
-)
 from oobleck.control.events import End, NodeLeftOut, Remark
 from oobleck.control.generations import RanksCoordinator
 from oobleck.control.journal import JournalGap, sentence
@@ -82,7 +74,7 @@ def run_ranks(run: RanksRun) -> int:
     output = lasting(sys.stderr)  # what the script writes to standard output is all that goes there
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
-    with directory.lock(), background_logging():
+    with directory.lock(), wiring.background_logging():
         directory.note_owner(identity_of(run.spec).script)
         directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
@@ -109,11 +101,11 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
 
 async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
     spec = run.spec
-    nodes = open_nodes(
+    nodes = wiring.open_nodes(
         run.source, directory, spec.control, ssh_config=run.ssh_config, tell=lambda text: say(output, text)
     )
     async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = remote_paths(directory, launcher, run.python)
+        paths = wiring.remote_paths(directory, launcher, run.python)
         connections = NodeConnections(launcher)
         cluster = SSHCluster(
             spec.tag,
@@ -130,7 +122,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         remarks: tuple[NodeLeftOut | Remark, ...] = ()
         if run.check and not launcher.are_virtual:
             say(output, f"oobleck run: checking {len(known)} nodes")
-            chosen, remarks = await check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
+            chosen, remarks = await wiring.check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
         set_aside(directory.journal)
 
         def tell_of_gap(gap: JournalGap) -> None:
@@ -151,7 +143,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                 profiles=ProfileFiles(directory.profile),
                 clock=RunClock(held_up_s=lambda: clock.held_up_s),
             )
-            session = Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
+            session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
             screen = _Screen()
             master.show_output(screen.take)
             await nursery.start(serve_control, directory.control_socket, session.answer)
@@ -165,8 +157,8 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                     watching.start_soon(screen.run)
                     end = await master.run()
                     watching.cancel_scope.cancel()
-                if end.exit_code in ENDS_WELL:
-                    await give_memory_back(cluster, master.nodes, keeps_only_copies=True)
+                if end.exit_code in wiring.ENDS_WELL:
+                    await wiring.give_memory_back(cluster, master.nodes, keeps_only_copies=True)
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
                     await cluster.aclose()

@@ -14,27 +14,8 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
+from oobleck.cli import inputs
 from oobleck.cli.common_options import BaseDirOption, JsonOption, base_dir_of
-from oobleck.cli.inputs import (
-    DialIn,
-    DialInOption,
-    HostsEveryOption,
-    HostsFromOption,
-    KeysOption,
-    KubernetesOption,
-    NumNodesOption,
-    PythonOption,
-    RayOption,
-    SlurmJobOption,
-    SlurmOption,
-    SSHConfigOption,
-    open_job,
-    parse_local,
-    parse_scaling,
-    read_job,
-    read_source,
-    with_save_every,
-)
 from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.job import JobSpec
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
@@ -64,15 +45,15 @@ def up(
             help="Train on N virtual nodes of this machine; of kinds of their own as in fast:2,slow:2x4.",
         ),
     ] = None,
-    hosts_from: HostsFromOption = None,
-    hosts_every: HostsEveryOption = 10.0,
-    dial_in: DialInOption = None,
-    num_nodes: NumNodesOption = None,
-    keys: KeysOption = None,
-    slurm: SlurmOption = False,
-    slurm_job: SlurmJobOption = None,
-    ray: RayOption = False,
-    kubernetes: KubernetesOption = None,
+    hosts_from: inputs.HostsFromOption = None,
+    hosts_every: inputs.HostsEveryOption = 10.0,
+    dial_in: inputs.DialInOption = None,
+    num_nodes: inputs.NumNodesOption = None,
+    keys: inputs.KeysOption = None,
+    slurm: inputs.SlurmOption = False,
+    slurm_job: inputs.SlurmJobOption = None,
+    ray: inputs.RayOption = False,
+    kubernetes: inputs.KubernetesOption = None,
     job_file: Annotated[
         Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
     ] = None,
@@ -114,8 +95,8 @@ def up(
             "--kill", metavar="NODE@STEP", help="Kill a node once this step is committed, to see the run recover."
         ),
     ] = None,
-    python: PythonOption = None,
-    ssh_config: SSHConfigOption = None,
+    python: inputs.PythonOption = None,
+    ssh_config: inputs.SSHConfigOption = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan without starting anything.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False,
     as_json: JsonOption = False,
@@ -172,9 +153,9 @@ def up(
     Training continues when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
     hostfile, script, arguments = _parse_words(words or [])
-    source = read_source(
+    source = inputs.read_source(
         hostfile,
-        local=None if local is None else parse_local(local),
+        local=None if local is None else inputs.parse_local(local),
         hosts_from=hosts_from,
         hosts_every_s=hosts_every,
         dial_in=dial_in,
@@ -193,9 +174,9 @@ def up(
 
         verify_first(job_file, script, arguments, settings or [], steps=verify)
     if dry:
-        job, trainer = read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
+        job, trainer = inputs.read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
     else:
-        job, trainer = open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+        job, trainer = inputs.open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
     if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
         resume = trainer.resume  # what its train() was given
     job = _with_options(
@@ -213,7 +194,7 @@ def up(
     job = _with_saving(job, save_every, keep)
     if scaling is not None:
         with _blaming("--scaling"):
-            job = replace(job, scaling=parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
+            job = replace(job, scaling=inputs.parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))
     owner = _owner(job_file, script, base_dir_of(base_dir))
     if tag is None and owner and job.tag in (JobSpec().tag, script.stem if script is not None else None):
         own = default_tag(base_dir_of(base_dir), job.tag, owner)
@@ -237,7 +218,7 @@ def up(
         _check_python(python, is_local=local is not None)
     address = _metrics_address(metrics) if metrics is not None else None
     config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
-    known = None if isinstance(source, DialIn) else names
+    known = None if isinstance(source, inputs.DialIn) else names
     kills = tuple(_parse_kill(text, known, job.max_steps) for text in kill or [])
     if dry:
         if summary is not None:
@@ -326,7 +307,7 @@ def _with_saving(job: JobSpec, save_every: str | None, keep: int | None) -> JobS
     spec = job.checkpoint
     if save_every is not None:
         with _blaming("--save-every"):
-            spec = with_save_every(spec, save_every)
+            spec = inputs.with_save_every(spec, save_every)
     if keep is not None:
         with _blaming("--keep"):
             spec = replace(spec, save_total_limit=keep)

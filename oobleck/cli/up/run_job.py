@@ -19,21 +19,8 @@ from pathlib import Path
 import trio
 from rich.console import Console
 
+from oobleck.cli import wiring
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
-from oobleck.cli.wiring import (
-    ENDS_WELL,
-    MasterLeaves,
-    Session,
-    background_logging,
-    check_first,
-    give_memory_back,
-    is_any_alive,
-    keep_image,
-    open_nodes,
-    read_past,
-    remote_paths,
-    watch_run_directory,
-)
 from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
@@ -118,20 +105,20 @@ def _run_job(run: Run) -> int:
         if run.owner:
             directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
-        books, place = read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
+        books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
             summary = books.account.summary(read_losses(directory.journal))
             return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
-        with background_logging():
+        with wiring.background_logging():
             clock = PatientClock()
             try:
                 past = _Past(books=books, place=place)
                 end, summary = trio.run(_run, run, directory, output, clock, past, clock=clock)
             except BaseException as error:
-                if all(isinstance(leaf, MasterLeaves) for leaf in _leaves(error)):
+                if all(isinstance(leaf, wiring.MasterLeaves) for leaf in _leaves(error)):
                     say(output, "oobleck up: SIGTERM: training continues without this master, and the next takes over")
                     return ExitCode.RESUMABLE
                 _tell_of_crash(run, error)
@@ -140,7 +127,7 @@ def _run_job(run: Run) -> int:
             say(output, f"oobleck up: {end.reason}")
             for path in files:  # nothing was done: the run before stays the newest
                 put_back(path, before[path])
-            summary = read_past(directory.journal)[0].account.summary(read_losses(directory.journal))
+            summary = wiring.read_past(directory.journal)[0].account.summary(read_losses(directory.journal))
     if summary.generations:  # else nothing was trained, and there is nothing to show
         console_on(output).print(summary_table(summary))
     is_written = _hand_out(run, summary, stdout)
@@ -148,7 +135,12 @@ def _run_job(run: Run) -> int:
         told = Console(stderr=True)
         told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
         is_saved = summary.saved_step == summary.last_step
-        if end.exit_code not in ENDS_WELL and summary.generations and run.job.checkpoint.enabled and not is_saved:
+        if (
+            end.exit_code not in wiring.ENDS_WELL
+            and summary.generations
+            and run.job.checkpoint.enabled
+            and not is_saved
+        ):
             told.print(
                 f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
                 "next run of this tag",
@@ -216,7 +208,7 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
 async def _run(
     run: Run, directory: RunDirectory, output: Output, clock: PatientClock, past: _Past
 ) -> tuple[End, Summary]:
-    nodes = open_nodes(
+    nodes = wiring.open_nodes(
         run.source,
         directory,
         run.job.control,
@@ -226,7 +218,7 @@ async def _run(
         num_devices=run.job.tensor_parallel,
     )
     async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = remote_paths(directory, launcher, run.python)
+        paths = wiring.remote_paths(directory, launcher, run.python)
         connections = NodeConnections(launcher)
         cluster = SSHCluster(
             run.job.tag,
@@ -248,7 +240,7 @@ async def _run(
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
-            session = Session(
+            session = wiring.Session(
                 master, cluster, launcher, nursery, kills=run.kills, past=past.books, is_replaced=is_replaced
             )
             await nursery.start(serve_control, directory.control_socket, session.answer)
@@ -258,10 +250,12 @@ async def _run(
             if past.remark is not None:
                 session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
-            nursery.start_soon(partial(keep_image, directory.journal, lambda: journal.size_bytes, place=past.place))
+            nursery.start_soon(
+                partial(wiring.keep_image, directory.journal, lambda: journal.size_bytes, place=past.place)
+            )
             nursery.start_soon(
                 partial(
-                    watch_run_directory,
+                    wiring.watch_run_directory,
                     directory,
                     journal,
                     metrics,
@@ -281,8 +275,8 @@ async def _run(
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
-                if end.exit_code in ENDS_WELL:
-                    await give_memory_back(cluster, master.nodes)
+                if end.exit_code in wiring.ENDS_WELL:
+                    await wiring.give_memory_back(cluster, master.nodes)
             finally:
                 metrics.close()
                 with trio.CancelScope(shield=True), trio.move_on_after(2):
@@ -293,7 +287,7 @@ async def _run(
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
     """No run that ends with less in its journal than happened is a success: its readers would know less."""
-    if not journal.num_missing or end.exit_code not in (*ENDS_WELL, ExitCode.NOT_SAVED):
+    if not journal.num_missing or end.exit_code not in (*wiring.ENDS_WELL, ExitCode.NOT_SAVED):
         return end
     problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
     lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
@@ -305,7 +299,7 @@ async def _check(
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Check nodes; returns those to begin with, and what is to be said."""
     say(output, f"oobleck up: checking {len(nodes)} nodes (--no-check leaves this out)")
-    return await check_first(nodes, connections, paths)
+    return await wiring.check_first(nodes, connections, paths)
 
 
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
@@ -348,7 +342,7 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
     replayed = past.books.finish()
     if replayed is not None:
         replayed.relocate({spec.name: spec for spec in launcher.nodes})
-        if await is_any_alive(cluster, replayed.nodes):
+        if await wiring.is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {sentence(replayed.gap)}"

@@ -16,17 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from oobleck.control import verification
 from oobleck.control.journal import JobEnded, StepDone
-from oobleck.control.verification import (
-    Comparison,
-    PlainAccount,
-    PlainJob,
-    StepAccount,
-    TensorsAsked,
-    TensorsCompared,
-    compare,
-    tolerance_of,
-)
+from oobleck.control.verification import compare
 from oobleck.errors import ConfigError, ResourceLost
 from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
@@ -72,9 +64,9 @@ class Outcome:
     """What came of it."""
 
     exit_code: ExitCode
-    plain: PlainAccount
-    comparison: Comparison | None = None
-    tensors: TensorsCompared | None = None
+    plain: verification.PlainAccount
+    comparison: verification.Comparison | None = None
+    tensors: verification.TensorsCompared | None = None
     problem: str = ""
     """Why there is no comparison."""
 
@@ -104,7 +96,7 @@ def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
         if code != ExitCode.DONE:
             return Outcome(exit_code=code, plain=account, problem=f"on the nodes: {run.problem()}")
         tensors = plain.compare(run.checkpoints)
-        comparison = compare(account, run.steps(), tensors.tensors, tolerance_of(asked.job.dtype))
+        comparison = compare(account, run.steps(), tensors.tensors, verification.tolerance_of(asked.job.dtype))
         code = ExitCode.DONE if comparison.are_equal and not tensors.problem else ExitCode.DIFFERENT
         return Outcome(exit_code=code, plain=account, comparison=comparison, tensors=tensors, problem=tensors.problem)
 
@@ -137,13 +129,15 @@ class _PlainProcess:
         self._directory = directory
         self._log = log
 
-    def train(self) -> PlainAccount:
-        job = PlainJob(job=self._asked.job, num_steps=self._asked.num_steps, directory=str(self._directory))
-        return decode_json((PlainAccount,), self._answer(encode_json(job)))
+    def train(self) -> verification.PlainAccount:
+        job = verification.PlainJob(
+            job=self._asked.job, num_steps=self._asked.num_steps, directory=str(self._directory)
+        )
+        return decode_json((verification.PlainAccount,), self._answer(encode_json(job)))
 
-    def compare(self, checkpoints: Path) -> TensorsCompared:
-        asked = encode_json(TensorsAsked(checkpoints=str(checkpoints)))
-        return decode_json((TensorsCompared,), self._answer(asked))
+    def compare(self, checkpoints: Path) -> verification.TensorsCompared:
+        asked = encode_json(verification.TensorsAsked(checkpoints=str(checkpoints)))
+        return decode_json((verification.TensorsCompared,), self._answer(asked))
 
     def _answer(self, line: bytes) -> bytes:
         assert self._process.stdin is not None
@@ -245,11 +239,11 @@ class _RunOnNodes:
             *(("--", *asked.job.script.arguments) if asked.job.script is not None else ()),
         ]
 
-    def steps(self) -> list[StepAccount]:
+    def steps(self) -> list[verification.StepAccount]:
         """All steps that were committed."""
         records = [entry.record for entry in read_journal(self._run.journal) if isinstance(entry, StepDone)]
         return [
-            StepAccount(
+            verification.StepAccount(
                 step=record.step, loss=record.loss, grad_norm=record.grad_norm, learning_rate=record.learning_rate
             )
             for record in records
@@ -270,7 +264,7 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
 
-def _remove_output_dir(account: PlainAccount, *, since_s: float) -> None:
+def _remove_output_dir(account: verification.PlainAccount, *, since_s: float) -> None:
     """Remove the directory that a Trainer makes when it is made itself, where it was not there before."""
     if not account.output_dir:
         return

@@ -12,33 +12,8 @@ from typing import assert_never
 
 import trio
 
-from oobleck.cli.inputs import (
-    NUM_SPARE_NODES,
-    DialIn,
-    FromCommand,
-    FromHostfile,
-    FromRay,
-    FromSlurm,
-    NodeSource,
-    VirtualOnes,
-    parse_hostfile,
-)
-from oobleck.runtime.launchers import (
-    DialedInNodes,
-    Hostfile,
-    HostsCommand,
-    KubernetesAPI,
-    Launcher,
-    ListedNodes,
-    PodFollower,
-    RayActors,
-    SlurmJobs,
-    SlurmTasks,
-    VirtualNodes,
-    listen,
-    read_keys,
-    settle_keys,
-)
+from oobleck.cli import inputs
+from oobleck.runtime import launchers
 from oobleck.runtime.ssh import SSHOptions, serve_local_nodes
 
 _STARTS_S = 60.0
@@ -47,7 +22,7 @@ _STARTS_S = 60.0
 
 @asynccontextmanager
 async def open_launcher(
-    source: NodeSource,
+    source: inputs.NodeSource,
     options: SSHOptions,
     *,
     keys_directory: Path | None = None,
@@ -56,8 +31,8 @@ async def open_launcher(
     tell: Callable[[str], None] = lambda text: None,
     environment: Mapping[str, str] | None = None,
     num_devices: int = 1,
-    num_spare: int = NUM_SPARE_NODES,
-) -> AsyncIterator[Launcher]:
+    num_spare: int = inputs.NUM_SPARE_NODES,
+) -> AsyncIterator[launchers.Launcher]:
     """Open the launcher of a source, within `open_ssh_loop`; virtual nodes live as long as the context.
 
     `keys_directory` is where nodes that dial in find the keys of the run; what they need is told by `tell`. `run_id`
@@ -67,67 +42,69 @@ async def open_launcher(
     many; `num_spare` more can be added.
     """
     match source:
-        case FromHostfile(path=path, text=text):
-            yield ListedNodes(Hostfile(path=path), text, parse=parse_hostfile, options=options)
-        case FromCommand(command=command, interval_s=interval_s, text=text):
-            asked = HostsCommand(command=command, interval_s=interval_s)
-            yield ListedNodes(asked, text, parse=parse_hostfile, options=options)
-        case DialIn() | FromSlurm() | FromRay():
+        case inputs.FromHostfile(path=path, text=text):
+            yield launchers.ListedNodes(
+                launchers.Hostfile(path=path), text, parse=inputs.parse_hostfile, options=options
+            )
+        case inputs.FromCommand(command=command, interval_s=interval_s, text=text):
+            asked = launchers.HostsCommand(command=command, interval_s=interval_s)
+            yield launchers.ListedNodes(asked, text, parse=inputs.parse_hostfile, options=options)
+        case inputs.DialIn() | inputs.FromSlurm() | inputs.FromRay():
             assert keys_directory is not None
             patience_s = options.connect_timeout_s
             async with _callers(source, keys_directory, patience_s, tell, run_id, renew_keys=renew_keys) as callers:
                 yield callers
-        case VirtualOnes():
+        case inputs.VirtualOnes():
             shapes = source.shapes(num_spare=num_spare, num_devices=num_devices)
             async with serve_local_nodes(len(shapes), environment=environment) as (nodes, reached_by):
                 specs = [
                     replace(node, device=device, devices=tuple(range(number)))
                     for node, (device, number) in zip(nodes, shapes, strict=True)
                 ]
-                yield VirtualNodes(specs, reached_by, num_first=source.count)
+                yield launchers.VirtualNodes(specs, reached_by, num_first=source.count)
         case _:
             assert_never(source)
 
 
 @asynccontextmanager
 async def _callers(
-    source: DialIn | FromSlurm | FromRay,
+    source: inputs.DialIn | inputs.FromSlurm | inputs.FromRay,
     directory: Path,
     patience_s: float,
     tell: Callable[[str], None],
     run_id: str,
     *,
     renew_keys: bool,
-) -> AsyncIterator[DialedInNodes]:
+) -> AsyncIterator[launchers.DialedInNodes]:
     """Listen for nodes that dial in; on Slurm's, have it start what does."""
-    listeners, place = await listen(source.host, source.port)
-    if isinstance(source, DialIn) and source.keys is not None:
-        keys, file = read_keys(source.keys)
+    listeners, place = await launchers.listen(source.host, source.port)
+    if isinstance(source, inputs.DialIn) and source.keys is not None:
+        keys, file = launchers.read_keys(source.keys)
     else:
-        keys, file = settle_keys(directory, master=place, renew=renew_keys)
-    is_scheduled = isinstance(source, FromSlurm | FromRay) or source.pods is not None
-    callers = DialedInNodes(
+        keys, file = launchers.settle_keys(directory, master=place, renew=renew_keys)
+    is_scheduled = isinstance(source, inputs.FromSlurm | inputs.FromRay) or source.pods is not None
+    callers = launchers.DialedInNodes(
         num_first=len(source.names),
-        parse=parse_hostfile,
+        parse=inputs.parse_hostfile,
         patience_s=patience_s,
         begins_after_s=_STARTS_S if is_scheduled else math.inf,
     )
     async with trio.open_nursery() as serving:
         serving.start_soon(callers.serve, listeners, keys)
-        actors: RayActors | None = None
-        if isinstance(source, FromRay):
+        actors: launchers.RayActors | None = None
+        if isinstance(source, inputs.FromRay):
             tell(f"starting `oobleck node` on {len(source.names)} nodes of Ray's")
             is_named, log = source.host is not None, directory / "ray.log"
-            actors = RayActors(run_id, file, is_place_named=is_named, log=log, callers=callers)
+            actors = launchers.RayActors(run_id, file, is_place_named=is_named, log=log, callers=callers)
             serving.start_soon(actors.run)
-        elif isinstance(source, FromSlurm):
-            jobs = SlurmJobs(job_id=source.job_id, name=source.job_name)
+        elif isinstance(source, inputs.FromSlurm):
+            jobs = launchers.SlurmJobs(job_id=source.job_id, name=source.job_name)
             tell(f"starting `oobleck node` on {len(source.names)} nodes of {jobs}")
-            tasks = SlurmTasks(jobs, file, log=directory / "srun.log", callers=callers)
+            tasks = launchers.SlurmTasks(jobs, file, log=directory / "srun.log", callers=callers)
             serving.start_soon(tasks.run)
         elif source.pods is not None:
             tell(f"waiting for {source.count} pods with the labels {source.pods}")
-            serving.start_soon(PodFollower(KubernetesAPI.of_pod(), source.pods, callers).run)
+            serving.start_soon(launchers.PodFollower(launchers.KubernetesAPI.of_pod(), source.pods, callers).run)
         else:
             tell(f"waiting for {source.count} nodes: oobleck node {shlex.quote(str(file))}")
         yield callers

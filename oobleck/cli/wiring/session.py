@@ -18,16 +18,7 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.control_client import (
-    AddRequest,
-    ControlRequest,
-    DrainRequest,
-    KillRequest,
-    SignalRequest,
-    SlowRequest,
-    StatusRequest,
-    StopRequest,
-)
+from oobleck.runtime import control_client
 from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
 from oobleck.streams import Output
 from oobleck.ui.lines import LineFormatter
@@ -166,29 +157,29 @@ class Session:
                 )
                 asked = True
 
-    async def answer(self, request: ControlRequest) -> Mapping[str, object]:
+    async def answer(self, request: control_client.ControlRequest) -> Mapping[str, object]:
         """Answer a request from another terminal."""
         match request:
-            case StatusRequest():
+            case control_client.StatusRequest():
                 snapshot = to_builtins(self.view.at(self._master.now_s))
                 assert isinstance(snapshot, dict)
                 return snapshot
-            case KillRequest(node=node):
+            case control_client.KillRequest(node=node):
                 await self._kill_on_request(node)
                 return {"killed": node}
-            case StopRequest(now=now):
+            case control_client.StopRequest(now=now):
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
-            case AddRequest(node=node):
+            case control_client.AddRequest(node=node):
                 self._take_in(self._spec_to_add(node))
                 return {"adding": node}
-            case DrainRequest(node=node):
+            case control_client.DrainRequest(node=node):
                 self._check_living(node)
                 self._let_go(node)
                 return {"draining": node}
-            case SignalRequest():
+            case control_client.SignalRequest():
                 return await self._signal(request)
-            case SlowRequest():
+            case control_client.SlowRequest():
                 return await self._slow(request)
 
     async def _kill_on_request(self, node: str) -> None:
@@ -196,7 +187,7 @@ class Session:
         if not await self._master.kill(node):
             raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` shows its state")
 
-    async def _signal(self, request: SignalRequest) -> Mapping[str, object]:
+    async def _signal(self, request: control_client.SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
         which = "all processes" if request.processes == "*" else request.processes
         if not await self._cluster.signal(spec, request.signal, request.processes):
@@ -204,7 +195,7 @@ class Session:
         self.remark("info", f"on request: SIG{request.signal} to {which} of {request.node}")
         return {"signalled": request.node}
 
-    async def _slow(self, request: SlowRequest) -> Mapping[str, object]:
+    async def _slow(self, request: control_client.SlowRequest) -> Mapping[str, object]:
         if not await self._cluster.slow(self._spec(request.node), request.factor):
             raise UsageError(f"{request.node} has no living process of this run")
         self.remark("info", f"on request: {request.node} takes {request.factor:g} times as long")

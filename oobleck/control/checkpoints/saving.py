@@ -13,26 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from oobleck.control import protocol
 from oobleck.control.events import Record, Send, notice
 from oobleck.control.journal import CheckpointSaved, SaveFailed
 from oobleck.control.membership import Membership
-from oobleck.control.protocol import (
-    MANIFEST_VERSION,
-    CheckpointCommitted,
-    CommitCheckpoint,
-    CommitRecord,
-    DataPosition,
-    LayersPersisted,
-    Manifest,
-    PersistState,
-    PlanUpdate,
-    RemoveOld,
-    RemoveUnfinished,
-    SaveState,
-    StateNotSaved,
-    StateSaved,
-    run_of,
-)
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
@@ -59,7 +43,7 @@ class Saving:
         members: Membership,
         *,
         run: str,
-        reads_to_the_end: Callable[[DataPosition | None], bool],
+        reads_to_the_end: Callable[[protocol.DataPosition | None], bool],
     ) -> None:
         """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
         self._job = job
@@ -154,7 +138,7 @@ class Saving:
         self.complete = in_order((*self.complete, *complete), run=self._run)
         return self._remove(name for name in unfinished if name not in self._saves)
 
-    def order_made(self, update: PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
+    def order_made(self, update: protocol.PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
         """Note an order. A worker that missed a commit or an order did not save, so that save never completes."""
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
@@ -162,7 +146,7 @@ class Saving:
             self._broken.missed(self._generation)
         return self._give_up_broken("another plan came before all had saved", now_s)
 
-    def begins_with_save(self, update: PlanUpdate) -> bool:
+    def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
         """Whether the state with which an order begins has to be saved by those who follow it: no step comes after."""
         is_last = update.boundary >= self._job.max_steps and update.finish is None and update.restore is None
         return is_last and self.is_enabled and self._saved_step < update.boundary
@@ -196,7 +180,7 @@ class Saving:
             self._wanted = boundary + 1
         return self._arm(now_s) if self._wanted is None else self._orders(self._wanted)
 
-    def step_done(self, record: CommitRecord) -> None:
+    def step_done(self, record: protocol.CommitRecord) -> None:
         """Note a committed step; one that all were to save after may have been missed."""
         self._last_step = record.step
         self._losses[record.step] = record.loss
@@ -231,7 +215,7 @@ class Saving:
         self._memory_step = max(self._memory_step, step)
         self.due_s = save.began_s + _PATIENCE_S
         nodes = sorted({worker_id.node for worker_id in save.savers})
-        return tuple(Send(node=node, message=PersistState(name=name, step=step)) for node in nodes)
+        return tuple(Send(node=node, message=protocol.PersistState(name=name, step=step)) for node in nodes)
 
     def take_over(self, generation: int) -> None:
         """A master before may have heard of a loss up to this generation, and of shares that nobody has any more."""
@@ -308,7 +292,7 @@ class Saving:
 
     # --- what workers and agents say -------------------------------------------------------------------------
 
-    def saved(self, worker_id: WorkerId, message: StateSaved, now_s: float) -> tuple[Record | Send, ...]:
+    def saved(self, worker_id: WorkerId, message: protocol.StateSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A share is whole in memory; its agent is writing it."""
         state = message.state
         self._note_in_memory(worker_id, message)
@@ -332,7 +316,7 @@ class Saving:
         save.copy_s = max(save.copy_s, message.copy_s)
         return self._commit_when_written(save)
 
-    def persisted(self, message: LayersPersisted) -> tuple[Send, ...]:
+    def persisted(self, message: protocol.LayersPersisted) -> tuple[Send, ...]:
         """A share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
@@ -342,7 +326,7 @@ class Saving:
             return self._remove([message.name])  # written after it was given up
         return ()
 
-    def committed(self, node: str, message: CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
+    def committed(self, node: str, message: protocol.CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
         """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
         save = self._saves.get(message.name)
         if save is None or not save.is_committing:
@@ -369,10 +353,10 @@ class Saving:
             duration_s=now_s - save.began_s,
         )
         others = [node for node in self._agents if save.replaced and node not in save.asked]
-        old = (Send(node=node, message=RemoveOld(names=save.replaced)) for node in others)
+        old = (Send(node=node, message=protocol.RemoveOld(names=save.replaced)) for node in others)
         return (Record(entry=entry), *old, *self._arm(now_s))
 
-    def failed(self, node: str, message: StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
+    def failed(self, node: str, message: protocol.StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
         """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
         if not message.name:  # a node has no place to save in, and there will be no save
             self._failure = f"{node}: {message.reason}"
@@ -385,7 +369,7 @@ class Saving:
 
     # --- small things ----------------------------------------------------------------------------------------
 
-    def _note_in_memory(self, worker_id: WorkerId, message: StateSaved) -> None:
+    def _note_in_memory(self, worker_id: WorkerId, message: protocol.StateSaved) -> None:
         """Shares of a save that was given up are in memory all the same, and may come after it was."""
         step, part = message.state.step, worker_id.device % self._num_parts
         if step > self._in_memory[0]:
@@ -400,7 +384,7 @@ class Saving:
 
     def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
         """Have agents remove what is on disk of saves that will never be complete."""
-        message = RemoveUnfinished(names=tuple(sorted(unfinished)))
+        message = protocol.RemoveUnfinished(names=tuple(sorted(unfinished)))
         return tuple(Send(node=node, message=message) for node in self._agents) if message.names else ()
 
     @property
@@ -412,7 +396,7 @@ class Saving:
         """Have the plan's workers save after a step."""
         assert self._plan is not None
         return tuple(
-            Send(node=worker_id.node, message=SaveState(device=worker_id.device, step=step))
+            Send(node=worker_id.node, message=protocol.SaveState(device=worker_id.device, step=step))
             for worker_id in self._plan.worker_ids
             if self._members[worker_id.node].is_ready
         )
@@ -456,7 +440,7 @@ class Saving:
         save.replaced = tuple(known.name for known in old if not known.is_final)
         agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
         save.asked.update(agents & writers or agents)
-        message = CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
+        message = protocol.CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
         return tuple(Send(node=node, message=message) for node in sorted(save.asked))
 
     def _patience_s(self, save: Save) -> float:
@@ -467,19 +451,19 @@ class Saving:
             name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
         )
 
-    def _is_final(self, step: int, position: DataPosition | None) -> bool:
+    def _is_final(self, step: int, position: protocol.DataPosition | None) -> bool:
         return step >= self._job.max_steps or self._reads_to_the_end(position)
 
     def _forget_old(self) -> None:
         del self.complete[: -self._job.checkpoint.save_total_limit]
 
-    def _manifest(self, save: Save) -> Manifest:
+    def _manifest(self, save: Save) -> protocol.Manifest:
         digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]
-        return Manifest(
-            version=MANIFEST_VERSION,
+        return protocol.Manifest(
+            version=protocol.MANIFEST_VERSION,
             name=save.name,
             tag=self._job.tag,
-            run=run_of(save.name),
+            run=protocol.run_of(save.name),
             saved_at=save.saved_at,
             step=save.step,
             generation=save.generation,
@@ -492,6 +476,6 @@ class Saving:
             num_parts=self._num_parts,
             shards=tuple(shard for _, shard in sorted(save.shards.items())),
             position=save.position,
-            origin=self._origin if run_of(save.name) == self._run else None,
+            origin=self._origin if protocol.run_of(save.name) == self._run else None,
             is_final=self._is_final(save.step, save.position),
         )

@@ -12,17 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
+from oobleck.control import protocol
 from oobleck.control.plans import WrongBase, update_of
-from oobleck.control.protocol import (
-    CommitRecord,
-    Fence,
-    OrderedPlan,
-    PlanNeeded,
-    PlanOrder,
-    PlanUpdate,
-    SectionRecord,
-    Status,
-)
 from oobleck.planner import ExecutionPlan, WorkerId
 
 
@@ -48,8 +39,8 @@ class CommitState:
         self._lock = lock
         self._fence = 0
         self._generation = 0
-        self._update: PlanUpdate | None = None
-        self._known: OrderedPlan | None = None
+        self._update: protocol.PlanUpdate | None = None
+        self._known: protocol.OrderedPlan | None = None
         """The newest plan that was ordered: the next order may be a change of it."""
         self._pipeline_lost = False
         self._stop_wanted = False
@@ -58,9 +49,9 @@ class CommitState:
         self._layers: tuple[int, ...] = ()
         self._kept: tuple[int, ...] = ()
         self._applied = 0
-        self._last_record: CommitRecord | None = None
+        self._last_record: protocol.CommitRecord | None = None
         self._reduced: int | None = None
-        self._partial: SectionRecord | None = None
+        self._partial: protocol.SectionRecord | None = None
         self._section_reduced: int | None = None
         self._microbatches_done = 0
         self._broken = False
@@ -69,7 +60,7 @@ class CommitState:
 
     # --- control thread ------------------------------------------------------------------------------------
 
-    def answer(self, fence: Fence) -> Status:
+    def answer(self, fence: protocol.Fence) -> protocol.Status:
         """Raise the fence and say where this worker stands; from now on nothing older is applied.
 
         An older update that the training thread has not taken yet is dropped.
@@ -79,7 +70,7 @@ class CommitState:
             if self._update is not None and self._update.generation < self._fence:
                 self._update = None
             self._note_lost(fence.lost)
-            status = Status(
+            status = protocol.Status(
                 device=self.worker_id.device,
                 generation=fence.generation,
                 applied=self._applied,
@@ -97,7 +88,7 @@ class CommitState:
         self._announce()
         return status
 
-    def give_order(self, order: PlanOrder) -> PlanNeeded | None:
+    def give_order(self, order: protocol.PlanOrder) -> protocol.PlanNeeded | None:
         """Leave the plan update of an order for the training thread, or ask for the whole plan.
 
         Only the control thread comes here, so what is known does not change meanwhile. O(nodes). Raises WrongBase for
@@ -108,11 +99,11 @@ class CommitState:
         except WrongBase:
             if order.common.delta.base is None:
                 raise
-            return PlanNeeded(device=self.worker_id.device, generation=order.generation)
+            return protocol.PlanNeeded(device=self.worker_id.device, generation=order.generation)
         self.give_update(update)
         return None
 
-    def give_update(self, update: PlanUpdate) -> None:
+    def give_update(self, update: protocol.PlanUpdate) -> None:
         """Leave a plan update for the training thread; one it has not taken yet is replaced by a newer one."""
         ordered = update.ordered
         with self._lock:
@@ -189,7 +180,7 @@ class CommitState:
 
     # --- training thread -----------------------------------------------------------------------------------
 
-    def take_update(self) -> PlanUpdate | None:
+    def take_update(self) -> protocol.PlanUpdate | None:
         """Take the newest plan update, if there is one: from now on its generation is ours."""
         with self._lock:
             update, self._update = self._update, None
@@ -263,7 +254,7 @@ class CommitState:
         with self._lock:
             self._section_reduced = None
 
-    def commit_section(self, record: SectionRecord) -> None:
+    def commit_section(self, record: protocol.SectionRecord) -> None:
         """Pass the point of no return of a section: no failure of others takes it any more.
 
         What was kept for others is behind from here on, and all have adopted the plan. Raises Interrupted when a fence
@@ -273,7 +264,7 @@ class CommitState:
             self._check_fence()
             self._commit_section(record)
 
-    def begin_apply(self, record: CommitRecord) -> None:
+    def begin_apply(self, record: protocol.CommitRecord) -> None:
         """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
 
         Raises Interrupted when a fence came first.
@@ -282,7 +273,7 @@ class CommitState:
             self._check_fence()
             self._move_to(record)
 
-    def catch_up(self, record: CommitRecord) -> bool:
+    def catch_up(self, record: protocol.CommitRecord) -> bool:
         """Like `begin_apply`, as the plan update says: some worker has applied the step, so it counts whatever happens.
 
         Returns False for one that took no part in the step, or has applied it: it has nothing to apply.
@@ -294,7 +285,7 @@ class CommitState:
             self._move_to(record)
             return True
 
-    def catch_up_section(self, record: SectionRecord) -> bool:
+    def catch_up_section(self, record: protocol.SectionRecord) -> bool:
         """Like `commit_section`, as the update says: some worker has committed it. False if there is none."""
         with self._lock:
             if self._section_reduced != record.number or self._adopted != record.generation:
@@ -303,7 +294,7 @@ class CommitState:
             self._commit_section(record)
             return True
 
-    def adopt(self, update: PlanUpdate, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
+    def adopt(self, update: protocol.PlanUpdate, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
         """Put the new plan in force: from here on nothing stops the caller from taking the layers.
 
         They count as held, at the boundary's version. So do those `kept` for others, until the next step is
@@ -334,7 +325,7 @@ class CommitState:
         if self._fence > self._generation:
             raise Interrupted
 
-    def _move_to(self, record: CommitRecord) -> None:
+    def _move_to(self, record: protocol.CommitRecord) -> None:
         self._applied = record.step
         self._kept = ()
         self._last_record = record
@@ -343,7 +334,7 @@ class CommitState:
         self._section_reduced = None
         self._microbatches_done = 0
 
-    def _commit_section(self, record: SectionRecord) -> None:
+    def _commit_section(self, record: protocol.SectionRecord) -> None:
         self._partial = record
         self._section_reduced = None
         self._kept = ()

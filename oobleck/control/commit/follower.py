@@ -21,55 +21,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Protocol
 
+from oobleck.control import protocol
 from oobleck.control.plans import shares_of
-from oobleck.control.protocol import (
-    CommitRecord,
-    EvaluationDone,
-    PeerFailed,
-    PlanUpdate,
-    RecordsFailed,
-    RecordsOver,
-    RestoreFailed,
-    StepCommitted,
-    Tally,
-)
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
 
+from . import worker_effects
 from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_keys
 from .partial_commit import PartialCommit
-from .worker_effects import (
-    Adopt,
-    Agree,
-    Agreed,
-    Apply,
-    AwaitPlanUpdate,
-    AwaitRecords,
-    BeginStep,
-    CompareReplicas,
-    Compute,
-    EffectOutcome,
-    EndTransfers,
-    Evaluate,
-    Evaluation,
-    Exchange,
-    ForgetStep,
-    FormGroups,
-    KeepGroups,
-    PrepareToSave,
-    ReadCheckpoint,
-    Reduce,
-    ReportFinished,
-    ReportResumed,
-    Save,
-    SaveEnd,
-    Say,
-    ShareLossScale,
-    WorkerEffect,
-    WorkerEffects,
-)
 
 
 class RecordBoard(Protocol):
@@ -78,7 +39,7 @@ class RecordBoard(Protocol):
     def is_told(self, step: int) -> bool:
         """Whether a step's records are known."""
 
-    def over_after(self, step: int) -> RecordsOver | None:
+    def over_after(self, step: int) -> protocol.RecordsOver | None:
         """The message that no step comes after this one, if it has come."""
 
     def is_last(self, step: int) -> bool:
@@ -101,7 +62,7 @@ class Follower:
         self._commit_state = commit_state
         self._records = records
         self._evaluates = evaluates
-        self._whole = Tally.of(range(job.num_microbatches))
+        self._whole = protocol.Tally.of(range(job.num_microbatches))
         self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
@@ -117,25 +78,27 @@ class Follower:
         self._share_done = False
         self._segments_done: set[int] = set()
 
-    def run(self) -> WorkerEffects:
+    def run(self) -> worker_effects.WorkerEffects:
         """Follow orders forever."""
         while True:
-            update = yield AwaitPlanUpdate()
-            assert isinstance(update, PlanUpdate)
+            update = yield worker_effects.AwaitPlanUpdate()
+            assert isinstance(update, protocol.PlanUpdate)
             try:
                 yield from self._follow(update)
                 if (yield from self._train()):
-                    yield ReportFinished()
+                    yield worker_effects.ReportFinished()
             except Interrupted:
                 continue
             except PeerLost as error:
-                yield Say(PeerFailed(device=self._device, generation=update.generation, detail=str(error)))
+                yield worker_effects.Say(
+                    protocol.PeerFailed(device=self._device, generation=update.generation, detail=str(error))
+                )
             except ShardUnreadable as error:
-                yield Say(self._unreadable(update, error))
+                yield worker_effects.Say(self._unreadable(update, error))
             except CorruptCheckpoint as error:
-                yield Say(self._corrupt(update, error))
+                yield worker_effects.Say(self._corrupt(update, error))
 
-    def _follow(self, update: PlanUpdate) -> WorkerEffects:
+    def _follow(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
         """Carry an order out up to the point where its plan is in force."""
         if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
             yield from self._apply(update.catch_up)
@@ -148,14 +111,14 @@ class Follower:
             yield from self._finish(update, update.finish)
         yield from self._adopt(update)
 
-    def _train(self) -> Generator[WorkerEffect, EffectOutcome, bool]:
+    def _train(self) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
         """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare."""
         seat, committee = self._seat, self._committee
         if seat is None or committee is None:
             return False
         stop = False
         if self._saves_first:
-            yield Save(self._commit_state.applied, committee.generation, committee)
+            yield worker_effects.Save(self._commit_state.applied, committee.generation, committee)
         if not self.partial_commit.before:  # else in the middle of a step, before which it was done
             yield from self._evaluate(seat, committee)
         while not stop and (yield from self._has_next(committee)):
@@ -168,23 +131,27 @@ class Follower:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _has_next(self, committee: Committee) -> Generator[WorkerEffect, EffectOutcome, bool]:
+    def _has_next(
+        self, committee: Committee
+    ) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
         """Whether another step comes; wait until that is known. At the end, save what is not saved yet."""
         step, records = self._commit_state.applied, self._records
         if records is None or step >= self._job.max_steps:
             return step < self._job.max_steps
         if not records.is_told(step + 1):
             yield from self._resume()
-            yield AwaitRecords(step + 1)
+            yield worker_effects.AwaitRecords(step + 1)
         if records.is_told(step + 1):
             return True
         over = records.over_after(step)
         assert over is not None
         if over.save:
-            yield SaveEnd(over, committee)
+            yield worker_effects.SaveEnd(over, committee)
         return False
 
-    def _compute(self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool) -> WorkerEffects:
+    def _compute(
+        self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool
+    ) -> worker_effects.WorkerEffects:
         """Compute the pipeline's own share of a step, unless it is done already."""
         if self._step != step:
             yield from self._begin(step)
@@ -192,23 +159,23 @@ class Follower:
             return
         share = shares_of(committee.plan, self.partial_commit.before)[seat.index]
         sections = self.partial_commit.num_sections if ends_under_plan else 1
-        yield from self._execute(Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
+        yield from self._execute(worker_effects.Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
         self._share_done = True
 
-    def _begin(self, step: int) -> WorkerEffects:
+    def _begin(self, step: int) -> worker_effects.WorkerEffects:
         """Begin a step with nothing done of it but what is committed."""
         yield from self._forget()
-        yield BeginStep(step)
+        yield worker_effects.BeginStep(step)
         self._step = step
 
-    def _forget(self) -> WorkerEffects:
+    def _forget(self) -> worker_effects.WorkerEffects:
         self._step = None
         self._share_done = False
         self._segments_done.clear()
         self._commit_state.begin_step()
-        yield ForgetStep()
+        yield worker_effects.ForgetStep()
 
-    def _execute(self, program: Compute) -> WorkerEffects:
+    def _execute(self, program: worker_effects.Compute) -> worker_effects.WorkerEffects:
         if self._commit_state.is_broken:
             # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
             # under the order's generation; what was computed cannot be continued.
@@ -220,44 +187,46 @@ class Follower:
             self._commit_state.note_broken()
             raise
 
-    def _end_step(self, committee: Committee) -> Generator[WorkerEffect, EffectOutcome, bool]:
+    def _end_step(
+        self, committee: Committee
+    ) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         step = self._step
         assert step is not None
         yield from self.partial_commit.settle()
         yield from self.partial_commit.await_groups()
         self._commit_state.begin_sums()  # not once fenced: it may have left out a section, for which others wait
-        yield Reduce(step, committee)
+        yield worker_effects.Reduce(step, committee)
         self._commit_state.note_reduced(step)
         stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
-        agreed = yield Agree(step, committee, stop)
-        assert isinstance(agreed, Agreed)
+        agreed = yield worker_effects.Agree(step, committee, stop)
+        assert isinstance(agreed, worker_effects.Agreed)
         self._check(step, agreed.counted)
         self._commit_state.begin_apply(agreed.record)
         yield from self._apply(agreed.record)
         if agreed.save or agreed.stop or step == self._job.max_steps:
-            yield Save(step, agreed.record.generation, committee)
+            yield worker_effects.Save(step, agreed.record.generation, committee)
         elif not committee.lost:
-            yield PrepareToSave(committee)
+            yield worker_effects.PrepareToSave(committee)
         if self._job.checkpoint.compare_steps and step % self._job.checkpoint.compare_steps == 0:
-            yield CompareReplicas(agreed.record)
+            yield worker_effects.CompareReplicas(agreed.record)
         return agreed.stop
 
-    def _check(self, step: int, counted: Tally) -> None:
+    def _check(self, step: int, counted: protocol.Tally) -> None:
         """Check that each microbatch of a step counts once. Raises AssertionError: a wrong sum is never applied."""
-        partial = Tally.of(self.partial_commit.microbatches)
+        partial = protocol.Tally.of(self.partial_commit.microbatches)
         what = f"step {step}: {counted.count} microbatches were counted, beside {partial.count}"
         assert counted + partial == self._whole, f"{what}; they are not all {self._whole.count}, each once"
 
-    def _apply(self, record: CommitRecord) -> WorkerEffects:
+    def _apply(self, record: protocol.CommitRecord) -> worker_effects.WorkerEffects:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
-        yield Apply(record)
+        yield worker_effects.Apply(record)
         self.partial_commit.end_step()
         yield from self._forget()
         if self._seat is not None and (self._seat.is_first or self._seat.is_last):
-            yield Say(StepCommitted(device=self._device, record=record))
+            yield worker_effects.Say(protocol.StepCommitted(device=self._device, record=record))
 
-    def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> WorkerEffects:
+    def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> worker_effects.WorkerEffects:
         """Evaluate the model if it is due."""
         step = self._commit_state.applied
         if not self._evaluates or not self._job.is_evaluated(step):
@@ -267,12 +236,12 @@ class Follower:
         # own, which end with the plan.
         stage_key = GroupKey("evaluation", committee.generation, seat.stage_key.members)
         lane_key = GroupKey("forward", committee.generation, seat.lane_key.members)
-        yield FormGroups((stage_key, lane_key), None)
-        outcome = yield Evaluate(step, committee, stage_key, lane_key)
-        assert isinstance(outcome, Evaluation)
+        yield worker_effects.FormGroups((stage_key, lane_key), None)
+        outcome = yield worker_effects.Evaluate(step, committee, stage_key, lane_key)
+        assert isinstance(outcome, worker_effects.Evaluation)
         if seat.is_first or seat.is_last:
-            yield Say(
-                EvaluationDone(
+            yield worker_effects.Say(
+                protocol.EvaluationDone(
                     device=self._device,
                     step=step,
                     loss=outcome.loss,
@@ -281,15 +250,15 @@ class Follower:
                 )
             )
 
-    def _resume(self) -> WorkerEffects:
+    def _resume(self) -> worker_effects.WorkerEffects:
         """Report, once after each adoption, that the first computation under the new plan begins."""
         generation, self._resumed = self._resumed, None
         if generation is not None:
-            yield ReportResumed(generation)
+            yield worker_effects.ReportResumed(generation)
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _finish(self, update: PlanUpdate, step: int) -> WorkerEffects:
+    def _finish(self, update: protocol.PlanUpdate, step: int) -> worker_effects.WorkerEffects:
         """Finish the step in flight under the old plan, without its lost nodes.
 
         Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
@@ -306,11 +275,11 @@ class Follower:
             yield from self._compute(seat, in_force, step, ends_under_plan=False)
             for segment in update.segments:
                 if segment.pipeline == seat.index and segment.segment not in self._segments_done:
-                    yield from self._execute(Compute(step, segment.microbatches))
+                    yield from self._execute(worker_effects.Compute(step, segment.microbatches))
                     self._segments_done.add(segment.segment)
         yield from self._end_step(committee)
 
-    def _adopt(self, update: PlanUpdate) -> WorkerEffects:
+    def _adopt(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
         """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else self._committee_of(update, update.plan)
@@ -321,34 +290,34 @@ class Follower:
         yield from self._form(keys, committee)
         if update.restore is not None:
             assert not update.partial.microbatches, "a checkpoint is of a whole step"
-            yield ReadCheckpoint(update, layers)
-        yield Exchange(update)
+            yield worker_effects.ReadCheckpoint(update, layers)
+        yield worker_effects.Exchange(update)
         is_current = self._commit_state.applied == update.boundary
-        yield ShareLossScale(committee, is_current or update.restore is not None)
+        yield worker_effects.ShareLossScale(committee, is_current or update.restore is not None)
         keep = self._to_keep(update, layers) if is_current else ()
         self._commit_state.adopt(update, layers, keep)
-        yield Adopt(update, seat, committee, layers, keep)
+        yield worker_effects.Adopt(update, seat, committee, layers, keep)
         self.partial_commit.adopt(update, is_spare=seat is None)
         self._seat, self._committee = seat, committee
         self._saves_first = update.saves
         self._resumed = update.generation
-        yield KeepGroups(keys, committee, update.generation)
+        yield worker_effects.KeepGroups(keys, committee, update.generation)
 
-    def _form(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> WorkerEffects:
+    def _form(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> worker_effects.WorkerEffects:
         """Form groups; those for sums are formed beside what follows, and awaited before the first sum."""
-        if (yield FormGroups(keys, committee)):
+        if (yield worker_effects.FormGroups(keys, committee)):
             self._commit_state.begin_forming()
 
-    def _end_transfers(self) -> WorkerEffects:
+    def _end_transfers(self) -> worker_effects.WorkerEffects:
         keys, self._transferred = self._transferred, None
         if keys is not None:
-            yield EndTransfers(keys)
+            yield worker_effects.EndTransfers(keys)
 
-    def _committee_of(self, update: PlanUpdate, plan: ExecutionPlan, lost: tuple[str, ...] = ()) -> Committee:
+    def _committee_of(self, update: protocol.PlanUpdate, plan: ExecutionPlan, lost: tuple[str, ...] = ()) -> Committee:
         kept = {} if self._committee is None else self._committee.keys
         return Committee(plan, update.generation, lost, kept=kept, regrouped=frozenset(update.regrouped))
 
-    def _to_keep(self, update: PlanUpdate, layers: tuple[int, ...]) -> tuple[int, ...]:
+    def _to_keep(self, update: protocol.PlanUpdate, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that others are to receive and that this worker no longer holds.
 
         They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
@@ -365,8 +334,8 @@ class Follower:
 
     # --- failures that are reported --------------------------------------------------------------------------
 
-    def _unreadable(self, update: PlanUpdate, error: ShardUnreadable) -> RecordsFailed:
-        return RecordsFailed(
+    def _unreadable(self, update: protocol.PlanUpdate, error: ShardUnreadable) -> protocol.RecordsFailed:
+        return protocol.RecordsFailed(
             device=self._device,
             generation=update.generation,
             shard=error.shard,
@@ -374,8 +343,8 @@ class Follower:
             problem=error.problem,
         )
 
-    def _corrupt(self, update: PlanUpdate, error: CorruptCheckpoint) -> RestoreFailed:
+    def _corrupt(self, update: protocol.PlanUpdate, error: CorruptCheckpoint) -> protocol.RestoreFailed:
         assert update.restore is not None
-        return RestoreFailed(
+        return protocol.RestoreFailed(
             device=self._device, generation=update.generation, name=update.restore.name, problem=str(error)
         )

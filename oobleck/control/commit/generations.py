@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from oobleck.control import protocol
 from oobleck.control.journal import PlanAdopted
 from oobleck.control.plans import committed_after, shares_of
-from oobleck.control.protocol import (
-    NOTHING,
-    OrderedPlan,
-    PartialStep,
-    PlanUpdate,
-    Restore,
-    SectionRecord,
-    Segment,
-    Status,
-)
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
@@ -29,10 +20,10 @@ class Generations:
         self.current = 0
         """The newest generation, ordered or only fenced; 0 before the first."""
         self._max_steps = max_steps
-        self._ordered: dict[int, OrderedPlan] = {}
+        self._ordered: dict[int, protocol.OrderedPlan] = {}
         self._forgot = 0  # the newest generation whose plan update has workers forget the step in flight
         self._segments_for = (0, 0)  # (generation in force, step)
-        self._segments: tuple[Segment, ...] = ()
+        self._segments: tuple[protocol.Segment, ...] = ()
         self._next_segment = 0
 
     def begin(self) -> None:
@@ -43,7 +34,7 @@ class Generations:
         """Note a plan that the journal of a master before knows to be ordered."""
         self.current = entry.generation
         self.forget_before(entry.oldest)
-        self._ordered[entry.generation] = OrderedPlan(
+        self._ordered[entry.generation] = protocol.OrderedPlan(
             generation=entry.generation,
             plan=entry.plan,
             pipeline_generations=entry.pipeline_generations,
@@ -93,7 +84,7 @@ class Generations:
         return {generation: ordered.plan for generation, ordered in self._ordered.items()}
 
     @property
-    def ordered(self) -> Mapping[int, OrderedPlan]:
+    def ordered(self) -> Mapping[int, protocol.OrderedPlan]:
         """All plans that were ordered and that survivors may have, by generation."""
         return dict(self._ordered)
 
@@ -109,21 +100,21 @@ class Generations:
         """What is committed of a step after so many of its sections under the plan of a generation."""
         if number:
             return generation, number
-        before = self._ordered[generation].partial_before(step) if generation in self._ordered else NOTHING
+        before = self._ordered[generation].partial_before(step) if generation in self._ordered else protocol.NOTHING
         return before.generation, before.number
 
-    def partial(self, verdict: Verdict) -> PartialStep:
+    def partial(self, verdict: Verdict) -> protocol.PartialStep:
         """What a verdict finds to be committed of the step in flight."""
         generation, number = verdict.section
         if verdict.section == NO_SECTION:
-            return NOTHING
+            return protocol.NOTHING
         for ordered in self._ordered.values():
             if (ordered.partial.generation, ordered.partial.number) == verdict.section:
                 return ordered.partial
         assert verdict.partial is not None
         ordered = self._ordered[generation]
         before = ordered.partial_before(verdict.applied + 1).microbatches
-        return PartialStep(
+        return protocol.PartialStep(
             microbatches=committed_after(ordered.plan, before, ordered.num_sections, number),
             loss=verdict.partial.loss,
             num_items=verdict.partial.num_items,
@@ -137,7 +128,7 @@ class Generations:
         return shares_of(ordered.plan, ordered.partial_before(step).microbatches)
 
     def step_to_finish(
-        self, verdict: Verdict, statuses: Mapping[WorkerId, Status], lost: Collection[str]
+        self, verdict: Verdict, statuses: Mapping[WorkerId, protocol.Status], lost: Collection[str]
     ) -> int | None:
         """Deal the broken pipelines' microbatches of the step in flight, if it can be finished at all.
 
@@ -175,7 +166,7 @@ class Generations:
         return step
 
     def rests(
-        self, generation: int, statuses: Mapping[WorkerId, Status], lost: Collection[str]
+        self, generation: int, statuses: Mapping[WorkerId, protocol.Status], lost: Collection[str]
     ) -> dict[int, tuple[int, int]]:
         """Return what the whole pipelines have left of the step that `step_to_finish` chose last; see `rests_of`."""
         _, step = self._segments_for
@@ -190,10 +181,10 @@ class Generations:
         schedules: tuple[ScheduleKind, ...],
         finish: int | None,
         lost: Collection[str],
-        restore: Restore | None,
+        restore: protocol.Restore | None,
         is_from_scratch: bool,
         num_sections: int,
-    ) -> PlanUpdate:
+    ) -> protocol.PlanUpdate:
         """Note the current generation's plan; return its update.
 
         `lost` are the nodes that have no part any more in the plan under which the step is finished; `restore` is the
@@ -208,7 +199,7 @@ class Generations:
         transfers = () if initial else decision.transfers
         if finish is None:
             self._forgot = self.current
-        update = PlanUpdate(
+        update = protocol.PlanUpdate(
             generation=self.current,
             catch_up=verdict.catch_up,
             catch_up_section=_record(verdict, partial) if verdict.is_section_behind else None,
@@ -218,7 +209,7 @@ class Generations:
             plan=decision.plan,
             pipeline_generations=self._pipeline_generations(decision.plan, old, gone),
             boundary=verdict.applied if finish is None else finish,
-            partial=partial if finish is None else NOTHING,
+            partial=partial if finish is None else protocol.NOTHING,
             num_sections=num_sections,
             schedules=schedules,
             initial=initial,
@@ -230,7 +221,7 @@ class Generations:
         return update
 
     def _pipeline_generations(
-        self, plan: ExecutionPlan, old: OrderedPlan | None, lost: frozenset[str]
+        self, plan: ExecutionPlan, old: protocol.OrderedPlan | None, lost: frozenset[str]
     ) -> tuple[int, ...]:
         """Keep the groups of pipelines that lost no node and were not stopped half-way; form the others again."""
         kept = {}
@@ -245,8 +236,8 @@ class Generations:
         return tuple(known[1] if known is not None and known[0] == ids else self.current for ids, known in found)
 
 
-def _record(verdict: Verdict, partial: PartialStep) -> SectionRecord:
-    return SectionRecord(
+def _record(verdict: Verdict, partial: protocol.PartialStep) -> protocol.SectionRecord:
+    return protocol.SectionRecord(
         step=verdict.applied + 1,
         generation=partial.generation,
         number=partial.number,

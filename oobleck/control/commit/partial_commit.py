@@ -17,20 +17,8 @@ from dataclasses import dataclass
 from oobleck.control.plans import committed_after, num_sections_of
 from oobleck.control.protocol import NOTHING, PartialStep, PeerFailed, PlanUpdate, SectionRecord, Tally
 
+from . import worker_effects
 from .commit_state import CommitState, Interrupted, PeerLost
-from .worker_effects import (
-    AwaitGroups,
-    AwaitSection,
-    Fold,
-    GiveBack,
-    PostSection,
-    PostTotals,
-    Say,
-    SectionTotals,
-    TakeSums,
-    TakeTotals,
-    WorkerEffects,
-)
 
 
 @dataclass(slots=True)
@@ -108,7 +96,7 @@ class PartialCommit:
         """A section is on its way, and may still arrive."""
         return self.section is not None and self.section.failure is None and not self._commit_state.is_fenced()
 
-    def begin(self, step: int) -> WorkerEffects:
+    def begin(self, step: int) -> worker_effects.WorkerEffects:
         """Have what is done of a step committed, beside what follows; nothing is, once a section failed or was fenced.
 
         Waits for the groups of its sums, and for the section before. Raises Interrupted where the pipeline is stopped.
@@ -124,9 +112,9 @@ class PartialCommit:
         if not self._begin_sums():
             return
         self.section = Section(self._number + 1, step)
-        yield PostSection(step, self.section.number)
+        yield worker_effects.PostSection(step, self.section.number)
 
-    def look(self) -> WorkerEffects:
+    def look(self) -> worker_effects.WorkerEffects:
         """Move on as far as the others let us. Never waits, raises nothing."""
         section = self.section
         if section is None or not self.is_busy:
@@ -138,13 +126,13 @@ class PartialCommit:
         except Interrupted:
             pass  # a fence came first: its sender decides what becomes of the section
 
-    def settle(self) -> WorkerEffects:
+    def settle(self) -> worker_effects.WorkerEffects:
         """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""
         while (section := self.section) is not None:
             if section.failure is not None:
                 raise section.failure
             try:
-                yield AwaitSection(section.number)
+                yield worker_effects.AwaitSection(section.number)
             except PeerLost as error:
                 yield from self._fail(section, error)
                 continue
@@ -152,7 +140,7 @@ class PartialCommit:
                 raise Interrupted
             yield from self.look()
 
-    def await_groups(self) -> WorkerEffects:
+    def await_groups(self) -> worker_effects.WorkerEffects:
         """Wait until the groups are formed in which sums are posted next. Raises Interrupted or PeerLost.
 
         What failed or was fenced once fails again, up to the next order: the driver has given these groups up.
@@ -164,28 +152,28 @@ class PartialCommit:
         if self._commit_state.is_fenced():
             raise Interrupted
         try:
-            yield AwaitGroups()
+            yield worker_effects.AwaitGroups()
         except PeerLost as error:
             self._unformed = error
             raise
         self._commit_state.note_formed()
 
-    def catch_up(self, record: SectionRecord) -> WorkerEffects:
+    def catch_up(self, record: SectionRecord) -> worker_effects.WorkerEffects:
         """Commit what is reduced, as the plan update says, if it is not committed yet."""
         if self._commit_state.catch_up_section(record):
             yield from self._fold(record)
 
-    def give_back(self) -> WorkerEffects:
+    def give_back(self) -> worker_effects.WorkerEffects:
         """Give up the section on its way: it counts as work that was done of the step, not committed."""
         self._unformed = None
         section, self.section = self.section, None
         if section is not None:
             self._commit_state.give_back_section()
-            yield GiveBack(section.number)
+            yield worker_effects.GiveBack(section.number)
 
     # --- how it moves --------------------------------------------------------------------------------------
 
-    def _be_ready(self) -> WorkerEffects:
+    def _be_ready(self) -> worker_effects.WorkerEffects:
         """Wait until a section can be begun. Raises Interrupted, or PeerLost once that is reported."""
         is_reported = self._unformed is not None
         try:
@@ -196,18 +184,18 @@ class PartialCommit:
             raise
         yield from self.settle()
 
-    def _move(self, section: Section) -> WorkerEffects:
+    def _move(self, section: Section) -> worker_effects.WorkerEffects:
         """Take the next moves that can be made. Raises Interrupted or PeerLost."""
         if not section.has_sums:
-            if not (yield TakeSums(section.number)):
+            if not (yield worker_effects.TakeSums(section.number)):
                 return
             section.has_sums = True
             self._commit_state.note_section_reduced(section.number)
-            yield PostTotals(section.number)
-        totals = yield TakeTotals(section.number)
+            yield worker_effects.PostTotals(section.number)
+        totals = yield worker_effects.TakeTotals(section.number)
         if totals is None:
             return
-        assert isinstance(totals, SectionTotals)
+        assert isinstance(totals, worker_effects.SectionTotals)
         self._check(section, totals.counted)
         assert self._update is not None
         record = SectionRecord(
@@ -226,25 +214,25 @@ class PartialCommit:
         what = f"section {section.number} of step {section.step}: {counted.count} microbatches were counted"
         assert counted == Tally.of(fresh), f"{what}; they are not the {len(fresh)} of the section, each once"
 
-    def _fold(self, record: SectionRecord) -> WorkerEffects:
+    def _fold(self, record: SectionRecord) -> worker_effects.WorkerEffects:
         """Put a section's sums to those that are committed. Nothing can interrupt this."""
         section = self.section
         what = f"section {record.number} of step {record.step}"
         assert section is not None, what
         assert section.has_sums, f"{what} is claimed to be reduced"
-        yield Fold(record)
+        yield worker_effects.Fold(record)
         self.section = None
         self._number, self.loss, self.num_items = record.number, record.loss, record.num_items
 
-    def _fail(self, section: Section, error: PeerLost) -> WorkerEffects:
+    def _fail(self, section: Section, error: PeerLost) -> worker_effects.WorkerEffects:
         """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
         section.failure = error
         yield self._report_of(error)
 
-    def _report_of(self, error: PeerLost) -> Say:
+    def _report_of(self, error: PeerLost) -> worker_effects.Say:
         assert self._update is not None
         device = self._commit_state.worker_id.device
-        return Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
+        return worker_effects.Say(PeerFailed(device=device, generation=self._update.generation, detail=str(error)))
 
     def _begin_sums(self) -> bool:
         try:

@@ -10,20 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from oobleck.control.protocol import (
-    CommitRecord,
-    EvaluationDone,
-    PeerFailed,
-    PlanUpdate,
-    RecordsFailed,
-    RecordsOver,
-    RestoreFailed,
-    SectionRecord,
-    StepCommitted,
-    Subject,
-    Tally,
-    Topic,
-)
+from oobleck.control import protocol
 from oobleck.errors import CorruptCheckpoint, ShardUnreadable
 
 from .commit_state import Interrupted, PeerLost
@@ -45,7 +32,13 @@ class AwaitPlanUpdate:
 class Say:
     """Tell the master."""
 
-    message: StepCommitted | EvaluationDone | PeerFailed | RecordsFailed | RestoreFailed
+    message: (
+        protocol.StepCommitted
+        | protocol.EvaluationDone
+        | protocol.PeerFailed
+        | protocol.RecordsFailed
+        | protocol.RestoreFailed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +108,16 @@ class Agree:
     """This worker wants training to end with the step."""
 
     @property
-    def subject(self) -> Subject:
-        return Subject(Topic.STEP, self.step)
+    def subject(self) -> protocol.Subject:
+        return protocol.Subject(protocol.Topic.STEP, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """What all learn from a commit; equal everywhere."""
 
-    record: CommitRecord
-    counted: Tally
+    record: protocol.CommitRecord
+    counted: protocol.Tally
     """The microbatches that went into the sum, as often as they did; those that were committed left out."""
     stop: bool
     save: bool
@@ -134,7 +127,7 @@ class Agreed:
 class Apply:
     """Apply the sums of a step to the layers, and let go of those that were kept for others."""
 
-    record: CommitRecord
+    record: protocol.CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +151,7 @@ class PrepareToSave:
 class SaveEnd:
     """Save this worker's share of the state with which the data ends, and wait until it is saved."""
 
-    over: RecordsOver
+    over: protocol.RecordsOver
     committee: Committee
 
 
@@ -166,7 +159,7 @@ class SaveEnd:
 class CompareReplicas:
     """Tell the master the digests of this worker's layers after a step."""
 
-    record: CommitRecord
+    record: protocol.CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +174,8 @@ class Evaluate:
     """What links the pipeline's stages meanwhile."""
 
     @property
-    def subject(self) -> Subject:
-        return Subject(Topic.EVALUATION, self.step)
+    def subject(self) -> protocol.Subject:
+        return protocol.Subject(protocol.Topic.EVALUATION, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +226,7 @@ class EndTransfers:
 class ReadCheckpoint:
     """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
 
-    update: PlanUpdate
+    update: protocol.PlanUpdate
     layers: tuple[int, ...]
 
 
@@ -244,7 +237,7 @@ class Exchange:
     What was received is set aside; the own layers are as they were.
     """
 
-    update: PlanUpdate
+    update: protocol.PlanUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +250,16 @@ class ShareLossScale:
     """This worker holds the state from which training continues."""
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> protocol.Subject:
         """Once in a generation; newcomers have applied no step."""
-        return Subject(Topic.LOSS_SCALE, 0)
+        return protocol.Subject(protocol.Topic.LOSS_SCALE, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
     """Put a plan in force: hold its layers, received or here, and keep some for others."""
 
-    update: PlanUpdate
+    update: protocol.PlanUpdate
     seat: PlaceInPlan | None
     """None for a spare."""
     committee: Committee | None
@@ -311,7 +304,7 @@ class SectionTotals:
     """What all learn from the agreement that commits a section."""
 
     loss: float
-    counted: Tally
+    counted: protocol.Tally
     """The microbatches that are in the section, as often as they are."""
     num_items: int = 0
     """The tokens that count in them."""
@@ -321,7 +314,7 @@ class SectionTotals:
 class Fold:
     """Add the section's sums to those that are committed, and let go of layers that were kept for others."""
 
-    record: SectionRecord
+    record: protocol.SectionRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +359,7 @@ WorkerEffect = (
     | Adopt
     | SectionEffect
 )
-EffectOutcome = PlanUpdate | Agreed | Evaluation | SectionTotals | bool | None
+EffectOutcome = protocol.PlanUpdate | Agreed | Evaluation | SectionTotals | bool | None
 WorkerEffects = Generator[WorkerEffect, EffectOutcome, None]
 
 

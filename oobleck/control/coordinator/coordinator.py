@@ -18,29 +18,7 @@ import math
 from typing import assert_never
 
 from oobleck import __version__
-from oobleck.control.events import (
-    AddRequested,
-    BatchReceived,
-    Command,
-    Connect,
-    DrainRequested,
-    End,
-    EndRun,
-    Event,
-    KillRequested,
-    LinkFound,
-    MessageReceived,
-    NodeFailed,
-    NodeLeftOut,
-    NodesHeard,
-    NodeUp,
-    ProfileFound,
-    Record,
-    Remark,
-    Send,
-    StopRequested,
-    notice,
-)
+from oobleck.control import events
 from oobleck.control.journal import (
     JobEnded,
     JobStarted,
@@ -105,19 +83,19 @@ class Coordinator:
 
     # --- the machine's interface ---------------------------------------------------------------------------
 
-    def start(self, now_s: float) -> list[Command]:
+    def start(self, now_s: float) -> list[events.Command]:
         """Begin, or take over: reach all nodes."""
         if self._replayed is None:
             started = JobStarted(
                 t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
             )
             self._parts.startup.expect_all(now_s)
-            self._do((Record(entry=started), *(Connect(node=spec) for spec in self._nodes)), now_s)
+            self._do((events.Record(entry=started), *(events.Connect(node=spec) for spec in self._nodes)), now_s)
         else:
             take_over(self._parts, self._routing, self._job, self._nodes, self._replayed, now_s)
         return self._routing.take()
 
-    def handle(self, now_s: float, event: Event) -> list[Command]:
+    def handle(self, now_s: float, event: events.Event) -> list[events.Command]:
         """Take in an event. Raises nothing: a peer that does wrong is the one that is lost for it."""
         if self.phase is Phase.ENDED:
             return []
@@ -161,7 +139,7 @@ class Coordinator:
         """When a slow node that was left out is to be tried again; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
-    def handle_deadline(self, now_s: float) -> list[Command]:
+    def handle_deadline(self, now_s: float) -> list[events.Command]:
         """Act on what has not happened in time. Early calls do nothing."""
         self._parts.silence.recount()
         late_s = now_s - self.next_deadline()
@@ -179,38 +157,38 @@ class Coordinator:
             self._end(over.end, now_s)
         return self._routing.take()
 
-    def _take_in(self, event: Event, now_s: float) -> None:
+    def _take_in(self, event: events.Event, now_s: float) -> None:
         parts, is_begun = self._parts, self._parts.reconfiguration.is_begun
         match event:
-            case NodeUp(hello=hello):
+            case events.NodeUp(hello=hello):
                 misfit, generation = parts.preparation.misfit(hello), parts.reconfiguration.generations.current
                 self._do(parts.lifecycle.node_up(event, now_s, misfit=misfit, generation=generation), now_s)
-            case NodeFailed(node=node, loss=loss):
+            case events.NodeFailed(node=node, loss=loss):
                 self._do(parts.lifecycle.unreachable(node, loss, now_s), now_s)
-            case NodeLeftOut(node=node, fault=fault):
+            case events.NodeLeftOut(node=node, fault=fault):
                 self._routing.record(NodeUnfit(t_s=now_s, node=node, fault=fault, is_tried_again=False))
-            case MessageReceived(node=node, message=message):
+            case events.MessageReceived(node=node, message=message):
                 self._reports.said(node, message, now_s)
-            case NodesHeard():
+            case events.NodesHeard():
                 self._reports.heard(event, now_s)
-            case BatchReceived():
+            case events.BatchReceived():
                 self._reports.all_said(event, now_s)
-            case ProfileFound():
+            case events.ProfileFound():
                 self._do(parts.preparation.take_profile(event), now_s)
                 self._reports.profile_known(now_s)
-            case LinkFound():
+            case events.LinkFound():
                 self._do(parts.link_timing.take_found(event, now_s), now_s)
                 self._reports.train_when_ready(now_s)
-            case StopRequested():
+            case events.StopRequested():
                 self._stop_requested(event, now_s)
-            case AddRequested(spec=spec, by_itself=by_itself):
+            case events.AddRequested(spec=spec, by_itself=by_itself):
                 self._do(parts.lifecycle.add(spec, now_s, by_itself=by_itself), now_s)
-            case DrainRequested(node=node):
+            case events.DrainRequested(node=node):
                 self._do(parts.lifecycle.drain(node, now_s, is_begun=is_begun), now_s)
-            case KillRequested(node=node):
+            case events.KillRequested(node=node):
                 parts.lifecycle.ban(node)
-            case Remark(level=level, text=text):
-                self._do((notice(now_s, level, text),), now_s)
+            case events.Remark(level=level, text=text):
+                self._do((events.notice(now_s, level, text),), now_s)
             case _:
                 assert_never(event)
 
@@ -266,20 +244,20 @@ class Coordinator:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def _stop_requested(self, event: StopRequested, now_s: float) -> None:
+    def _stop_requested(self, event: events.StopRequested, now_s: float) -> None:
         if event.now or not self._parts.reconfiguration.is_begun:
-            self._do((EndRun(exit_code=event.exit_code, reason=event.reason),), now_s)
+            self._do((events.EndRun(exit_code=event.exit_code, reason=event.reason),), now_s)
         self._parts.shutdown.stop(event)
         self._parts.sharding.stop()
         self._parts.replanning.stop()
-        self._do((notice(now_s, "info", "stopping after the step in flight"),), now_s)
+        self._do((events.notice(now_s, "info", "stopping after the step in flight"),), now_s)
 
-    def _end(self, end: EndRun, now_s: float) -> None:
+    def _end(self, end: events.EndRun, now_s: float) -> None:
         parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know
         error = parts.shutdown.error_behind(end) if parts.reconfiguration.is_begun else None
         reason = end.reason if error is None else error_text(error)
         stop = StopAgent(reason=reason)
-        self._do(tuple(Send(node=member.spec.name, message=stop) for member in parts.members.living), now_s)
+        self._do(tuple(events.Send(node=member.spec.name, message=stop) for member in parts.members.living), now_s)
         self._do(parts.reconfiguration.give(RunEnded(), now_s), now_s)
         self._routing.record(JobEnded(t_s=now_s, exit_code=exit_code, reason=reason, error=error))
-        self._do((End(exit_code=exit_code, reason=reason),), now_s)
+        self._do((events.End(exit_code=exit_code, reason=reason),), now_s)

@@ -8,22 +8,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Connect, Disconnect, EndRun, NodeUp, Record, Send, notice
-from oobleck.control.journal import (
-    AgentLeft,
-    AgentLost,
-    Loss,
-    LossCause,
-    Misfit,
-    NodeAdded,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    NodeUnfit,
-    NoWorkerStarts,
-    PlanCause,
-    Unfit,
-)
+from oobleck.control import events, journal
 from oobleck.control.membership import QUARANTINE_LOSSES, Member, Membership, MemberState, NodeRetry
 from oobleck.control.protocol import AgentStopped, KillWorker, StopAgent
 from oobleck.errors import UsageError
@@ -33,7 +18,9 @@ from oobleck.planner import WorkerId
 from .recovery.states import BeginRecovery, GiveUp, NodeDrained, NodeGone, NodeReached
 from .requests import Effects, NodeDropped, NodeHere, NodeTakenIn, PlanWithout, StartAgain
 
-_MAY_COME_BACK = frozenset({LossCause.CONNECTION_LOST, LossCause.LEASE_EXPIRED, LossCause.UNREACHABLE})
+_MAY_COME_BACK = frozenset(
+    {journal.LossCause.CONNECTION_LOST, journal.LossCause.LEASE_EXPIRED, journal.LossCause.UNREACHABLE}
+)
 """What a node is tried again after."""
 
 
@@ -50,7 +37,7 @@ class NodeLifecycle:
 
     # --- they come ---------------------------------------------------------------------------------------------
 
-    def node_up(self, event: NodeUp, now_s: float, *, misfit: str | None, generation: int) -> Effects:
+    def node_up(self, event: events.NodeUp, now_s: float, *, misfit: str | None, generation: int) -> Effects:
         """A node answers: it is new, or back, or has a new master.
 
         `misfit` says why its environment does not fit ours; `generation` is the newest one known here.
@@ -58,37 +45,39 @@ class NodeLifecycle:
         node, spec = event.node, self._node_retry.forget(event.node)
         if spec is None:
             return self._take_in(self._members[node], event, now_s, misfit=misfit, generation=generation)
-        added = Record(entry=NodeAdded(t_s=now_s, node=spec))
+        added = events.Record(entry=journal.NodeAdded(t_s=now_s, node=spec))
         self._members.add(spec)
         return (added, *self._take_in(self._members[node], event, now_s, misfit=misfit, generation=generation))
 
-    def _take_in(self, member: Member, event: NodeUp, now_s: float, *, misfit: str | None, generation: int) -> Effects:
+    def _take_in(
+        self, member: Member, event: events.NodeUp, now_s: float, *, misfit: str | None, generation: int
+    ) -> Effects:
         node, hello = event.node, event.hello
         if misfit is not None:
-            return (GiveUp(nodes=(node,), loss=Misfit(problem=misfit)),)
+            return (GiveUp(nodes=(node,), loss=journal.Misfit(problem=misfit)),)
         if member.state is MemberState.CONNECTING:
-            entry = NodeConnected(t_s=now_s, node=node, agent_pid=hello.pid)
-            return (Record(entry=entry), NodeTakenIn(event=event))
+            entry = journal.NodeConnected(t_s=now_s, node=node, agent_pid=hello.pid)
+            return (events.Record(entry=entry), NodeTakenIn(event=event))
         if member.agent_pid != hello.pid:
-            return (GiveUp(nodes=(node,), loss=AgentLost(had_no_master=True)),)
+            return (GiveUp(nodes=(node,), loss=journal.AgentLost(had_no_master=True)),)
         if hello.generation > generation:
             text = (
                 f"{node} trains in generation {hello.generation}, and the journal knows none after {generation}: "
                 "its end is lost; start from scratch with --resume never"
             )
-            return (EndRun(reason=text),)
+            return (events.EndRun(reason=text),)
         if member.hello is not None and not member.ready and not member.gone:  # it may not have heard from us yet
             return (NodeTakenIn(event=event),)
         return self._meet(member, event, now_s)
 
-    def _meet(self, member: Member, event: NodeUp, now_s: float) -> Effects:
+    def _meet(self, member: Member, event: events.NodeUp, now_s: float) -> Effects:
         """An agent that has workers meets its next master, or is reached again: messages to it may be lost."""
         node, hello = event.node, event.hello
         found: Effects = ()
         if member.hello is not None:
-            stop = Send(node=node, message=StopAgent(reason="drained", is_dismissal=True))
+            stop = events.Send(node=node, message=StopAgent(reason="drained", is_dismissal=True))
             dismissal = (stop,) if member.is_dismissed else ()
-            found = (notice(now_s, "info", f"{node} is reached again"), *dismissal, NodeReached(node=node))
+            found = (events.notice(now_s, "info", f"{node} is reached again"), *dismissal, NodeReached(node=node))
         self._members.meet(node, hello, address=event.address, now_s=now_s)
         member, living = self._members[node], {worker.device for worker in hello.workers}
         missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - living)
@@ -97,7 +86,9 @@ class NodeLifecycle:
             *found,
             NodeHere(node=node),
             *(StartAgain(worker_id=WorkerId(node=node, device=device)) for device in missing),
-            *(Send(node=node, message=KillWorker(device=device)) for device in ending),  # sent before, and perhaps lost
+            *(
+                events.Send(node=node, message=KillWorker(device=device)) for device in ending
+            ),  # sent before, and perhaps lost
         )
 
     def add(self, spec: NodeSpec, now_s: float, *, by_itself: bool = False) -> Effects:
@@ -113,8 +104,8 @@ class NodeLifecycle:
             self._check_kind(spec)
             self._members.add(spec)
         except UsageError as error:
-            return (notice(now_s, "warning", str(error)),)
-        return (Record(entry=NodeAdded(t_s=now_s, node=spec)), Connect(node=spec))
+            return (events.notice(now_s, "warning", str(error)),)
+        return (events.Record(entry=journal.NodeAdded(t_s=now_s, node=spec)), events.Connect(node=spec))
 
     def _check_kind(self, spec: NodeSpec) -> None:
         known = self._members.kinds
@@ -137,22 +128,22 @@ class NodeLifecycle:
         """When a lost node is to be tried again; infinity for never."""
         return self._node_retry.due_s
 
-    def retry_lost(self, now_s: float) -> tuple[Connect, ...]:
+    def retry_lost(self, now_s: float) -> tuple[events.Connect, ...]:
         """Try lost nodes again."""
-        return tuple(Connect(node=spec) for spec in self._node_retry.take_due(now_s))
+        return tuple(events.Connect(node=spec) for spec in self._node_retry.take_due(now_s))
 
     # --- they are lost -----------------------------------------------------------------------------------------
 
-    def unreachable(self, node: str, loss: Loss, now_s: float) -> Effects:
+    def unreachable(self, node: str, loss: journal.Loss, now_s: float) -> Effects:
         """A connection failed, or could not be made."""
         if node not in self._node_retry:
             return (GiveUp(nodes=(node,), loss=loss),)
         self._node_retry.note_failed(node, now_s)
-        if not isinstance(loss, Unfit):
+        if not isinstance(loss, journal.Unfit):
             return ()
-        return (Record(entry=NodeUnfit(t_s=now_s, node=node, fault=loss.fault, is_tried_again=True)),)
+        return (events.Record(entry=journal.NodeUnfit(t_s=now_s, node=node, fault=loss.fault, is_tried_again=True)),)
 
-    def give_up(self, node: str, loss: Loss, now_s: float, *, is_begun: bool) -> Effects:
+    def give_up(self, node: str, loss: journal.Loss, now_s: float, *, is_begun: bool) -> Effects:
         """Give a node up, unless it was given up before."""
         member = self._members[node]
         if member.state in (MemberState.LOST, MemberState.LEFT):
@@ -160,14 +151,14 @@ class NodeLifecycle:
         self._members.lose(node)
         may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, now_s)
-        entry = NodeLost(
+        entry = journal.NodeLost(
             t_s=now_s,
             node=node,
             loss=loss,
             is_requested=member.is_banned,
             is_tried_again=is_tried_again and self._node_retry.is_on,
         )
-        effects: Effects = (Disconnect(node=node), Record(entry=entry), NodeDropped(node=node, loss=loss))
+        effects: Effects = (events.Disconnect(node=node), events.Record(entry=entry), NodeDropped(node=node, loss=loss))
         if not is_begun:
             return effects
         warning = (_quarantine(node, now_s),) if may_come_back and not is_tried_again else ()
@@ -186,20 +177,20 @@ class NodeLifecycle:
     def drain(self, node: str, now_s: float, *, is_begun: bool) -> Effects:
         """Let a node go: it finishes the step in flight, hands over what only it holds, and leaves."""
         if self._node_retry.forget(node) is not None:
-            return (notice(now_s, "info", f"{node} is lost, and is not tried again"),)
+            return (events.notice(now_s, "info", f"{node} is lost, and is not tried again"),)
         if not is_begun or node not in self._members or not self._members[node].is_ready:
-            return (notice(now_s, "warning", f"{node} is not training, so it cannot be drained"),)
+            return (events.notice(now_s, "warning", f"{node} is not training, so it cannot be drained"),)
         if self._members[node].is_draining:
             return ()
         self._members.drain(node)
-        return (BeginRecovery(cause=PlanCause.DRAINED, nodes=(node,)),)
+        return (BeginRecovery(cause=journal.PlanCause.DRAINED, nodes=(node,)),)
 
     def drain_idle(self, node: str, now_s: float) -> Effects:
         """Let a node go that holds nothing which others need: once what runs there is ended, its agent is."""
         if self._node_retry.forget(node) is not None:
-            return (notice(now_s, "info", f"{node} is lost, and is not tried again"),)
+            return (events.notice(now_s, "info", f"{node} is lost, and is not tried again"),)
         if node not in self._members or self._members[node].state is not MemberState.CONNECTED:
-            return (notice(now_s, "warning", f"{node} is not connected, so it cannot be drained"),)
+            return (events.notice(now_s, "warning", f"{node} is not connected, so it cannot be drained"),)
         self._members.drain(node)
         return ()
 
@@ -227,7 +218,9 @@ class NodeLifecycle:
         """Do not let these nodes go after all."""
         for node in nodes:
             self._members.drain(node, is_draining=False)
-        return tuple(notice(now_s, "warning", f"{node} stays: the job cannot continue without it") for node in nodes)
+        return tuple(
+            events.notice(now_s, "warning", f"{node} stays: the job cannot continue without it") for node in nodes
+        )
 
     def dismiss_drained(self) -> Effects:
         """The plan in force needs nothing of drained nodes any more: end their agents."""
@@ -235,30 +228,30 @@ class NodeLifecycle:
         for member in drained:
             self._members.dismiss(member.spec.name)
         stop = StopAgent(reason="drained", is_dismissal=True)
-        return tuple(Send(node=member.spec.name, message=stop) for member in drained)
+        return tuple(events.Send(node=member.spec.name, message=stop) for member in drained)
 
     def agent_stopped(self, member: Member, message: AgentStopped, now_s: float, *, is_in_plan: bool) -> Effects:
         """An agent has ended, on request or by itself; `is_in_plan`: its node has a part in the newest plan."""
         node, reason = member.spec.name, message.reason
         if not member.is_draining or is_in_plan:
-            loss = NoWorkerStarts(problem=reason) if message.is_failure else AgentLeft(reason=reason)
+            loss = journal.NoWorkerStarts(problem=reason) if message.is_failure else journal.AgentLeft(reason=reason)
             return (GiveUp(nodes=(node,), loss=loss),)
         self._members.leave(node)
-        entry = NodeLeft(t_s=now_s, node=node)
-        return (Record(entry=entry), Disconnect(node=node), NodeDrained(node=node))
+        entry = journal.NodeLeft(t_s=now_s, node=node)
+        return (events.Record(entry=entry), events.Disconnect(node=node), NodeDrained(node=node))
 
 
-def _stays_out(node: str, now_s: float) -> Record:
+def _stays_out(node: str, now_s: float) -> events.Record:
     text = (
         f"{node} is here again and stays out for now: it was lost {QUARANTINE_LOSSES} times within ten minutes; "
         f"`oobleck add {node}` adds it at once"
     )
-    return notice(now_s, "warning", text)
+    return events.notice(now_s, "warning", text)
 
 
-def _quarantine(node: str, now_s: float) -> Record:
+def _quarantine(node: str, now_s: float) -> events.Record:
     text = (
         f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
         f"test it with `oobleck check`, then `oobleck add {node}` adds it again"
     )
-    return notice(now_s, "warning", text)
+    return events.notice(now_s, "warning", text)

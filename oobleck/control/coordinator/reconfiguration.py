@@ -21,24 +21,13 @@ from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.schedule import SECTIONED_KINDS
 
+from . import recovery
 from .choice import Choice
 from .deciding import Decider, committed_records
 from .going_back import Lineage
 from .ordering import plan_ordered
 from .planning import schedules_for
-from .recovery import ASKING, FENCED, TRAINED, Phase, deadline, phase, step
-from .recovery.states import (
-    Answered,
-    BeginRecovery,
-    Deciding,
-    Input,
-    MoreLost,
-    NetworkDown,
-    Preparing,
-    RecoveryBegun,
-    State,
-    TrainingBegun,
-)
+from .recovery import phase, states, step
 from .requests import Effects
 
 if TYPE_CHECKING:
@@ -57,30 +46,30 @@ class Reconfiguration:
         self._lineage = Lineage()
         self._regroups = (0, 0)
         """(newest step, how often all regrouped since it was committed)."""
-        self._state: State = Preparing()
+        self._state: states.State = states.Preparing()
         self._newest: SendOrders | None = None
         """The newest plan's orders; None where an earlier master gave them."""
 
     # --- where it is -----------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> recovery.Phase:
         return phase(self._state)
 
     @property
     def is_begun(self) -> bool:
         """The first plan is ordered, by us or by an earlier master."""
-        return self.phase is not Phase.PREPARING
+        return self.phase is not recovery.Phase.PREPARING
 
     @property
     def is_fencing(self) -> bool:
         """Nothing is committed before the next orders."""
-        return isinstance(self._state, FENCED)
+        return isinstance(self._state, recovery.FENCED)
 
     @property
     def deadline_s(self) -> float:
         """When the state machine needs to know that time has passed."""
-        return deadline(self._state)
+        return recovery.deadline(self._state)
 
     def training_places(self, node: str | None = None) -> list[WorkerId]:
         """The reachable workers of the newest plan, or those of one node; none before the first plan."""
@@ -100,12 +89,16 @@ class Reconfiguration:
     def can_spare(self, node: str) -> bool:
         """Whether a node rests and nothing waits for it any more: all others train by the plan that left it out."""
         last = self._progress.last_record
-        trains = isinstance(self._state, TRAINED) and last is not None and last.generation == self.generations.current
+        trains = (
+            isinstance(self._state, recovery.TRAINED)
+            and last is not None
+            and last.generation == self.generations.current
+        )
         return trains and node not in self.generations.plan.pipeline_of
 
     # --- what happens ----------------------------------------------------------------------------------------
 
-    def give(self, given: Input, now_s: float) -> Effects:
+    def give(self, given: states.Input, now_s: float) -> Effects:
         """Make a transition; the effects it returns are carried out before anything else happens."""
         self._state, effects = step(self._state, given, now_s)
         return effects
@@ -113,15 +106,15 @@ class Reconfiguration:
     def restore(self, generations: Generations, lineage: Lineage, now_s: float) -> Effects:
         """Continue from the plans in a journal, which earlier masters have ordered."""
         self.generations, self._lineage = generations, lineage
-        return self.give(TrainingBegun(generation=generations.current), now_s)
+        return self.give(states.TrainingBegun(generation=generations.current), now_s)
 
-    def begin(self, wanted: BeginRecovery, now_s: float) -> Effects:
+    def begin(self, wanted: states.BeginRecovery, now_s: float) -> Effects:
         """Fence all survivors under a new generation.
 
         Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
         survivor is fenced once. Losses later in a recovery begin it again.
         """
-        is_one_more = isinstance(self._state, ASKING) and wanted.cause is PlanCause.LOSS
+        is_one_more = isinstance(self._state, recovery.ASKING) and wanted.cause is PlanCause.LOSS
         if not is_one_more:
             self.generations.begin()
         survivors = self._members.ready
@@ -138,9 +131,9 @@ class Reconfiguration:
             patience_s=self._job.control.lease_s / 2 if is_unexplained else 0.0,
         )
         if is_one_more:
-            return self.give(MoreLost(nodes=wanted.nodes, fence=fence), now_s)
+            return self.give(states.MoreLost(nodes=wanted.nodes, fence=fence), now_s)
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
-        begun = RecoveryBegun(
+        begun = states.RecoveryBegun(
             nodes=wanted.nodes,
             cause=wanted.cause,
             loss=wanted.loss,
@@ -157,9 +150,9 @@ class Reconfiguration:
 
     @property
     def _awaits_network(self) -> bool:
-        return isinstance(self._state, FENCED) and self._state.recovery.awaits_network
+        return isinstance(self._state, recovery.FENCED) and self._state.recovery.awaits_network
 
-    def network_down(self, down: NetworkDown) -> EndRun:
+    def network_down(self, down: states.NetworkDown) -> EndRun:
         """The network did not come back in time. What the nodes have saved is there when it does."""
         nodes = ", ".join(down.nodes)
         reason = f"the network between {nodes} and their peers has been down for {down.waited_s:.0f} s"
@@ -175,15 +168,15 @@ class Reconfiguration:
         is_answer = self.is_fencing and status.generation == self.generations.current
         if is_answer and status.adopted and not self.generations.has_plan(status.adopted):
             raise PeerError(f"trains in generation {status.adopted}, which has no plan")
-        return self.give(Answered(worker_ids=tuple(worker_ids), status=status), now_s)
+        return self.give(states.Answered(worker_ids=tuple(worker_ids), status=status), now_s)
 
     # --- from a decision to its orders -----------------------------------------------------------------------
 
-    def committed_records(self, deciding: Deciding) -> tuple[CommitRecord, ...]:
+    def committed_records(self, deciding: states.Deciding) -> tuple[CommitRecord, ...]:
         """Return the newest committed steps that the answers name: they are noted before anything is decided."""
         return committed_records(self._lineage.since_restored(deciding.statuses))
 
-    def decide(self, deciding: Deciding, now_s: float) -> Effects:
+    def decide(self, deciding: states.Deciding, now_s: float) -> Effects:
         """Decide what to do from the answers of all survivors."""
         statuses = distinct(self._lineage.since_restored(deciding.statuses).values())
         self.generations.forget_before(min([said.adopted for said in statuses if said.adopted], default=0))
@@ -224,11 +217,11 @@ class Reconfiguration:
     def _kept_by(self) -> Mapping[WorkerId, Status]:
         """The answers of those whose groups may be kept: of none where it is not known what hangs."""
         state = self._state
-        return state.statuses if isinstance(state, Deciding) and not state.recovery.explains else {}
+        return state.statuses if isinstance(state, states.Deciding) and not state.recovery.explains else {}
 
     def orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
         """Return what workers are told of an update, as a change of the plan that each of them says it has."""
-        answers = self._state.statuses if isinstance(self._state, Deciding) else {}
+        answers = self._state.statuses if isinstance(self._state, states.Deciding) else {}
         adopted, generations = choice.verdict.adopted, self.generations
         self._newest = SendOrders(
             worker_ids=tuple(worker_ids),
@@ -248,14 +241,14 @@ class Reconfiguration:
         if self.is_fencing or generation != self.generations.current:
             return ()
         if self._newest is None or self._newest.update.generation != generation:
-            return (BeginRecovery(cause=PlanCause.MASTER_LOST),)
+            return (states.BeginRecovery(cause=PlanCause.MASTER_LOST),)
         return (replace(self._newest, worker_ids=(worker_id,), bases={}),)
 
     def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:
         """All have their orders."""
-        if isinstance(self._state, Deciding):
+        if isinstance(self._state, states.Deciding):
             return self.give(plan_ordered(self._state.recovery, choice, update, self._members), now_s)
-        return self.give(TrainingBegun(generation=self.generations.current), now_s)
+        return self.give(states.TrainingBegun(generation=self.generations.current), now_s)
 
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:

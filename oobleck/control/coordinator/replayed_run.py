@@ -11,34 +11,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from oobleck.control import journal
 from oobleck.control.checkpoints import KnownCheckpoint
 from oobleck.control.commit import STEPS_TIMED, Generations
 from oobleck.control.data import ShardRemains, ShardsImage
-from oobleck.control.journal import (
-    CheckpointSaved,
-    DataPlaced,
-    Evaluated,
-    JobStarted,
-    JournalEntry,
-    JournalGap,
-    MasterResumed,
-    NodeAdded,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    PaceChanged,
-    PlanAdopted,
-    PlanCause,
-    ProfileKnown,
-    RecordsDealt,
-    RecoveryStarted,
-    ScalingDecided,
-    ShardQuarantined,
-    ShardsKnown,
-    StepDone,
-    WorkerDown,
-    WorkerUp,
-)
 from oobleck.control.membership import MemberImage, Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, NodeSpec
@@ -49,12 +25,12 @@ from oobleck.planner import NodeKind, WorkerId, profile_from_json
 class ReplayedRun:
     """A run without a master, as its journal knows it."""
 
-    started: JobStarted
+    started: journal.JobStarted
     members: Membership
     generations: Generations
-    profiles: dict[str, ProfileKnown] = field(default_factory=dict)
+    profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
     """By the kind of node."""
-    plans: list[PlanAdopted] = field(default_factory=list)
+    plans: list[journal.PlanAdopted] = field(default_factory=list)
     """All that the generations are restored from, and those that are named here."""
     records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
     """Of the newest committed steps that are known."""
@@ -66,9 +42,9 @@ class ReplayedRun:
     """The newest whose evaluation is known."""
     furthest_step: int = 0
     """The newest step that was ever committed, lost ones included."""
-    began: PlanAdopted | None = None
+    began: journal.PlanAdopted | None = None
     """The first plan."""
-    restored: PlanAdopted | None = None
+    restored: journal.PlanAdopted | None = None
     """The newest plan that went back to a checkpoint, or to the model's initial values."""
     origin: str | None = None
     """The checkpoint that the run began from."""
@@ -78,7 +54,7 @@ class ReplayedRun:
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
     """When the last entry was made."""
-    gap: JournalGap | None = None
+    gap: journal.JournalGap | None = None
     """Why the journal does not know all that happened; None where it does."""
     interrupted: tuple[NodeSpec, ...] = ()
     """Nodes that were joining, and had no part in any plan."""
@@ -122,7 +98,7 @@ class ReplayImage:
 
     members: tuple[MemberImage, ...]
     generation: int
-    plans: tuple[PlanAdopted, ...]
+    plans: tuple[journal.PlanAdopted, ...]
     records: tuple[CommitRecord, ...]
     predicted_step_s: float
     slow: tuple[tuple[str, float], ...]
@@ -136,18 +112,20 @@ class ReplayImage:
     target: int | None
     shards: ShardsImage
     last_s: float
-    gap: JournalGap | None
+    gap: journal.JournalGap | None
 
 
 class Replay:
     """Follows the entries of a run's journal, the first of which starts it: O(1) each, but for plans."""
 
-    def __init__(self, started: JobStarted) -> None:
+    def __init__(self, started: journal.JobStarted) -> None:
         self._run = ReplayedRun(started, Membership(started.nodes), Generations(max_steps=started.job.max_steps))
         self._run.last_s = started.t_s
 
     @classmethod
-    def of_image(cls, image: ReplayImage, started: JobStarted, profiles: Sequence[ProfileKnown]) -> Replay:
+    def of_image(
+        cls, image: ReplayImage, started: journal.JobStarted, profiles: Sequence[journal.ProfileKnown]
+    ) -> Replay:
         """Continue from what another one has come to."""
         replay = cls(started)
         run = replay._run
@@ -189,13 +167,13 @@ class Replay:
             gap=run.gap,
         )
 
-    def apply(self, entry: JournalEntry) -> None:
+    def apply(self, entry: journal.JournalEntry) -> None:
         """Take the next entry in."""
         _apply(self._run, entry)
         self._run.last_s = entry.t_s
 
     @property
-    def profiles(self) -> tuple[ProfileKnown, ...]:
+    def profiles(self) -> tuple[journal.ProfileKnown, ...]:
         return tuple(self._run.profiles.values())
 
     def finish(self) -> ReplayedRun | None:
@@ -217,54 +195,60 @@ def _interrupt_joining(replayed: ReplayedRun) -> None:
     replayed.interrupted = tuple(member.spec for member in joining)
 
 
-def _apply(replayed: ReplayedRun, entry: JournalEntry) -> None:
+def _apply(replayed: ReplayedRun, entry: journal.JournalEntry) -> None:
     match entry:
-        case MasterResumed():
+        case journal.MasterResumed():
             _interrupt_joining(replayed)
-        case ProfileKnown():
+        case journal.ProfileKnown():
             replayed.profiles[entry.kind] = entry
-        case PlanAdopted():
+        case journal.PlanAdopted():
             _restore_plan(replayed, entry)
-        case CheckpointSaved():
+        case journal.CheckpointSaved():
             is_final = entry.step >= replayed.job.max_steps
             replayed.saved.append(
                 KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
             )
             del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # the others are removed by then
-        case PaceChanged(node=node, factor=factor) if factor > 1:
+        case journal.PaceChanged(node=node, factor=factor) if factor > 1:
             replayed.slow[node] = factor
-        case PaceChanged(node=node):
+        case journal.PaceChanged(node=node):
             replayed.slow.pop(node, None)
-        case ScalingDecided(num_nodes=num_nodes):
+        case journal.ScalingDecided(num_nodes=num_nodes):
             replayed.target = num_nodes
-        case JournalGap():
+        case journal.JournalGap():
             replayed.gap = entry if entry.is_open or entry.num_lost else None
-        case StepDone(record=record):
+        case journal.StepDone(record=record):
             replayed.records.append(record)
             replayed.furthest_step = max(replayed.furthest_step, record.step)
-        case Evaluated(step=step):
+        case journal.Evaluated(step=step):
             replayed.evaluated_step = step
-        case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
+        case journal.ShardsKnown() | journal.DataPlaced() | journal.RecordsDealt() | journal.ShardQuarantined():
             replayed.shards.note(entry)
-        case RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
+        case journal.RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
             replayed.generations.current = generation
-            if cause is PlanCause.DRAINED:
+            if cause is journal.PlanCause.DRAINED:
                 for node in nodes:
                     replayed.members.drain(node)
-            if cause is PlanCause.RETRIED:
+            if cause is journal.PlanCause.RETRIED:
                 for node in nodes:
                     replayed.slow.pop(node, None)
-        case NodeAdded(node=spec):
+        case journal.NodeAdded(node=spec):
             replayed.members.add(spec)
-        case NodeConnected() | WorkerUp() | WorkerDown() | NodeLost() | NodeLeft():
+        case (
+            journal.NodeConnected()
+            | journal.WorkerUp()
+            | journal.WorkerDown()
+            | journal.NodeLost()
+            | journal.NodeLeft()
+        ):
             _move(replayed, entry)
-            if isinstance(entry, WorkerDown | NodeLost | NodeLeft):
+            if isinstance(entry, journal.WorkerDown | journal.NodeLost | journal.NodeLeft):
                 replayed.slow.pop(entry.node, None)
         case _:
             pass
 
 
-def _restore_plan(replayed: ReplayedRun, entry: PlanAdopted) -> None:
+def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
     replayed.generations.restore(entry)
     replayed.predicted_step_s = entry.predicted_step_s
     replayed.began = replayed.began or entry
@@ -283,17 +267,20 @@ def _restore_plan(replayed: ReplayedRun, entry: PlanAdopted) -> None:
     replayed.plans = [plan for plan in plans if plan.generation in generations]
 
 
-def _move(replayed: ReplayedRun, entry: NodeConnected | WorkerUp | WorkerDown | NodeLost | NodeLeft) -> None:
+def _move(
+    replayed: ReplayedRun,
+    entry: journal.NodeConnected | journal.WorkerUp | journal.WorkerDown | journal.NodeLost | journal.NodeLeft,
+) -> None:
     members = replayed.members
     match entry:
-        case NodeConnected(node=node, agent_pid=pid):
+        case journal.NodeConnected(node=node, agent_pid=pid):
             members.note_connected(node, agent_pid=pid)
-        case WorkerUp():
+        case journal.WorkerUp():
             members.note_ready(entry, generation=replayed.generations.current)
-        case WorkerDown(node=node, device=device, pid=pid, also=also):
+        case journal.WorkerDown(node=node, device=device, pid=pid, also=also):
             worker_id = WorkerId(node=node, device=device)
             members.note_restart(worker_id, pid, now_s=entry.t_s, step=replayed.furthest_step, also=also)
-        case NodeLost(node=node):
+        case journal.NodeLost(node=node):
             members.lose(node)
-        case NodeLeft(node=node):
+        case journal.NodeLeft(node=node):
             members.leave(node)

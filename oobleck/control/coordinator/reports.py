@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
+from oobleck.control import journal, protocol
 from oobleck.control.commit import HANG_FLOOR_S
 from oobleck.control.events import (
     BatchReceived,
@@ -17,58 +18,12 @@ from oobleck.control.events import (
     Send,
     notice,
 )
-from oobleck.control.journal import (
-    ForkServerDown,
-    LayersArriving,
-    Misfit,
-    PlanCause,
-    ProtocolBroken,
-    TerminationNoticed,
-    WorkerUp,
-)
 from oobleck.control.membership import (
     Member,
     MemberState,
     check_device,
     is_of_training,
     is_of_worker_that_ends,
-)
-from oobleck.control.protocol import (
-    Activity,
-    AgentMessage,
-    AgentStopped,
-    CheckpointCommitted,
-    CheckpointsFound,
-    CommitRecord,
-    EpochEntered,
-    Evaluating,
-    EvaluationDone,
-    Finished,
-    ForkServerEnded,
-    FromRanks,
-    Heartbeat,
-    Hello,
-    LayersMoving,
-    LayersPersisted,
-    Leaving,
-    LinkTimed,
-    Pace,
-    PeerFailed,
-    PlanNeeded,
-    ProcessorUse,
-    Profiled,
-    RecordsFailed,
-    ReplicaDigests,
-    RestoreFailed,
-    Resumed,
-    ScanAnswer,
-    StateNotSaved,
-    StateSaved,
-    Status,
-    StepCommitted,
-    WorkerExited,
-    WorkerReady,
-    WorkerStarted,
 )
 from oobleck.errors import ConfigError, PeerError, PlanningError
 from oobleck.exit_codes import ExitCode
@@ -97,10 +52,10 @@ class Reports:
         self._parts = parts
         self._routing = routing
         self._do = routing.carry_out
-        self._early: dict[int, CommitRecord] = {}
+        self._early: dict[int, protocol.CommitRecord] = {}
         """Steps under a plan that are told before the one that was finished under the plan before."""
 
-    def said(self, node: str, message: AgentMessage, now_s: float) -> None:
+    def said(self, node: str, message: protocol.AgentMessage, now_s: float) -> None:
         """Take in what a node's agent reports, or a worker through it."""
         member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
         if member.state not in (MemberState.CONNECTED, MemberState.READY):
@@ -114,12 +69,12 @@ class Reports:
             if not is_of_worker_that_ends(member, message):
                 self._understand(member, message, now_s)
         except PeerError as error:
-            self._do((GiveUp(nodes=(node,), loss=ProtocolBroken(problem=str(error))),), now_s)
+            self._do((GiveUp(nodes=(node,), loss=journal.ProtocolBroken(problem=str(error))),), now_s)
         except ConfigError as error:
             if not self._parts.reconfiguration.is_begun:
                 self._do((EndRun(exit_code=ExitCode.CONFIG, reason=str(error)),), now_s)
             # A node that comes later must fit; those that train are not affected.
-            self._do((GiveUp(nodes=(node,), loss=Misfit(problem=str(error))),), now_s)
+            self._do((GiveUp(nodes=(node,), loss=journal.Misfit(problem=str(error))),), now_s)
 
     def heard(self, event: NodesHeard, now_s: float) -> None:
         """Note that nodes live."""
@@ -138,100 +93,107 @@ class Reports:
         if not self._parts.reconfiguration.is_begun:
             return  # as in `said`: all of these are of training
         match event.message:
-            case Status() | Resumed() | Pace() as message:
+            case protocol.Status() | protocol.Resumed() | protocol.Pace() as message:
                 self._understand_plan(speakers, message, now_s)
             case _:
                 assert_never(event.message)
 
-    def _understand_plan(self, worker_ids: list[WorkerId], message: Status | Resumed | Pace, now_s: float) -> None:
+    def _understand_plan(
+        self, worker_ids: list[WorkerId], message: protocol.Status | protocol.Resumed | protocol.Pace, now_s: float
+    ) -> None:
         """Workers report where they stand, that they compute under a plan, or how fast."""
         recovery = self._parts.reconfiguration
         match message:
-            case Status():
+            case protocol.Status():
                 self._do(recovery.status(worker_ids, message, now_s), now_s)
-            case Resumed():
+            case protocol.Resumed():
                 self._do(recovery.give(WorkersResumed(worker_ids=tuple(worker_ids), message=message), now_s), now_s)
                 self._parts.progress.give_time(now_s)  # who reports that it computes hangs in nothing
-            case Pace():
+            case protocol.Pace():
                 if not recovery.is_fencing:
                     plan = recovery.generations.plan
                     self._do(self._parts.replanning.note_pace(worker_ids, message, plan, now_s), now_s)
             case _:
                 assert_never(message)
 
-    def _understand(self, member: Member, message: AgentMessage, now_s: float) -> None:
+    def _understand(self, member: Member, message: protocol.AgentMessage, now_s: float) -> None:
         node, parts = member.spec.name, self._parts
         match message:
-            case Heartbeat(sequence=sequence):
+            case protocol.Heartbeat(sequence=sequence):
                 if sequence is not None:
                     self._do((Send(node=node, message=message),), now_s)
-            case StepCommitted(record=record):
+            case protocol.StepCommitted(record=record):
                 self._step_committed(record, now_s)
-            case EpochEntered():
+            case protocol.EpochEntered():
                 if (text := parts.likeness.entered(WorkerId(node=node, device=message.device), message)) is not None:
                     self._do((EndRun(exit_code=ExitCode.CONFIG, reason=text),), now_s)
-            case Evaluating() | EvaluationDone():
+            case protocol.Evaluating() | protocol.EvaluationDone():
                 self._evaluating(message, now_s)
-            case Status() | Resumed() | Pace():
+            case protocol.Status() | protocol.Resumed() | protocol.Pace():
                 self._understand_plan([WorkerId(node=node, device=message.device)], message, now_s)
-            case Activity() | ProcessorUse():
+            case protocol.Activity() | protocol.ProcessorUse():
                 parts.hang_watch.answered(WorkerId(node=node, device=message.device), message)
-            case LayersMoving():
+            case protocol.LayersMoving():
                 self._layers_moving(node, message, now_s)
-            case Finished():
+            case protocol.Finished():
                 if self._parts.reconfiguration.phase is Phase.TRAINING:
                     finished, plans = WorkerId(node=node, device=message.device), parts.reconfiguration.generations
                     self._do(parts.shutdown.worker_finished(finished, plans, now_s), now_s)
-            case PeerFailed(generation=generation):
+            case protocol.PeerFailed(generation=generation):
                 suspected = FailureSuspected(generation=generation, num_workers=len(parts.members.ready_worker_ids))
                 self._do(parts.reconfiguration.give(suspected, now_s), now_s)
-            case PlanNeeded(generation=generation):
+            case protocol.PlanNeeded(generation=generation):
                 asker = WorkerId(node=node, device=message.device)
                 self._do(parts.reconfiguration.order_again(asker, generation), now_s)
-            case StateSaved() | StateNotSaved() | LayersPersisted() | CheckpointCommitted():
+            case (
+                protocol.StateSaved()
+                | protocol.StateNotSaved()
+                | protocol.LayersPersisted()
+                | protocol.CheckpointCommitted()
+            ):
                 self._saved(node, message, now_s)
-            case CheckpointsFound():
+            case protocol.CheckpointsFound():
                 self._checkpoints_found(WorkerId(node=node, device=message.device), message, now_s)
-            case ReplicaDigests():
+            case protocol.ReplicaDigests():
                 self._compare(WorkerId(node=node, device=message.device), message, now_s)
-            case RestoreFailed():
+            case protocol.RestoreFailed():
                 self._restore_failed(node, message, now_s)
-            case ScanAnswer():
+            case protocol.ScanAnswer():
                 self._do(parts.sharding.surveyed(WorkerId(node=node, device=message.device), message, now_s), now_s)
-            case RecordsFailed():
+            case protocol.RecordsFailed():
                 self._do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s), now_s)
-            case WorkerStarted():
+            case protocol.WorkerStarted():
                 pass
-            case WorkerReady():
+            case protocol.WorkerReady():
                 self._worker_ready(member, message, now_s)
-            case Profiled():
+            case protocol.Profiled():
                 self._do(parts.preparation.take_measurement(member, message), now_s)
                 self.profile_known(now_s)
-            case LinkTimed():
+            case protocol.LinkTimed():
                 timer = WorkerId(node=node, device=message.device)
                 self._do(parts.link_timing.take(timer, message, now_s), now_s)
                 self.train_when_ready(now_s)
-            case WorkerExited():
+            case protocol.WorkerExited():
                 is_begun = parts.reconfiguration.is_begun
                 self._do(parts.workers.worker_exited(member, message, now_s, is_begun=is_begun), now_s)
-            case Leaving(reason=reason):
-                self._routing.record(TerminationNoticed(t_s=now_s, node=node, reason=reason))
+            case protocol.Leaving(reason=reason):
+                self._routing.record(journal.TerminationNoticed(t_s=now_s, node=node, reason=reason))
                 self._do(parts.lifecycle.noticed(member, now_s, is_begun=parts.reconfiguration.is_begun), now_s)
-            case ForkServerEnded(end=end, is_restarted=is_restarted):
-                self._routing.record(ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
-            case AgentStopped():
+            case protocol.ForkServerEnded(end=end, is_restarted=is_restarted):
+                self._routing.record(journal.ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
+            case protocol.AgentStopped():
                 is_in_plan = parts.reconfiguration.is_in_plan(node)
                 self._do(parts.lifecycle.agent_stopped(member, message, now_s, is_in_plan=is_in_plan), now_s)
-            case Hello():
+            case protocol.Hello():
                 raise PeerError("a second hello on one connection")
-            case FromRanks():
+            case protocol.FromRanks():
                 raise PeerError(f"said {type(message).__name__}, which has no meaning in training")
             case _:
                 assert_never(message)
 
-    def _layers_moving(self, node: str, message: LayersMoving, now_s: float) -> None:
+    def _layers_moving(self, node: str, message: protocol.LayersMoving, now_s: float) -> None:
         if message.generation == self._parts.reconfiguration.generations.current:
-            entry = LayersArriving(
+            entry = journal.LayersArriving(
                 t_s=now_s,
                 generation=message.generation,
                 node=node,
@@ -243,7 +205,7 @@ class Reports:
 
     # --- workers become ready, and training begins -------------------------------------------------------------
 
-    def _worker_ready(self, member: Member, message: WorkerReady, now_s: float) -> None:
+    def _worker_ready(self, member: Member, message: protocol.WorkerReady, now_s: float) -> None:
         """A worker can be given a part. Raises ConfigError if it does not fit the others."""
         parts, recovery = self._parts, self._parts.reconfiguration
         worker = parts.workers.worker_up(member, message, now_s)
@@ -258,7 +220,7 @@ class Reports:
                 self._do(waits, now_s)
         self.train_when_ready(now_s)
 
-    def _take_in(self, worker: WorkerUp, now_s: float) -> None:
+    def _take_in(self, worker: journal.WorkerUp, now_s: float) -> None:
         """Note a worker that is ready; its node joins once all of its workers are."""
         parts, recovery = self._parts, self._parts.reconfiguration
         self._routing.record(worker)
@@ -276,7 +238,7 @@ class Reports:
             new = parts.replanning.know(parts.preparation.kinds)
         except PlanningError as error:  # it is of another model, or the job cannot have several kinds
             refused = parts.preparation.refuse_others(parts.replanning.kinds)
-            self._do((GiveUp(nodes=refused, loss=Misfit(problem=str(error))),), now_s)
+            self._do((GiveUp(nodes=refused, loss=journal.Misfit(problem=str(error))),), now_s)
             return
         self._do(tuple(Record(entry=profile_known(kind, now_s)) for kind in new), now_s)
         for worker in parts.preparation.take_waiting():
@@ -287,7 +249,7 @@ class Reports:
         generations, members = self._parts.reconfiguration.generations, self._parts.members
         num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)
         if self._parts.reconfiguration.is_fencing or self._parts.replanning.wants_more(num_used):
-            self._do((BeginRecovery(cause=PlanCause.JOINED, nodes=(node,)),), now_s)
+            self._do((BeginRecovery(cause=journal.PlanCause.JOINED, nodes=(node,)),), now_s)
         else:
             self._parts.replanning.look_soon(now_s)
 
@@ -298,13 +260,13 @@ class Reports:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def _evaluating(self, message: Evaluating | EvaluationDone, now_s: float) -> None:
+    def _evaluating(self, message: protocol.Evaluating | protocol.EvaluationDone, now_s: float) -> None:
         if self._parts.reconfiguration.phase is Phase.TRAINING:
             self._parts.progress.expect(HANG_FLOOR_S, now_s)
-        if isinstance(message, EvaluationDone):
+        if isinstance(message, protocol.EvaluationDone):
             self._do(self._parts.progress.evaluate(message, now_s), now_s)
 
-    def _step_committed(self, record: CommitRecord, now_s: float) -> None:
+    def _step_committed(self, record: protocol.CommitRecord, now_s: float) -> None:
         """Take in a step, and those that came before it was heard.
 
         A newcomer may be heard sooner than those who have finished the step before its plan, of which it knows nothing.
@@ -317,7 +279,7 @@ class Reports:
         for _, each in sorted((early | {record.step: record}).items()):
             self._note_committed(each, now_s)
 
-    def _note_committed(self, record: CommitRecord, now_s: float) -> None:
+    def _note_committed(self, record: protocol.CommitRecord, now_s: float) -> None:
         parts = self._parts
         committed = parts.progress.commit(record, now_s)
         if not committed:
@@ -329,7 +291,7 @@ class Reports:
         if self._parts.reconfiguration.phase is Phase.TRAINING:
             parts.progress.expect(HANG_FLOOR_S, now_s)
 
-    def _compare(self, worker_id: WorkerId, message: ReplicaDigests, now_s: float) -> None:
+    def _compare(self, worker_id: WorkerId, message: protocol.ReplicaDigests, now_s: float) -> None:
         generations = self._parts.reconfiguration.generations
         if self._parts.reconfiguration.phase is Phase.TRAINING and message.generation == generations.current:
             worker_ids = generations.plan.worker_ids
@@ -340,33 +302,33 @@ class Reports:
     def _saved(
         self,
         node: str,
-        message: StateSaved | StateNotSaved | LayersPersisted | CheckpointCommitted,
+        message: protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted | protocol.CheckpointCommitted,
         now_s: float,
     ) -> None:
         saving = self._parts.saving
         match message:
-            case StateSaved():
+            case protocol.StateSaved():
                 self._do(saving.saved(WorkerId(node=node, device=message.device), message, now_s), now_s)
-            case LayersPersisted():
+            case protocol.LayersPersisted():
                 self._do(saving.persisted(message), now_s)
-            case CheckpointCommitted():
+            case protocol.CheckpointCommitted():
                 self._do(saving.committed(node, message, now_s), now_s)
-            case StateNotSaved():
+            case protocol.StateNotSaved():
                 self._do(saving.failed(node, message, now_s), now_s)
             case _:
                 assert_never(message)
 
-    def _checkpoints_found(self, worker_id: WorkerId, message: CheckpointsFound, now_s: float) -> None:
+    def _checkpoints_found(self, worker_id: WorkerId, message: protocol.CheckpointsFound, now_s: float) -> None:
         self._parts.restoring.found(worker_id, message)
         if self._parts.reconfiguration.is_begun:
             self._do(self._parts.reconfiguration.give(CheckpointReported(), now_s), now_s)
         else:
             self.train_when_ready(now_s)
 
-    def _restore_failed(self, node: str, message: RestoreFailed, now_s: float) -> None:
+    def _restore_failed(self, node: str, message: protocol.RestoreFailed, now_s: float) -> None:
         """A checkpoint is broken: all go back to the one before it."""
         if message.generation != self._parts.reconfiguration.generations.current:
             return
         self._do((notice(now_s, "error", f"{node} cannot restore {message.name}: {message.problem}"),), now_s)
         self._parts.restoring.note_broken(message.name)
-        self._routing.begin(PlanCause.CHECKPOINT_BROKEN, now_s)
+        self._routing.begin(journal.PlanCause.CHECKPOINT_BROKEN, now_s)

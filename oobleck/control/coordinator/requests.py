@@ -12,19 +12,7 @@ from oobleck.control.protocol import Raised
 from oobleck.planner import NetworkProfile, NodeKind, WorkerId
 
 from .choice import Choice
-from .recovery.states import (
-    BeginRecovery,
-    CheckpointWanted,
-    Decide,
-    GiveUp,
-    NetworkDown,
-    NodeDrained,
-    NodeGone,
-    NodeReached,
-    PlanInForce,
-    RecoveryEnded,
-    WorkersWanted,
-)
+from .recovery import states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,29 +137,29 @@ class KeepDraining:
 
 Effect = (
     Command
-    | BeginRecovery
+    | states.BeginRecovery
     | BeginTraining
-    | CheckpointWanted
+    | states.CheckpointWanted
     | Choice
-    | Decide
+    | states.Decide
     | EndRun
     | ExpectSteps
-    | GiveUp
+    | states.GiveUp
     | KeepDraining
     | KnowCheckpoints
     | LinksWanted
     | LocateCheckpoints
     | MoreTime
-    | NetworkDown
+    | states.NetworkDown
     | NodeDropped
-    | NodeGone
+    | states.NodeGone
     | NodeHere
-    | NodeDrained
-    | NodeReached
+    | states.NodeDrained
+    | states.NodeReached
     | NodeTakenIn
-    | PlanInForce
+    | states.PlanInForce
     | PlanWithout
-    | RecoveryEnded
+    | states.RecoveryEnded
     | Repair
     | ReportProblems
     | StartAgain
@@ -179,7 +167,7 @@ Effect = (
     | WorkerRaised
     | WorkerRestarted
     | WorkersFail
-    | WorkersWanted
+    | states.WorkersWanted
 )
 Effects = tuple[Effect, ...]
 """What is to be done, in this order."""

@@ -9,25 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
+from oobleck.control import events
 from oobleck.control.commit import Verdict
-from oobleck.control.events import (
-    Command,
-    Connect,
-    Disconnect,
-    End,
-    EndRun,
-    ExpectSteps,
-    LookUpLink,
-    LookUpProfile,
-    Record,
-    Repair,
-    Send,
-    SendAll,
-    SendOrders,
-    StoreLink,
-    StoreProfile,
-    notice,
-)
 from oobleck.control.journal import Action, JournalEntry, PlanCause
 from oobleck.control.membership import adopting_s, starting_s
 from oobleck.control.protocol import StartWorker
@@ -36,49 +19,17 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
+from . import requests
 from .choice import Choice, to_checkpoint
 from .ordering import plan_adopted
 from .parts import Parts
-from .recovery import recovery_done
-from .recovery.states import (
-    BeginRecovery,
-    CheckpointWanted,
-    Decide,
-    GiveUp,
-    NetworkDown,
-    NodeDrained,
-    NodeGone,
-    NodeReached,
-    PlanInForce,
-    RecoveryEnded,
-    WorkersWanted,
-)
-from .requests import (
-    BeginTraining,
-    Effect,
-    Effects,
-    KeepDraining,
-    KnowCheckpoints,
-    LinksWanted,
-    LocateCheckpoints,
-    MoreTime,
-    NodeDropped,
-    NodeHere,
-    NodeTakenIn,
-    PlanWithout,
-    ReportProblems,
-    StartAgain,
-    WorkerDropped,
-    WorkerRaised,
-    WorkerRestarted,
-    WorkersFail,
-)
+from .recovery import recovery_done, states
 
 
 class RunOver(Exception):
     """A part asks for the end of the run: what was to be done after that is dropped."""
 
-    def __init__(self, end: EndRun) -> None:
+    def __init__(self, end: events.EndRun) -> None:
         super().__init__(end.reason)
         self.end = end
 
@@ -89,121 +40,129 @@ class Routing:
     def __init__(self, job: JobSpec, parts: Parts) -> None:
         self._job = job
         self._parts = parts
-        self._commands: list[Command] = []
+        self._commands: list[events.Command] = []
 
-    def take(self) -> list[Command]:
+    def take(self) -> list[events.Command]:
         """Hand over all commands gathered since the last time."""
         commands, self._commands = self._commands, []
         return commands
 
     def record(self, entry: JournalEntry) -> None:
         """Append to the journal."""
-        self._commands.append(Record(entry=entry))
+        self._commands.append(events.Record(entry=entry))
 
     def begin(self, cause: PlanCause, now_s: float, *, detect_s: float = 0.0) -> None:
         """Begin a recovery although no node is lost."""
-        self._carry_out(BeginRecovery(cause=cause, detect_s=detect_s), now_s)
+        self._carry_out(states.BeginRecovery(cause=cause, detect_s=detect_s), now_s)
 
-    def carry_out(self, effects: Effects, now_s: float) -> None:
+    def carry_out(self, effects: requests.Effects, now_s: float) -> None:
         """Carry out effects in order. Raises RunOver, and PeerError for what a peer did wrong."""
         for effect in effects:
             self._carry_out(effect, now_s)
 
-    def _carry_out(self, effect: Effect, now_s: float) -> None:
+    def _carry_out(self, effect: requests.Effect, now_s: float) -> None:
         parts = self._parts
         match effect:
-            case Record() | Send() | SendAll() | SendOrders() | Connect() | Disconnect() | End():
+            case (
+                events.Record()
+                | events.Send()
+                | events.SendAll()
+                | events.SendOrders()
+                | events.Connect()
+                | events.Disconnect()
+                | events.End()
+            ):
                 self._commands.append(effect)
-            case LookUpProfile() | StoreProfile() | LookUpLink() | StoreLink():
+            case events.LookUpProfile() | events.StoreProfile() | events.LookUpLink() | events.StoreLink():
                 self._commands.append(effect)
-            case EndRun():
+            case events.EndRun():
                 raise RunOver(effect)
             # Nodes and workers
-            case NodeTakenIn(event=event):
+            case requests.NodeTakenIn(event=event):
                 parts.members.meet(event.node, event.hello, address=event.address, now_s=now_s)
                 self.carry_out(parts.preparation.configure(event.node), now_s)
-            case NodeHere(node=node):
+            case requests.NodeHere(node=node):
                 self.carry_out(parts.sharding.tell(parts.reconfiguration.training_places(node)), now_s)
-            case NodeReached(node=node):
+            case states.NodeReached(node=node):
                 parts.shutdown.ask_again()
                 self.carry_out(parts.restoring.ask_again(node), now_s)
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
-            case GiveUp(nodes=nodes, loss=loss):
+            case states.GiveUp(nodes=nodes, loss=loss):
                 for node in nodes:
                     is_begun = parts.reconfiguration.is_begun
                     self.carry_out(parts.lifecycle.give_up(node, loss, now_s, is_begun=is_begun), now_s)
-            case NodeDropped():
+            case requests.NodeDropped():
                 self._drop_node(effect, now_s)
-            case WorkerRaised(worker_id=worker_id, error=error):
+            case requests.WorkerRaised(worker_id=worker_id, error=error):
                 parts.shutdown.note_error(worker_id, error)
-            case WorkerRestarted(worker_id=worker_id, pid=pid, also=also):
+            case requests.WorkerRestarted(worker_id=worker_id, pid=pid, also=also):
                 step = parts.progress.furthest_step
                 parts.members.note_restart(worker_id, pid, now_s=now_s, step=step, also=also)
-            case StartAgain(worker_id=worker_id):
+            case requests.StartAgain(worker_id=worker_id):
                 parts.members.note_started(worker_id)
-                self._carry_out(Send(node=worker_id.node, message=StartWorker(device=worker_id.device)), now_s)
-            case WorkersFail(node=node, words=words):
+                self._carry_out(events.Send(node=worker_id.node, message=StartWorker(device=worker_id.device)), now_s)
+            case requests.WorkersFail(node=node, words=words):
                 parts.members.note_last_words(node, words)
-            case WorkerDropped(worker_id=worker_id):
+            case requests.WorkerDropped(worker_id=worker_id):
                 self._drop_worker(worker_id, now_s)
-            case KeepDraining(nodes=nodes):
+            case requests.KeepDraining(nodes=nodes):
                 self.carry_out(parts.lifecycle.keep(nodes, now_s), now_s)
             # Steps and plans
-            case ExpectSteps(within_s=within_s):
+            case events.ExpectSteps(within_s=within_s):
                 parts.progress.expect(within_s, now_s)
-            case MoreTime(until_s=until_s):
+            case requests.MoreTime(until_s=until_s):
                 parts.progress.allow(until_s)
-            case LinksWanted(network=network):
+            case requests.LinksWanted(network=network):
                 self.carry_out(parts.link_timing.go_on(network), now_s)
                 if not parts.link_timing.is_needed(network):
                     self.carry_out(parts.startup.look(now_s), now_s)
-            case BeginTraining():
+            case requests.BeginTraining():
                 self._begin_training(effect, now_s)
-            case PlanWithout(node=node, loss=loss, detect_s=detect_s):
+            case requests.PlanWithout(node=node, loss=loss, detect_s=detect_s):
                 if not parts.reconfiguration.can_spare(node):
-                    begin = BeginRecovery(cause=PlanCause.LOSS, nodes=(node,), loss=loss, detect_s=detect_s)
+                    begin = states.BeginRecovery(cause=PlanCause.LOSS, nodes=(node,), loss=loss, detect_s=detect_s)
                     self._carry_out(begin, now_s)
-            case Repair(copies=copies):
+            case events.Repair(copies=copies):
                 parts.replanning.distrust(copies)
                 nodes = tuple(sorted({worker_id.node for worker_id in copies}))
-                self._carry_out(BeginRecovery(cause=PlanCause.CORRUPTION, nodes=nodes), now_s)
-            case BeginRecovery():
+                self._carry_out(states.BeginRecovery(cause=PlanCause.CORRUPTION, nodes=nodes), now_s)
+            case states.BeginRecovery():
                 parts.restoring.forget()
                 parts.progress.expect_none()
                 self.carry_out(parts.reconfiguration.begin(effect, now_s), now_s)
-            case NetworkDown():
+            case states.NetworkDown():
                 self._carry_out(parts.reconfiguration.network_down(effect), now_s)
-            case NodeDrained(node=node):
+            case states.NodeDrained(node=node):
                 self.carry_out(parts.saving.node_left(node, now_s), now_s)
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
-            case NodeGone() | WorkersWanted() | CheckpointWanted():
+            case states.NodeGone() | states.WorkersWanted() | states.CheckpointWanted():
                 self.carry_out(parts.reconfiguration.give(effect, now_s), now_s)
-            case Decide(deciding=deciding):
+            case states.Decide(deciding=deciding):
                 for record in parts.reconfiguration.committed_records(deciding):
                     self.carry_out(parts.progress.commit(record, now_s), now_s)
                 self.carry_out(parts.reconfiguration.decide(deciding, now_s), now_s)
             case Choice():
                 self._order(effect, now_s)
-            case PlanInForce():
+            case states.PlanInForce():
                 parts.replanning.trust_all()
                 self.carry_out(parts.lifecycle.dismiss_drained(), now_s)
-            case RecoveryEnded():
+            case states.RecoveryEnded():
                 done = recovery_done(effect, now_s, parts.members)
                 parts.replanning.recovery_done(done)
                 self.record(done)
             # Checkpoints
-            case LocateCheckpoints(worker_ids=worker_ids):
+            case requests.LocateCheckpoints(worker_ids=worker_ids):
                 self.carry_out(parts.restoring.ask(worker_ids), now_s)
-            case ReportProblems():
+            case requests.ReportProblems():
                 self.carry_out(parts.restoring.report_problems(now_s), now_s)
-            case KnowCheckpoints(complete=complete, unfinished=unfinished):
+            case requests.KnowCheckpoints(complete=complete, unfinished=unfinished):
                 self.carry_out(parts.saving.know(complete, unfinished), now_s)
             case _:
                 assert_never(effect)
 
     # --- losses ------------------------------------------------------------------------------------------------
 
-    def _drop_node(self, dropped: NodeDropped, now_s: float) -> None:
+    def _drop_node(self, dropped: requests.NodeDropped, now_s: float) -> None:
         parts, node = self._parts, dropped.node
         parts.replanning.forget_pace(node)
         profiling = parts.preparation.node_lost(node)
@@ -231,11 +190,11 @@ class Routing:
         living = {member.spec.name for member in parts.members.living}
         training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
         if not parts.members.ready and parts.shutdown.is_same_error(training):
-            self._carry_out(EndRun(reason="the same error ended all workers"), now_s)
+            self._carry_out(events.EndRun(reason="the same error ended all workers"), now_s)
 
     # --- plans -------------------------------------------------------------------------------------------------
 
-    def _begin_training(self, begun: BeginTraining, now_s: float) -> None:
+    def _begin_training(self, begun: requests.BeginTraining, now_s: float) -> None:
         """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
         parts, kinds, candidate = self._parts, begun.kinds, begun.candidate
         nodes = [member.spec.name for member in parts.members.ready]
@@ -252,7 +211,7 @@ class Routing:
                 choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
             self._order(choice, now_s)
         except PlanningError as error:
-            self._carry_out(EndRun(exit_code=ExitCode.CONFIG, reason=str(error)), now_s)
+            self._carry_out(events.EndRun(exit_code=ExitCode.CONFIG, reason=str(error)), now_s)
 
     def _order(self, choice: Choice, now_s: float) -> None:
         """Send everyone the orders of a new generation, and train."""
@@ -288,7 +247,7 @@ class Routing:
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
-            self.carry_out((notice(now_s, "warning", text),), now_s)
+            self.carry_out((events.notice(now_s, "warning", text),), now_s)
         plan, redundant, generation, boundary = decision.plan, decision.redundant, update.generation, update.boundary
         wanted = parts.saving.plan_adopted(
             plan, now_s, generation=generation, boundary=boundary, redundant=redundant, saves=saves
@@ -298,5 +257,5 @@ class Routing:
         if candidate is not None:
             self.carry_out(parts.saving.keep(candidate, now_s), now_s)
         if choice.warning:
-            self.carry_out((notice(now_s, "warning", choice.warning),), now_s)
+            self.carry_out((events.notice(now_s, "warning", choice.warning),), now_s)
         self.carry_out(parts.reconfiguration.ordered(choice, update, now_s), now_s)

@@ -9,8 +9,8 @@ from oobleck.control.membership import Member, Membership
 from oobleck.control.protocol import KillWorker, Raised, WorkerExited, WorkerReady
 from oobleck.planner import WorkerId
 
+from . import requests
 from .recovery.states import GiveUp
-from .requests import Effects, PlanWithout, StartAgain, WorkerDropped, WorkerRaised, WorkerRestarted, WorkersFail
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
@@ -41,7 +41,7 @@ class WorkerLifecycle:
             saves=message.saves,
         )
 
-    def worker_exited(self, member: Member, message: WorkerExited, now_s: float, *, is_begun: bool) -> Effects:
+    def worker_exited(self, member: Member, message: WorkerExited, now_s: float, *, is_begun: bool) -> requests.Effects:
         """A worker has ended: start it again, or give its node up."""
         known = member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
@@ -49,9 +49,11 @@ class WorkerLifecycle:
         worker_id = WorkerId(node=member.spec.name, device=message.device)
         if message.pid in (gone := member.gone.get(message.device, ())):
             if message.device in member.shutdown and message.pid == gone[-1]:
-                return (StartAgain(worker_id=worker_id),)
+                return (requests.StartAgain(worker_id=worker_id),)
             return ()  # repeated to a new master
-        raised = (WorkerRaised(worker_id=worker_id, error=message.end),) if isinstance(message.end, Raised) else ()
+        raised = (
+            (requests.WorkerRaised(worker_id=worker_id, error=message.end),) if isinstance(message.end, Raised) else ()
+        )
         num_restarts = self._num_restarts(member, now_s)
         # Before training, only one that was ended from outside is started again.
         is_worth_it = not member.is_draining and (is_begun or message.was_ended_from_outside)
@@ -61,14 +63,14 @@ class WorkerLifecycle:
         if num_restarts < _MAX_RESTARTS:
             return (*raised, given_up)
         words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
-        return (*raised, WorkersFail(node=member.spec.name, words=words), given_up)
+        return (*raised, requests.WorkersFail(node=member.spec.name, words=words), given_up)
 
     def _num_restarts(self, member: Member, now_s: float) -> int:
         return member.num_restarts(now_s, within_s=_RESTARTS_WITHIN_S, step=self._progress.furthest_step)
 
     def _restart(
         self, member: Member, worker_id: WorkerId, message: WorkerExited, now_s: float, *, is_begun: bool
-    ) -> Effects:
+    ) -> requests.Effects:
         """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
         The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
@@ -78,14 +80,14 @@ class WorkerLifecycle:
         node, trained = worker_id.node, is_begun and member.is_ready
         also = tuple(device for device in member.taken_along if device != worker_id.device)
         entry = WorkerDown(t_s=now_s, node=node, device=worker_id.device, pid=message.pid, end=message.end, also=also)
-        effects: Effects = (
-            WorkerRestarted(worker_id=worker_id, pid=message.pid, also=also),
+        effects: requests.Effects = (
+            requests.WorkerRestarted(worker_id=worker_id, pid=message.pid, also=also),
             Record(entry=entry),
             *(Send(node=node, message=KillWorker(device=device)) for device in also),
-            StartAgain(worker_id=worker_id),
-            WorkerDropped(worker_id=worker_id),
+            requests.StartAgain(worker_id=worker_id),
+            requests.WorkerDropped(worker_id=worker_id),
         )
         if not trained:
             return effects
         detect_s = now_s - self._members.heard_s[node]
-        return (*effects, PlanWithout(node=node, loss=LossCause.WORKER_EXITED, detect_s=detect_s))
+        return (*effects, requests.PlanWithout(node=node, loss=LossCause.WORKER_EXITED, detect_s=detect_s))

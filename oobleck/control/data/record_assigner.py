@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.protocol import DataPosition, LeftShard, OpenShard, RecordRun, ScanRange, ScanResult, visit_at
+from oobleck.control import protocol
 
 MAX_OPEN = 64
 """Shards that are open at once; the position, which is stored with every state, names them all."""
@@ -51,9 +51,9 @@ class _Known:
 class Taken:
     """What one step takes."""
 
-    runs: tuple[RecordRun, ...]
+    runs: tuple[protocol.RecordRun, ...]
     num_items: int
-    after: DataPosition
+    after: protocol.DataPosition
     is_last: bool
 
 
@@ -108,12 +108,12 @@ class RecordAssigner:
         self._known: dict[int, _Known] = {}
         """By visit, of those that are open or come next."""
         self._draft = _Draft()
-        self._cursor = DataPosition()
+        self._cursor = protocol.DataPosition()
         """The position after the draft."""
 
     # --- where it is -------------------------------------------------------------------------------------------
 
-    def go_back(self, position: DataPosition) -> None:
+    def go_back(self, position: protocol.DataPosition) -> None:
         """Take back what was taken since."""
         self._cursor = position
         self._known.clear()
@@ -134,28 +134,30 @@ class RecordAssigner:
         return self._is_read and not self._draft.num_records
 
     @property
-    def left(self) -> tuple[LeftShard, ...]:
+    def left(self) -> tuple[protocol.LeftShard, ...]:
         """What is in quarantine, by visits that have come to it."""
         self._settle()
         return self._cursor.left
 
     # --- what lies in shards -----------------------------------------------------------------------------------
 
-    def wants(self, num_records: int) -> tuple[ScanRange, ...]:
+    def wants(self, num_records: int) -> tuple[protocol.ScanRange, ...]:
         """Ask for what is needed to know of `num_records` records beyond those taken; empty where that is known."""
         self._settle()
         missing = num_records - self._draft.num_records - sum(known.num_records for known in self._known.values())
         if missing <= 0:
             return ()
-        wants: dict[int, ScanRange] = {}
+        wants: dict[int, protocol.ScanRange] = {}
         for visit, start in self._next_visits():
             known = self._known.setdefault(visit, _Known([start]))
             shard = visit % self._num_shards
             if not known.is_ended and shard not in wants:
-                wants[shard] = ScanRange(shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT))
+                wants[shard] = protocol.ScanRange(
+                    shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT)
+                )
         return tuple(wants.values())
 
-    def found(self, found: ScanResult) -> bool:
+    def found(self, found: protocol.ScanResult) -> bool:
         """Take an answer in; False for one that does not continue what is known."""
         for visit, known in self._known.items():
             is_its = visit % self._num_shards == found.shard
@@ -189,7 +191,9 @@ class RecordAssigner:
             return None
         self._draft = _Draft()
         return Taken(
-            runs=tuple(RecordRun(shard=visit % self._num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs),
+            runs=tuple(
+                protocol.RecordRun(shard=visit % self._num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs
+            ),
             num_items=draft.num_items,
             after=self._cursor,
             is_last=is_last,
@@ -238,16 +242,18 @@ class RecordAssigner:
                     shards.remove(shard)
                 elif problem is not None:
                     shards.remove(shard)
-                    left.append(LeftShard(visit=shard.visit, next=shard.next, records=shard.records, problem=problem))
+                    left.append(
+                        protocol.LeftShard(visit=shard.visit, next=shard.next, records=shard.records, problem=problem)
+                    )
                 else:
                     continue
                 self._known.pop(shard.visit, None)
             if len(shards) >= self._at_once or opened == self._num_visits:
                 break
-            shards.append(OpenShard(visit=self._visit_at(opened)))
+            shards.append(protocol.OpenShard(visit=self._visit_at(opened)))
             opened += 1
         if (len(shards), len(left), opened) != (len(cursor.open), len(cursor.left), cursor.opened):
             self._cursor = replace(cursor, open=tuple(shards), left=tuple(left), opened=opened)
 
     def _visit_at(self, at: int) -> int:
-        return visit_at(at, self._num_shards, seed=self._seed)
+        return protocol.visit_at(at, self._num_shards, seed=self._seed)

@@ -15,20 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from oobleck.control import events, protocol
 from oobleck.control.commit import Progress
-from oobleck.control.events import Command, EndRun, ExpectSteps, Record, Send, SendAll, notice
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
-from oobleck.control.protocol import (
-    DataPosition,
-    PlanUpdate,
-    RecordsFailed,
-    RecordsOver,
-    ScanAnswer,
-    ScanRequest,
-    ScanResult,
-    StepRecords,
-    digest_of_shards,
-)
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
@@ -46,7 +35,7 @@ _ANSWER_S = 30.0
 _POLL_S = 0.25
 """How often shards that grow are looked into while there is nothing new."""
 
-DataEffects = tuple[Command | EndRun | ExpectSteps, ...]
+DataEffects = tuple[events.Command | events.EndRun | events.ExpectSteps, ...]
 """What is to be done, in this order."""
 
 
@@ -56,7 +45,7 @@ class ShardsImage:
 
     names: tuple[str, ...]
     placed: DataPlaced | None
-    dealt: tuple[StepRecords, ...]
+    dealt: tuple[protocol.StepRecords, ...]
     barred: tuple[ShardQuarantined, ...]
 
 
@@ -66,7 +55,7 @@ class ShardRemains:
 
     names: tuple[str, ...] = ()
     placed: DataPlaced | None = None
-    dealt: list[StepRecords] = field(default_factory=list)
+    dealt: list[protocol.StepRecords] = field(default_factory=list)
     """Of the newest edition."""
     barred: list[ShardQuarantined] = field(default_factory=list)
 
@@ -107,9 +96,9 @@ class Sharding:
         self._assignment_version = 0
         self._placed_generation = 0
         """Steps of older generations' plans follow records that were taken back since."""
-        self._base = (0, DataPosition())
+        self._base = (0, protocol.DataPosition())
         """(step, position) that the newest edition begins with."""
-        self._dealt: dict[int, StepRecords] = {}
+        self._dealt: dict[int, protocol.StepRecords] = {}
         """By step, of the newest edition; those before the newest committed one are forgotten."""
         self._failures: dict[int, int] = {}
         """How often each shard has failed since it was read last."""
@@ -134,20 +123,20 @@ class Sharding:
 
     # --- the shards are known ----------------------------------------------------------------------------------
 
-    def know(self, names: tuple[str, ...], now_s: float) -> tuple[Record, ...]:
+    def know(self, names: tuple[str, ...], now_s: float) -> tuple[events.Record, ...]:
         """A worker is ready, and names the shards; they are the same on all nodes."""
         if not self.is_on or self._names:
             return ()
         self._take_names(names)
-        return (Record(entry=ShardsKnown(t_s=now_s, names=names)),)
+        return (events.Record(entry=ShardsKnown(t_s=now_s, names=names)),)
 
-    def misfit(self, position: DataPosition | None) -> str | None:
+    def misfit(self, position: protocol.DataPosition | None) -> str | None:
         """Why a checkpoint's place in the data means nothing here; None where it fits."""
-        if not self.is_on or position is None or position.shards == digest_of_shards(self._names):
+        if not self.is_on or position is None or position.shards == protocol.digest_of_shards(self._names):
             return None
         return "the checkpoint was made with other shards; name the same data.shards, in the same order"
 
-    def has_read_all(self, position: DataPosition | None) -> bool:
+    def has_read_all(self, position: protocol.DataPosition | None) -> bool:
         """Whether a run that ended there has nothing left to read."""
         if not self.is_on or position is None or position.left or position.open:
             return False
@@ -195,8 +184,13 @@ class Sharding:
         return self._assignment_version
 
     def follow(
-        self, update: PlanUpdate, now_s: float, *, position: DataPosition | None, goes_back: bool = False
-    ) -> tuple[Record, ...]:
+        self,
+        update: protocol.PlanUpdate,
+        now_s: float,
+        *,
+        position: protocol.DataPosition | None,
+        goes_back: bool = False,
+    ) -> tuple[events.Record, ...]:
         """Note a plan that takes effect: `assignment_version` is the one that it follows.
 
         `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
@@ -204,9 +198,9 @@ class Sharding:
         """
         if not self.is_on:
             return ()
-        placed: tuple[Record, ...] = ()
+        placed: tuple[events.Record, ...] = ()
         if goes_back or update.restore is not None or not self._assignment_version:
-            start = position or DataPosition(shards=digest_of_shards(self._names))
+            start = position or protocol.DataPosition(shards=protocol.digest_of_shards(self._names))
             placed = (self._begin_at(update, start.with_another_try(), now_s),)
         elif self._must_deal_anew:
             placed = (self._begin_at(update, self._position_after(update.boundary), now_s),)
@@ -216,13 +210,13 @@ class Sharding:
         self._over_told = None
         return placed
 
-    def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[SendAll, ...]:
+    def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
         """Tell workers again what the steps to come take."""
         to_come = [records for step, records in sorted(self._dealt.items()) if step > self._progress.last_step]
         hearers = tuple(worker_ids) if to_come else ()
-        return tuple(SendAll(worker_ids=hearers, message=records) for records in to_come)
+        return tuple(events.SendAll(worker_ids=hearers, message=records) for records in to_come)
 
-    def _begin_at(self, update: PlanUpdate, position: DataPosition, now_s: float) -> Record:
+    def _begin_at(self, update: protocol.PlanUpdate, position: protocol.DataPosition, now_s: float) -> events.Record:
         assert self._assigner is not None
         self._assignment_version += 1
         self._placed_generation = update.generation
@@ -237,15 +231,15 @@ class Sharding:
             step=update.boundary,
             position=position,
         )
-        return Record(entry=entry)
+        return events.Record(entry=entry)
 
-    def _position_after(self, step: int) -> DataPosition:
+    def _position_after(self, step: int) -> protocol.DataPosition:
         base_step, position = self._base
         return position if step == base_step else self._dealt[step].after
 
     # --- what workers say --------------------------------------------------------------------------------------
 
-    def surveyed(self, worker_id: WorkerId, message: ScanAnswer, now_s: float) -> DataEffects:
+    def surveyed(self, worker_id: WorkerId, message: protocol.ScanAnswer, now_s: float) -> DataEffects:
         """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
         self._check(message)
         if message.request != self._request or worker_id != self._asked:
@@ -256,7 +250,7 @@ class Sharding:
         self._asks_from_s = now_s if any(has_news for has_news, _ in found) else now_s + _POLL_S
         return tuple(effect for _, failure in found for effect in failure)
 
-    def _check(self, message: ScanAnswer) -> None:
+    def _check(self, message: protocol.ScanAnswer) -> None:
         for found in message.found:
             is_in_order = all(before < after for before, after in pairwise(found.bounds))
             if found.shard not in range(len(self._names)) or not found.bounds or not is_in_order:
@@ -264,15 +258,15 @@ class Sharding:
             if found.items and len(found.items) != len(found.bounds) - 1:
                 raise PeerError(f"reports {len(found.items)} sizes of {len(found.bounds) - 1} records")
 
-    def _take_found(self, found: ScanResult) -> bool:
+    def _take_found(self, found: protocol.ScanResult) -> bool:
         assert self._assigner is not None
         is_new = found.problem is None and self._assigner.found(found)
         return is_new and (len(found.bounds) > 1 or found.is_end)
 
-    def _take_failure(self, found: ScanResult, now_s: float) -> DataEffects:
+    def _take_failure(self, found: protocol.ScanResult, now_s: float) -> DataEffects:
         return () if found.problem is None else self._note_failure(found.shard, found.bounds[0], found.problem, now_s)
 
-    def failed(self, generation: int, message: RecordsFailed, now_s: float) -> DataEffects:
+    def failed(self, generation: int, message: protocol.RecordsFailed, now_s: float) -> DataEffects:
         """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
@@ -294,16 +288,16 @@ class Sharding:
         name = self._names[shard]
         if count < _ATTEMPTS:
             text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            return (notice(now_s, "warning", text),)
+            return (events.notice(now_s, "warning", text),)
         if len(self._assigner.barred) == MAX_LEFT:
             text = f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}"
-            return (EndRun(exit_code=1, reason=text),)
+            return (events.EndRun(exit_code=1, reason=text),)
         self._assigner.bar(shard, problem)
-        return (Record(entry=ShardQuarantined(t_s=now_s, shard=name, position=position, problem=problem)),)
+        return (events.Record(entry=ShardQuarantined(t_s=now_s, shard=name, position=position, problem=problem)),)
 
-    def _note_late(self, now_s: float) -> Record:
+    def _note_late(self, now_s: float) -> events.Record:
         self.num_late += 1
-        return notice(now_s, "info", f"a report on the data came too late to count ({self.num_late} in all)")
+        return events.notice(now_s, "info", f"a report on the data came too late to count ({self.num_late} in all)")
 
     def lost(self, node: str) -> None:
         """A node is gone: what it was asked, another one is."""
@@ -352,14 +346,14 @@ class Sharding:
         return max([*self._dealt, self._base[0]])
 
     def _deal(self, assigner: RecordAssigner, now_s: float) -> DataEffects:
-        effects: list[Record | SendAll] = []
+        effects: list[events.Record | events.SendAll] = []
         last = self._last_dealt
         while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
             taken = assigner.take()
             if taken is None:
                 break
             last += 1
-            records = StepRecords(
+            records = protocol.StepRecords(
                 device=0,
                 assignment_version=self._assignment_version,
                 step=last,
@@ -370,16 +364,19 @@ class Sharding:
             )
             self._dealt[last] = records
             entry = RecordsDealt(t_s=now_s, records=records)
-            effects += (Record(entry=entry), SendAll(worker_ids=tuple(self._worker_ids()), message=records))
+            effects += (
+                events.Record(entry=entry),
+                events.SendAll(worker_ids=tuple(self._worker_ids()), message=records),
+            )
         return tuple(effects)
 
-    def _expect(self, *, is_dry: bool) -> tuple[ExpectSteps, ...]:
+    def _expect(self, *, is_dry: bool) -> tuple[events.ExpectSteps, ...]:
         """A step that has no records does not hang; after the last one, all are to say that they have finished."""
         was_dry, self._is_dry = self._is_dry, is_dry
         if is_dry:
-            return (ExpectSteps(within_s=math.inf),)
+            return (events.ExpectSteps(within_s=math.inf),)
         if was_dry:  # it may be the first of its plan
-            return (ExpectSteps(within_s=self._job.control.start_timeout_s),)
+            return (events.ExpectSteps(within_s=self._job.control.start_timeout_s),)
         return ()
 
     def _say_over(self, generation: int, *, save: bool) -> DataEffects:
@@ -387,7 +384,7 @@ class Sharding:
         if self._over_told == (generation, step):
             return ()
         self._over_told = (generation, step)
-        over = RecordsOver(
+        over = protocol.RecordsOver(
             device=0,
             assignment_version=self._assignment_version,
             step=step,
@@ -396,12 +393,12 @@ class Sharding:
             save=save,
         )
         # All are to say that they have finished.
-        expected = ExpectSteps(within_s=self._job.control.start_timeout_s)
-        return (expected, SendAll(worker_ids=tuple(self._worker_ids()), message=over))
+        expected = events.ExpectSteps(within_s=self._job.control.start_timeout_s)
+        return (expected, events.SendAll(worker_ids=tuple(self._worker_ids()), message=over))
 
-    def _survey(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[Send, ...]:
+    def _survey(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[events.Send, ...]:
         """Have one worker look into shards, if not enough is known."""
-        question: tuple[Send, ...] = ()
+        question: tuple[events.Send, ...] = ()
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
             if self._is_dry:
@@ -414,8 +411,8 @@ class Sharding:
                 self._request += 1
                 self._asked = worker_id = worker_ids[self._request % len(worker_ids)]
                 self._answer_due_s = now_s + _ANSWER_S
-                request = ScanRequest(device=worker_id.device, request=self._request, wants=wants)
-                question = (Send(node=worker_id.node, message=request),)
+                request = protocol.ScanRequest(device=worker_id.device, request=self._request, wants=wants)
+                question = (events.Send(node=worker_id.node, message=request),)
             self.due_s = self._asks_from_s if wants and self._asked is None else math.inf
         if self._asked is not None:
             self.due_s = self._answer_due_s
@@ -424,7 +421,7 @@ class Sharding:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def outcome(self, steps: str, *, can_resume: bool) -> EndRun | None:
+    def outcome(self, steps: str, *, can_resume: bool) -> events.EndRun | None:
         """How a run of so many steps ends, as far as its data says; None where that says nothing."""
         if not self.is_on or self._assigner is None:
             return None
@@ -432,9 +429,9 @@ class Sharding:
             names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             if can_resume:
-                return EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
-            return EndRun(exit_code=1, reason=text)
+                return events.EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
+            return events.EndRun(exit_code=1, reason=text)
         is_committed = self._last_dealt <= self._progress.last_step  # not only dealt
         if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
-            return EndRun(exit_code=0, reason=f"all data is read; {steps}")
+            return events.EndRun(exit_code=0, reason=f"all data is read; {steps}")
         return None

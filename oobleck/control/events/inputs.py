@@ -9,21 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from oobleck.control import protocol
 from oobleck.control.journal import JournalEntry, Loss
 from oobleck.control.plans import orders_of
-from oobleck.control.protocol import (
-    AgentMessage,
-    Hello,
-    MasterMessage,
-    OrderedPlan,
-    Pace,
-    PlanId,
-    PlanUpdate,
-    Resumed,
-    Status,
-    WorkerAddress,
-    WorkerCommand,
-)
 from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
@@ -33,7 +21,7 @@ class NodeUp:
     """An agent answered; `address` is where its peers reach it."""
 
     node: str
-    hello: Hello
+    hello: protocol.Hello
     address: str
 
 
@@ -50,7 +38,7 @@ class MessageReceived:
     """A node's agent, or a worker through it, said something."""
 
     node: str
-    message: AgentMessage
+    message: protocol.AgentMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +46,7 @@ class BatchReceived:
     """Many workers said the same at once, each of its own device. So thousands of them are one event."""
 
     worker_ids: tuple[WorkerId, ...]
-    message: Status | Resumed | Pace
+    message: protocol.Status | protocol.Resumed | protocol.Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +152,7 @@ class Connect:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
     node: str
-    message: MasterMessage
+    message: protocol.MasterMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +160,7 @@ class SendAll:
     """Send the same to many workers, to each for its own device."""
 
     worker_ids: tuple[WorkerId, ...]
-    message: WorkerCommand
+    message: protocol.WorkerCommand
 
     def each(self) -> Iterator[Send]:
         """What is sent to each of them."""
@@ -185,14 +173,14 @@ class SendOrders:
     """Send workers what a plan update means for each of them."""
 
     worker_ids: tuple[WorkerId, ...]
-    update: PlanUpdate
-    bases: Mapping[WorkerId, PlanId]
+    update: protocol.PlanUpdate
+    bases: Mapping[WorkerId, protocol.PlanId]
     """The plans that workers have, as far as they have said so."""
-    known: Mapping[int, OrderedPlan]
+    known: Mapping[int, protocol.OrderedPlan]
     """The plans that orders can be changes of, by generation."""
     in_force: ExecutionPlan | None
     """The plan under which the step in flight is finished."""
-    addresses: tuple[tuple[int, WorkerAddress], ...]
+    addresses: tuple[tuple[int, protocol.WorkerAddress], ...]
     """Where the workers listen that are ready, each with the generation in which it became so."""
 
     def each(self) -> Iterator[Send]:

@@ -31,11 +31,11 @@ from typing import assert_never
 from oobleck.exit_codes import ExitCode
 from oobleck.planner import WorkerId
 
+from . import node_entries
 from .entries import JournalEntry
 from .failures import Failure, failure_of_end, failure_of_loss
 from .incidents import Evidence, Finding, Incident, Measure, Response
 from .losses import Silent
-from .node_entries import ForkServerDown, NodeAdded, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
 from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
@@ -111,7 +111,7 @@ class Diagnosis:
         self._open_gap_s = -1.0
         self._differing: dict[str, ReplicasDiffer] = {}
         """By node: the newest entry of a copy there that differs."""
-        self._slow: dict[str, PaceChanged] = {}
+        self._slow: dict[str, node_entries.PaceChanged] = {}
         """By node: the newest entry of its being slow."""
         self._origins: dict[str, str] = {}
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
@@ -126,22 +126,22 @@ class Diagnosis:
         match entry:
             case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
                 self._origins = {node.name: node.origin for node in nodes}
-            case NodeAdded(node=node):
+            case node_entries.NodeAdded(node=node):
                 self._origins[node.name] = node.origin
-            case WorkerDown():
+            case node_entries.WorkerDown():
                 self._find(failure_of_end(entry.end), entry, entry.node)
                 self._respond(Measure.WORKER_RESTARTED, entry.node)
-            case NodeLost():
+            case node_entries.NodeLost():
                 self._lose(entry)
-            case NodeUnfit():
+            case node_entries.NodeUnfit():
                 self._find(Failure.UNFIT_NODE, entry, entry.node, is_tried_again=entry.is_tried_again)
                 self._respond(Measure.NODE_LEFT_OUT, entry.node)
-            case TerminationNoticed():
+            case node_entries.TerminationNoticed():
                 self._find(Failure.TERMINATION, entry, entry.node)
-            case ForkServerDown():
+            case node_entries.ForkServerDown():
                 self._find(Failure.FORK_SERVER, entry, entry.node)
                 self._respond(Measure.FORK_SERVER_RESTARTED if entry.is_restarted else Measure.WORKERS_KEPT)
-            case PaceChanged(node=node, factor=factor):
+            case node_entries.PaceChanged(node=node, factor=factor):
                 self._slow.pop(node, None)
                 if factor > 1:
                     self._slow[node] = entry
@@ -197,7 +197,7 @@ class Diagnosis:
         if entry.is_open or self._open_gap_s != entry.since_s or entry.num_lost:
             self._find(Failure.JOURNAL_GAP, entry)
 
-    def _lose(self, entry: NodeLost) -> None:
+    def _lose(self, entry: node_entries.NodeLost) -> None:
         self._find(
             failure_of_loss(entry.loss, is_requested=entry.is_requested),
             entry,

@@ -7,38 +7,26 @@ test replays them. `t_s` counts seconds since the run started, on the master's c
 
 from __future__ import annotations
 
-from .node_entries import (
-    ForkServerDown,
-    NodeAdded,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    NodeUnfit,
-    PaceChanged,
-    TerminationNoticed,
-    WorkerDown,
-    WorkerUp,
-)
+from . import node_entries, run_entries
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
 from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
-from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
 JournalEntry = (
-    JobStarted
-    | MasterResumed
-    | ProfileKnown
-    | NodeConnected
-    | WorkerUp
-    | WorkerDown
-    | NodeLost
-    | NodeUnfit
-    | TerminationNoticed
-    | ForkServerDown
-    | NodeLeft
-    | NodeAdded
-    | PaceChanged
+    run_entries.JobStarted
+    | run_entries.MasterResumed
+    | run_entries.ProfileKnown
+    | node_entries.NodeConnected
+    | node_entries.WorkerUp
+    | node_entries.WorkerDown
+    | node_entries.NodeLost
+    | node_entries.NodeUnfit
+    | node_entries.TerminationNoticed
+    | node_entries.ForkServerDown
+    | node_entries.NodeLeft
+    | node_entries.NodeAdded
+    | node_entries.PaceChanged
     | PlanAdopted
     | HangExplained
     | RecoveryStarted
@@ -49,10 +37,10 @@ JournalEntry = (
     | StepsDone
     | Evaluated
     | ReplicasDiffer
-    | ScalingDecided
+    | run_entries.ScalingDecided
     | CheckpointSaved
     | SaveFailed
-    | JournalGap
+    | run_entries.JournalGap
     | ShardsKnown
     | DataPlaced
     | RecordsDealt
@@ -63,6 +51,6 @@ JournalEntry = (
     | RankDown
     | RanksHung
     | GenerationEnded
-    | Notice
-    | JobEnded
+    | run_entries.Notice
+    | run_entries.JobEnded
 )

@@ -13,21 +13,7 @@ from typing import assert_never
 
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 
-from .losses import (
-    AgentLeft,
-    AgentLost,
-    ConnectionLost,
-    CutOff,
-    Loss,
-    Misfit,
-    NotReading,
-    NoWorkerStarts,
-    ProtocolBroken,
-    Silent,
-    Unfit,
-    Unreachable,
-    WorkerEnded,
-)
+from . import losses
 
 _CRASHES = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
@@ -132,22 +118,22 @@ def _failure_of_error(kind: ErrorKind) -> Failure:
             assert_never(kind)
 
 
-def failure_of_loss(loss: Loss, *, is_requested: bool) -> Failure:
+def failure_of_loss(loss: losses.Loss, *, is_requested: bool) -> Failure:
     """What a node was lost by; of one that the user had killed, that is all, if nothing of its own came before."""
     match loss:
-        case WorkerEnded(end=end):
+        case losses.WorkerEnded(end=end):
             return failure_of_end(end)
-        case NoWorkerStarts():
+        case losses.NoWorkerStarts():
             return Failure.NO_WORKER
-        case Silent():
+        case losses.Silent():
             return Failure.FROZEN
-        case AgentLeft():
+        case losses.AgentLeft():
             return Failure.REQUESTED
-        case ConnectionLost() | AgentLost() | NotReading() | ProtocolBroken():
+        case losses.ConnectionLost() | losses.AgentLost() | losses.NotReading() | losses.ProtocolBroken():
             return Failure.REQUESTED if is_requested else Failure.CONTACT_LOST
-        case Unreachable() | Misfit() | Unfit():
+        case losses.Unreachable() | losses.Misfit() | losses.Unfit():
             return Failure.REQUESTED if is_requested else Failure.UNFIT_NODE
-        case CutOff():
+        case losses.CutOff():
             return Failure.REQUESTED if is_requested else Failure.CUT_OFF
         case _:
             assert_never(loss)

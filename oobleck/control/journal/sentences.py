@@ -10,54 +10,9 @@ from typing import assert_never
 from oobleck.control.protocol import WorkerEnd, end_text, server_end_text
 from oobleck.job import DEFAULT_KIND
 
+from . import losses, node_entries, ranks, run_entries
 from .entries import JournalEntry
-from .losses import (
-    AgentLeft,
-    AgentLost,
-    ConnectionLost,
-    CutOff,
-    Loss,
-    Misfit,
-    NotReading,
-    NoWorkerStarts,
-    ProtocolBroken,
-    Silent,
-    Unfit,
-    Unreachable,
-    WorkerEnded,
-)
-from .node_entries import (
-    ForkServerDown,
-    NodeAdded,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    NodeUnfit,
-    PaceChanged,
-    TerminationNoticed,
-    WorkerDown,
-    WorkerUp,
-)
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .ranks import (
-    GenerationCause,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationRuns,
-    RankDown,
-    RanksHung,
-    ScriptStarted,
-)
-from .run_entries import (
-    JobEnded,
-    JobStarted,
-    JournalGap,
-    MasterResumed,
-    Notice,
-    ProfileKnown,
-    ScalingDecided,
-    WorkerError,
-)
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
@@ -65,19 +20,27 @@ from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, Ste
 def sentence(entry: JournalEntry) -> str:
     """An entry as one plain sentence, without its time."""
     match entry:
-        case JobStarted() | MasterResumed() | ProfileKnown() | ScalingDecided() | JournalGap() | Notice() | JobEnded():
+        case (
+            run_entries.JobStarted()
+            | run_entries.MasterResumed()
+            | run_entries.ProfileKnown()
+            | run_entries.ScalingDecided()
+            | run_entries.JournalGap()
+            | run_entries.Notice()
+            | run_entries.JobEnded()
+        ):
             return _of_the_run(entry)
         case (
-            NodeConnected()
-            | WorkerUp()
-            | WorkerDown()
-            | NodeLost()
-            | NodeUnfit()
-            | TerminationNoticed()
-            | ForkServerDown()
-            | NodeLeft()
-            | NodeAdded()
-            | PaceChanged()
+            node_entries.NodeConnected()
+            | node_entries.WorkerUp()
+            | node_entries.WorkerDown()
+            | node_entries.NodeLost()
+            | node_entries.NodeUnfit()
+            | node_entries.TerminationNoticed()
+            | node_entries.ForkServerDown()
+            | node_entries.NodeLeft()
+            | node_entries.NodeAdded()
+            | node_entries.PaceChanged()
         ):
             return _of_a_node(entry)
         case PlanAdopted() | HangExplained() | RecoveryStarted() | LayersArriving() | RecoveryDone():
@@ -86,7 +49,14 @@ def sentence(entry: JournalEntry) -> str:
             return _of_a_step(entry)
         case CheckpointSaved() | SaveFailed() | ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
             return _of_the_state(entry)
-        case ScriptStarted() | GenerationFormed() | GenerationRuns() | RankDown() | RanksHung() | GenerationEnded():
+        case (
+            ranks.ScriptStarted()
+            | ranks.GenerationFormed()
+            | ranks.GenerationRuns()
+            | ranks.RankDown()
+            | ranks.RanksHung()
+            | ranks.GenerationEnded()
+        ):
             return _of_ranks(entry)
         case _:
             assert_never(entry)
@@ -95,36 +65,36 @@ def sentence(entry: JournalEntry) -> str:
 # --- how processes end, and nodes are lost -----------------------------------------------------------------------
 
 
-def fork_server_text(entry: ForkServerDown) -> str:
+def fork_server_text(entry: node_entries.ForkServerDown) -> str:
     """How a node's fork server ended, and whether there is another one."""
     again = "it is started again" if entry.is_restarted else "it is not started again, for it has ended too often"
     return f"{server_end_text(entry.end)}; {again}"
 
 
-def loss_text(loss: Loss) -> str:
+def loss_text(loss: losses.Loss) -> str:
     """Why a node was lost: `not heard of for 3.1 s`."""
     match loss:
-        case ConnectionLost():
+        case losses.ConnectionLost():
             return "its connection was lost"
-        case AgentLost(had_no_master=had_no_master):
+        case losses.AgentLost(had_no_master=had_no_master):
             return "its agent was lost while there was no master" if had_no_master else "its agent is gone"
-        case NotReading(num_unread=count):
+        case losses.NotReading(num_unread=count):
             return f"took none of {count} messages"
-        case ProtocolBroken(problem=problem):
+        case losses.ProtocolBroken(problem=problem):
             return f"broke the protocol: {problem}"
-        case Silent(silent_s=silent_s, is_worker=is_worker):
+        case losses.Silent(silent_s=silent_s, is_worker=is_worker):
             return f"{'its worker did not answer' if is_worker else 'not heard of'} for {silent_s:.1f} s"
-        case WorkerEnded(pid=pid, end=end):
+        case losses.WorkerEnded(pid=pid, end=end):
             return end_text(end) if loss.is_users else f"worker process {pid} ended: {end_text(end)}"
-        case NoWorkerStarts(problem=problem):
+        case losses.NoWorkerStarts(problem=problem):
             return f"no worker can be started: {problem}"
-        case AgentLeft(reason=reason):
+        case losses.AgentLeft(reason=reason):
             return f"its agent stopped: {reason}"
-        case CutOff():
+        case losses.CutOff():
             return "it reaches the master, and its peers do not reach it"
-        case Unreachable(problem=problem) | Misfit(problem=problem):
+        case losses.Unreachable(problem=problem) | losses.Misfit(problem=problem):
             return problem
-        case Unfit(fault=fault):
+        case losses.Unfit(fault=fault):
             return f"faulty: {fault}"
         case _:
             assert_never(loss)
@@ -135,7 +105,7 @@ def given_up_text(end: WorkerEnd, *, num_restarts: int) -> str:
     return f"its worker was started again {num_restarts} times, and ended again: {end_text(end)}"
 
 
-def error_text(error: WorkerError) -> str:
+def error_text(error: run_entries.WorkerError) -> str:
     """The exception that ended a run, with all that is known of it."""
     return f"an error ended the workers; {error.worker_id} said:\n{error.end.traceback or error.end.message}"
 
@@ -144,29 +114,35 @@ def error_text(error: WorkerError) -> str:
 
 
 def _of_the_run(
-    entry: JobStarted | MasterResumed | ProfileKnown | ScalingDecided | JournalGap | Notice | JobEnded,
+    entry: run_entries.JobStarted
+    | run_entries.MasterResumed
+    | run_entries.ProfileKnown
+    | run_entries.ScalingDecided
+    | run_entries.JournalGap
+    | run_entries.Notice
+    | run_entries.JobEnded,
 ) -> str:
     match entry:
-        case JobStarted():
+        case run_entries.JobStarted():
             return f"job {entry.job.tag} starts on {len(entry.nodes)} nodes"
-        case MasterResumed():
+        case run_entries.MasterResumed():
             return f"a new master takes over; the one before was last heard {entry.away_s:.1f} s ago"
-        case ProfileKnown():
+        case run_entries.ProfileKnown():
             return "the model's profile is known" + (f" on {entry.kind}" if entry.kind != DEFAULT_KIND else "")
-        case ScalingDecided():
+        case run_entries.ScalingDecided():
             train = f"{entry.num_nodes} of {entry.num_available} nodes are to train"
             return f"{train} ({entry.policy}): {entry.reason}"
-        case JournalGap():
+        case run_entries.JournalGap():
             return _gap(entry)
-        case Notice():
+        case run_entries.Notice():
             return entry.text
-        case JobEnded():
+        case run_entries.JobEnded():
             return entry.reason
         case _:
             assert_never(entry)
 
 
-def _gap(entry: JournalGap) -> str:
+def _gap(entry: run_entries.JournalGap) -> str:
     since = f"the journal could not be written from {entry.since_s:.1f} s on: {entry.problem}"
     if entry.until_s is None:
         return f"{since}; what happened since is not in it yet"
@@ -175,42 +151,42 @@ def _gap(entry: JournalGap) -> str:
 
 
 def _of_a_node(
-    entry: NodeConnected
-    | WorkerUp
-    | WorkerDown
-    | NodeLost
-    | NodeUnfit
-    | TerminationNoticed
-    | ForkServerDown
-    | NodeLeft
-    | NodeAdded
-    | PaceChanged,
+    entry: node_entries.NodeConnected
+    | node_entries.WorkerUp
+    | node_entries.WorkerDown
+    | node_entries.NodeLost
+    | node_entries.NodeUnfit
+    | node_entries.TerminationNoticed
+    | node_entries.ForkServerDown
+    | node_entries.NodeLeft
+    | node_entries.NodeAdded
+    | node_entries.PaceChanged,
 ) -> str:
     match entry:
-        case NodeConnected():
+        case node_entries.NodeConnected():
             return f"{entry.node} connected (agent process {entry.agent_pid})"
-        case WorkerUp():
+        case node_entries.WorkerUp():
             return f"{entry.node} device {entry.device} is ready (worker process {entry.pid})"
-        case WorkerDown(also=()):
+        case node_entries.WorkerDown(also=()):
             return f"the worker of {entry.node} ended ({end_text(entry.end)}); it is started again"
-        case WorkerDown():
+        case node_entries.WorkerDown():
             return f"a worker of {entry.node} ended ({end_text(entry.end)}); the node's workers are started again"
-        case NodeLost():
+        case node_entries.NodeLost():
             return f"{entry.node} lost: {loss_text(entry.loss)}"
-        case NodeUnfit(is_tried_again=True):
+        case node_entries.NodeUnfit(is_tried_again=True):
             return f"{entry.node}: it is not taken in again: {entry.fault}"
-        case NodeUnfit():
+        case node_entries.NodeUnfit():
             way_back = f"once it is repaired, `oobleck add {entry.node}` lets it in"
             return f"{entry.node} is faulty and left out: {entry.fault}; {way_back}"
-        case TerminationNoticed():
+        case node_entries.TerminationNoticed():
             return f"{entry.node} is to be terminated: {entry.reason}"
-        case ForkServerDown():
+        case node_entries.ForkServerDown():
             return f"{entry.node}'s fork server ended: {fork_server_text(entry)}"
-        case NodeLeft():
+        case node_entries.NodeLeft():
             return f"{entry.node} has left"
-        case NodeAdded():
+        case node_entries.NodeAdded():
             return f"{entry.node.name} is added{f' ({entry.node.origin})' if entry.node.origin else ''}"
-        case PaceChanged():
+        case node_entries.PaceChanged():
             slow = f"{entry.factor:.1f} times the usual time"
             return f"{entry.node} takes {slow if entry.factor > 1 else 'the usual time again'}"
         case _:
@@ -364,34 +340,39 @@ def _of_the_state(
 
 
 def _of_ranks(
-    entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded,
+    entry: ranks.ScriptStarted
+    | ranks.GenerationFormed
+    | ranks.GenerationRuns
+    | ranks.RankDown
+    | ranks.RanksHung
+    | ranks.GenerationEnded,
 ) -> str:
     match entry:
-        case ScriptStarted():
+        case ranks.ScriptStarted():
             return f"{entry.run.kinds} starts on {_counted(len(entry.nodes), 'node')}"
-        case GenerationFormed():
+        case ranks.GenerationFormed():
             names = ", ".join(each.node for each in entry.nodes)
             return f"generation {entry.generation}: {_counted(entry.world_size, 'rank')} on {names}"
-        case GenerationRuns():
+        case ranks.GenerationRuns():
             how = "warm" if entry.is_warm else "cold: nothing of theirs was imported before"
             return f"generation {entry.generation} runs, {entry.away_s:.2f} s later ({how})"
-        case RankDown():
+        case ranks.RankDown():
             return f"rank {entry.rank} on {entry.node} failed: {rank_end_text(entry)}"
-        case RanksHung():
+        case ranks.RanksHung():
             return f"generation {entry.generation} hangs: {hang_text(entry)}"
-        case GenerationEnded():
+        case ranks.GenerationEnded():
             return f"generation {entry.generation} ends: {_why(entry.cause, ', '.join(entry.nodes))}"
         case _:
             assert_never(entry)
 
 
-def rank_end_text(entry: RankDown) -> str:
+def rank_end_text(entry: ranks.RankDown) -> str:
     """How a rank ended: `exit code 1: ValueError: no such column`."""
     said = f": {entry.error.message}" if entry.error is not None and entry.error.message else ""
     return f"{end_text(entry.end)}{said}"
 
 
-def hang_text(entry: RanksHung) -> str:
+def hang_text(entry: ranks.RanksHung) -> str:
     """Why a generation is taken to hang, and which rank holds the others up."""
     quiet = f"no rank has printed or saved anything for {entry.quiet_s:.0f} s"
     if not entry.culprits:
@@ -407,23 +388,23 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _why(cause: GenerationCause, names: str) -> str:
+def _why(cause: ranks.GenerationCause, names: str) -> str:
     match cause:
-        case GenerationCause.START:
+        case ranks.GenerationCause.START:
             return "it begins"
-        case GenerationCause.RANK_FAILED:
+        case ranks.GenerationCause.RANK_FAILED:
             return "a rank has failed"
-        case GenerationCause.HANG:
+        case ranks.GenerationCause.HANG:
             return "it hangs"
-        case GenerationCause.NODE_LOST:
+        case ranks.GenerationCause.NODE_LOST:
             return f"{names} lost"
-        case GenerationCause.NODE_JOINED:
+        case ranks.GenerationCause.NODE_JOINED:
             return f"{names} joins"
-        case GenerationCause.NODE_DRAINED:
+        case ranks.GenerationCause.NODE_DRAINED:
             return f"{names} leaves"
-        case GenerationCause.STOPPED:
+        case ranks.GenerationCause.STOPPED:
             return "a stop was asked for"
-        case GenerationCause.FINISHED:
+        case ranks.GenerationCause.FINISHED:
             return "all ranks have finished"
         case _:
             assert_never(cause)

@@ -16,36 +16,12 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
+from . import node_entries, ranks, run_entries, snapshot
 from .data_view import DataImage, DataView
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeImage
-from .node_entries import (
-    ForkServerDown,
-    NodeAdded,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    NodeUnfit,
-    PaceChanged,
-    TerminationNoticed,
-    WorkerDown,
-    WorkerUp,
-)
 from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, RanksView, ScriptStarted
-from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed, Notice, ProfileKnown, ScalingDecided
 from .sentences import sentence
-from .snapshot import (
-    EventLine,
-    NodeState,
-    NodeView,
-    PipelineView,
-    RunSnapshot,
-    RunState,
-    StageView,
-    WorkState,
-    state_at_end,
-)
 from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 
@@ -63,14 +39,14 @@ class ViewImage:
     step: int
     loss: float | None
     recent: tuple[tuple[float, int], ...]
-    nodes: tuple[tuple[str, NodeState], ...]
+    nodes: tuple[tuple[str, snapshot.NodeState], ...]
     origins: tuple[tuple[str, str], ...]
     kinds: tuple[tuple[str, str], ...]
     changing: tuple[StageKey, ...]
     recovering: tuple[int, ...]
     num_recoveries: int
-    events: tuple[EventLine, ...]
-    ended: JobEnded | None
+    events: tuple[snapshot.EventLine, ...]
+    ended: run_entries.JobEnded | None
     data: DataImage
 
 
@@ -90,20 +66,20 @@ class RunView:
         self._step = 0
         self._loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
-        self._nodes: dict[str, NodeState] = {}
+        self._nodes: dict[str, snapshot.NodeState] = {}
         self._origins: dict[str, str] = {}
         self._kinds: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._changing: frozenset[StageKey] = frozenset()
         self._recovering: set[int] = set()
         self._num_recoveries = 0
-        self._events: deque[EventLine] = deque(maxlen=_RECENT_EVENTS)
-        self._ended: JobEnded | None = None
+        self._events: deque[snapshot.EventLine] = deque(maxlen=_RECENT_EVENTS)
+        self._ended: run_entries.JobEnded | None = None
         self._data = DataView()
-        self._ranks = RanksView()
+        self._ranks = ranks.RanksView()
 
     @classmethod
-    def of_image(cls, image: ViewImage, started: JobStarted | None, newest: PlanAdopted | None) -> RunView:
+    def of_image(cls, image: ViewImage, started: run_entries.JobStarted | None, newest: PlanAdopted | None) -> RunView:
         """Continue from what another one has come to; `newest` is the newest plan."""
         view = cls()
         view._account = TimeAccount.of_image(image.account)
@@ -150,31 +126,31 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self._account.apply(entry)
-        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
-            self._events.append(EventLine(t_s=entry.t_s, level=level_of(entry), text=sentence(entry)))
+        if not isinstance(entry, StepDone | run_entries.ProfileKnown | RecordsDealt):
+            self._events.append(snapshot.EventLine(t_s=entry.t_s, level=level_of(entry), text=sentence(entry)))
         match entry:
-            case JobStarted():
+            case run_entries.JobStarted():
                 self._job = entry.job
                 for node in entry.nodes:
-                    self._nodes.setdefault(node.name, NodeState.CONNECTING)
+                    self._nodes.setdefault(node.name, snapshot.NodeState.CONNECTING)
                     self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
-            case NodeConnected():
-                self._nodes[entry.node] = NodeState.CONNECTED
-            case WorkerUp():
-                if self._nodes.get(entry.node) is not NodeState.TRAINING:
-                    self._nodes[entry.node] = NodeState.READY
-            case NodeLost():
-                self._nodes[entry.node] = NodeState.LOST
-            case NodeLeft():
-                self._nodes[entry.node] = NodeState.ENDED
-            case NodeAdded():
-                self._nodes[entry.node.name] = NodeState.CONNECTING
+            case node_entries.NodeConnected():
+                self._nodes[entry.node] = snapshot.NodeState.CONNECTED
+            case node_entries.WorkerUp():
+                if self._nodes.get(entry.node) is not snapshot.NodeState.TRAINING:
+                    self._nodes[entry.node] = snapshot.NodeState.READY
+            case node_entries.NodeLost():
+                self._nodes[entry.node] = snapshot.NodeState.LOST
+            case node_entries.NodeLeft():
+                self._nodes[entry.node] = snapshot.NodeState.ENDED
+            case node_entries.NodeAdded():
+                self._nodes[entry.node.name] = snapshot.NodeState.CONNECTING
                 self._origins[entry.node.name], self._kinds[entry.node.name] = entry.node.origin, entry.node.kind
-            case WorkerDown():
-                self._nodes[entry.node] = NodeState.CONNECTED
+            case node_entries.WorkerDown():
+                self._nodes[entry.node] = snapshot.NodeState.CONNECTED
             case PlanAdopted():
                 self._adopt(entry)
-            case ScalingDecided():
+            case run_entries.ScalingDecided():
                 self._scaling = sentence(entry)
             case StepDone():
                 self._commit(entry)
@@ -185,49 +161,49 @@ class RunView:
                 self._num_recoveries += not entry.cause.is_calm
                 self._changing = frozenset()
             case (
-                Notice()
+                run_entries.Notice()
                 | LayersArriving()
                 | StepRunsLong()
                 | StepsDone()
                 | Evaluated()
-                | MasterResumed()
-                | ProfileKnown()
+                | run_entries.MasterResumed()
+                | run_entries.ProfileKnown()
                 | HangExplained()
-                | NodeUnfit()
-                | TerminationNoticed()
-                | ForkServerDown()
+                | node_entries.NodeUnfit()
+                | node_entries.TerminationNoticed()
+                | node_entries.ForkServerDown()
                 | ReplicasDiffer()
                 | CheckpointSaved()
                 | SaveFailed()
-                | JournalGap()
-                | PaceChanged()
+                | run_entries.JournalGap()
+                | node_entries.PaceChanged()
             ):
                 pass
-            case ScriptStarted():
+            case ranks.ScriptStarted():
                 self._ranks.apply(entry)
                 for node in entry.nodes:
-                    self._nodes.setdefault(node.name, NodeState.CONNECTING)
+                    self._nodes.setdefault(node.name, snapshot.NodeState.CONNECTING)
                     self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
-            case GenerationFormed():
+            case ranks.GenerationFormed():
                 self._ranks.apply(entry)
                 self._form(entry)
-            case GenerationRuns() | RankDown() | RanksHung() | GenerationEnded():
+            case ranks.GenerationRuns() | ranks.RankDown() | ranks.RanksHung() | ranks.GenerationEnded():
                 self._ranks.apply(entry)
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
-            case JobEnded():
+            case run_entries.JobEnded():
                 self._ended = entry
             case _:
                 assert_never(entry)
 
-    def at(self, now_s: float) -> RunSnapshot:
+    def at(self, now_s: float) -> snapshot.RunSnapshot:
         """Return what the run looks like `now_s` seconds after its start, or at its end if that was before."""
         elapsed_s = self._ended.t_s if self._ended else now_s
         job = self._job
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
         remaining = job.max_steps - self._step if job else 0
         has_kinds = len(set(self._kinds.values())) > 1
-        return RunSnapshot(
+        return snapshot.RunSnapshot(
             tag=job.tag if job else self._ranks.tag,
             model=job.model.type if job else self._ranks.command,
             state=self._state(),
@@ -255,17 +231,17 @@ class RunView:
     def _is_at_last_step(self) -> bool:
         return self._job is not None and self._step >= self._job.max_steps
 
-    def _state(self) -> RunState:
+    def _state(self) -> snapshot.RunState:
         if self._ended is not None:
             is_whole = self._ranks.is_finished if self._ranks.state else self._job is None or self._is_at_last_step
-            return state_at_end(self._ended.exit_code, is_whole=is_whole)
+            return snapshot.state_at_end(self._ended.exit_code, is_whole=is_whole)
         if self._ranks.state is not None:
             return self._ranks.state
         if self._generation and not self._plan.pipelines:
-            return RunState.WAITING
+            return snapshot.RunState.WAITING
         if self._recovering:
-            return RunState.RECONFIGURING
-        return RunState.TRAINING if self._step else RunState.STARTING
+            return snapshot.RunState.RECONFIGURING
+        return snapshot.RunState.TRAINING if self._step else snapshot.RunState.STARTING
 
     def _adopt(self, entry: PlanAdopted) -> None:
         before = {key for pipeline in self._plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
@@ -277,20 +253,20 @@ class RunView:
         training = set(entry.plan.nodes)
         for name, state in self._nodes.items():
             if name in training:
-                self._nodes[name] = NodeState.TRAINING
+                self._nodes[name] = snapshot.NodeState.TRAINING
             elif name in entry.plan.spares:
-                self._nodes[name] = NodeState.SPARE
-            elif state in (NodeState.TRAINING, NodeState.SPARE):
-                self._nodes[name] = NodeState.READY
+                self._nodes[name] = snapshot.NodeState.SPARE
+            elif state in (snapshot.NodeState.TRAINING, snapshot.NodeState.SPARE):
+                self._nodes[name] = snapshot.NodeState.READY
 
-    def _form(self, entry: GenerationFormed) -> None:
+    def _form(self, entry: ranks.GenerationFormed) -> None:
         """Nodes with ranks take part; others that are there are spares."""
         part = {each.node for each in entry.nodes}
         for name, state in self._nodes.items():
             if name in part:
-                self._nodes[name] = NodeState.TRAINING
-            elif state in (NodeState.TRAINING, NodeState.CONNECTED):
-                self._nodes[name] = NodeState.SPARE
+                self._nodes[name] = snapshot.NodeState.TRAINING
+            elif state in (snapshot.NodeState.TRAINING, snapshot.NodeState.CONNECTED):
+                self._nodes[name] = snapshot.NodeState.SPARE
 
     def _commit(self, entry: StepDone) -> None:
         record = entry.record
@@ -302,13 +278,13 @@ class RunView:
         if record.generation == self._generation:
             self._changing = frozenset()
 
-    def _pipelines(self) -> Iterator[PipelineView]:
+    def _pipelines(self) -> Iterator[snapshot.PipelineView]:
         for pipeline in self._plan.pipelines:
-            broken = any(self._nodes.get(node) is NodeState.LOST for node in pipeline.nodes)
-            yield PipelineView(
+            broken = any(self._nodes.get(node) is snapshot.NodeState.LOST for node in pipeline.nodes)
+            yield snapshot.PipelineView(
                 num_microbatches=pipeline.num_microbatches,
                 stages=tuple(
-                    StageView(
+                    snapshot.StageView(
                         node=_node(stage),
                         first_layer=stage.chunks[0].start,
                         stop_layer=stage.chunks[0].stop,
@@ -320,22 +296,26 @@ class RunView:
                 ),
             )
 
-    def _work_state(self, stage: Stage, broken: bool) -> WorkState:
+    def _work_state(self, stage: Stage, broken: bool) -> snapshot.WorkState:
         """A stage of a broken pipeline waits for a new plan; a whole pipeline continues during a recovery."""
-        if self._nodes.get(_node(stage)) is NodeState.LOST:
-            return WorkState.LOST
+        if self._nodes.get(_node(stage)) is snapshot.NodeState.LOST:
+            return snapshot.WorkState.LOST
         if self._ended is not None:
-            return WorkState.ENDED
+            return snapshot.WorkState.ENDED
         if not self._step:
-            return WorkState.STARTING
-        return WorkState.RECONFIGURING if broken or not self._changing.isdisjoint(_keys(stage)) else WorkState.TRAINING
+            return snapshot.WorkState.STARTING
+        return (
+            snapshot.WorkState.RECONFIGURING
+            if broken or not self._changing.isdisjoint(_keys(stage))
+            else snapshot.WorkState.TRAINING
+        )
 
-    def _node_view(self, name: str, now_s: float, *, has_kinds: bool) -> NodeView:
+    def _node_view(self, name: str, now_s: float, *, has_kinds: bool) -> snapshot.NodeView:
         state = self._nodes[name]
-        if self._ended is not None and state is not NodeState.LOST:
-            state = NodeState.ENDED
+        if self._ended is not None and state is not snapshot.NodeState.LOST:
+            state = snapshot.NodeState.ENDED
         heard_s = self._heard_s.get(name)
-        return NodeView(
+        return snapshot.NodeView(
             name=name,
             state=state,
             heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s),
@@ -347,27 +327,34 @@ class RunView:
 def level_of(entry: JournalEntry) -> str:
     """How much an entry should alarm: info, warning or error."""
     match entry:
-        case Notice():
+        case run_entries.Notice():
             return entry.level
-        case ShardQuarantined() | JournalGap() | ReplicasDiffer():
+        case ShardQuarantined() | run_entries.JournalGap() | ReplicasDiffer():
             return "error"
         case SaveFailed():
             return "warning" if entry.is_our_doing else "error"
         case RecoveryDone():
             return "warning" if entry.unfinished else "info"
-        case GenerationEnded():
+        case ranks.GenerationEnded():
             return "warning" if entry.cause.is_failure else "info"
-        case NodeLost() | WorkerDown() | RankDown() | RanksHung() | MasterResumed() | HangExplained():
+        case (
+            node_entries.NodeLost()
+            | node_entries.WorkerDown()
+            | ranks.RankDown()
+            | ranks.RanksHung()
+            | run_entries.MasterResumed()
+            | HangExplained()
+        ):
             return "warning"
-        case NodeUnfit() | TerminationNoticed() | ForkServerDown():
+        case node_entries.NodeUnfit() | node_entries.TerminationNoticed() | node_entries.ForkServerDown():
             return "warning"
-        case PaceChanged():
+        case node_entries.PaceChanged():
             return "warning" if entry.factor > 1 else "info"
         case RecoveryStarted():
             return "info" if entry.cause.is_planned else "warning"
         case PlanAdopted():
             return "info" if entry.redundant else "warning"
-        case JobEnded():
+        case run_entries.JobEnded():
             return "info" if entry.exit_code == ExitCode.DONE else "error"
         case _:
             return "info"

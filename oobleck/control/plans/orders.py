@@ -13,35 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from oobleck.control.protocol import (
-    CommonOrder,
-    OrderedPlan,
-    OwnTransfers,
-    PlanId,
-    PlanOrder,
-    PlanUpdate,
-    Segment,
-    WorkerAddress,
-    WorkerNames,
-    named,
-    names_in,
-    numbers_in,
-    runs_of,
-)
+from oobleck.control import protocol
 from oobleck.planner import ExecutionPlan, LayerTransfer, WorkerId
 
 from .plan_delta import WrongBase, difference, nodes_of, places_of, rebuild
 
 
 def orders_of(
-    update: PlanUpdate,
+    update: protocol.PlanUpdate,
     worker_ids: Iterable[WorkerId],
     *,
-    bases: Mapping[WorkerId, PlanId],
-    known: Mapping[int, OrderedPlan],
+    bases: Mapping[WorkerId, protocol.PlanId],
+    known: Mapping[int, protocol.OrderedPlan],
     in_force: ExecutionPlan | None,
-    addresses: Iterable[tuple[int, WorkerAddress]] = (),
-) -> Iterator[tuple[WorkerId, PlanOrder]]:
+    addresses: Iterable[tuple[int, protocol.WorkerAddress]] = (),
+) -> Iterator[tuple[WorkerId, protocol.PlanOrder]]:
     """Return the order of each worker.
 
     `bases` says which plan a worker has, if it has one; those that are not `known`, by generation, are of no use.
@@ -50,7 +36,7 @@ def orders_of(
     O(1) for each worker.
     """
     ordered = update.ordered
-    commons: dict[PlanId | None, CommonOrder] = {}
+    commons: dict[protocol.PlanId | None, protocol.CommonOrder] = {}
     transfers, segments = _by_worker(update.transfers), _by_pipeline(update.segments)
     places = places_of(ordered)
     for worker_id in worker_ids:
@@ -64,7 +50,7 @@ def orders_of(
         located = None if in_force is None else in_force.locate(worker_id)
         yield (
             worker_id,
-            PlanOrder(
+            protocol.PlanOrder(
                 device=worker_id.device,
                 generation=update.generation,
                 common=commons[key],
@@ -74,18 +60,18 @@ def orders_of(
         )
 
 
-def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -> PlanUpdate:
+def update_of(base: protocol.OrderedPlan | None, order: protocol.PlanOrder, worker_id: WorkerId) -> protocol.PlanUpdate:
     """Return what an order says to a worker that has the plan `base`; O(nodes). Raises WrongBase."""
     common = order.common
     ordered = rebuild(base, common.delta, order.generation)
     nodes = nodes_of(ordered)
     try:
-        lost = names_in(common.lost, nodes_of(None if common.delta.base is None else base))
+        lost = protocol.names_in(common.lost, nodes_of(None if common.delta.base is None else base))
         others_regrouped = _workers(common.others_regrouped, nodes)
         transfers = tuple(_transfers(order.transfers, worker_id, nodes))
     except ValueError as error:
         raise WrongBase(f"the order of generation {order.generation} names nodes that no plan has: {error}") from error
-    return PlanUpdate(
+    return protocol.PlanUpdate(
         generation=order.generation,
         catch_up=common.catch_up,
         catch_up_section=common.catch_up_section,
@@ -102,9 +88,9 @@ def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -
         saves=common.saves,
         restore=common.restore,
         transfers=transfers,
-        moving=tuple(numbers_in(common.moving)),
+        moving=tuple(protocol.numbers_in(common.moving)),
         regrouped=(
-            *(ordered.plan.worker_ids[place] for place in numbers_in(common.regrouped)),
+            *(ordered.plan.worker_ids[place] for place in protocol.numbers_in(common.regrouped)),
             *others_regrouped,
         ),
         assignment_version=common.assignment_version,
@@ -112,25 +98,25 @@ def update_of(base: OrderedPlan | None, order: PlanOrder, worker_id: WorkerId) -
 
 
 def _common(
-    update: PlanUpdate,
-    ordered: OrderedPlan,
-    base: OrderedPlan | None,
-    addresses: Iterable[tuple[int, WorkerAddress]],
+    update: protocol.PlanUpdate,
+    ordered: protocol.OrderedPlan,
+    base: protocol.OrderedPlan | None,
+    addresses: Iterable[tuple[int, protocol.WorkerAddress]],
     places: Mapping[str, int],
-) -> CommonOrder:
+) -> protocol.CommonOrder:
     worker_places = {worker_id: place for place, worker_id in enumerate(update.plan.worker_ids)}
     others = (worker_id for worker_id in update.regrouped if worker_id not in worker_places)
-    return CommonOrder(
+    return protocol.CommonOrder(
         catch_up=update.catch_up,
         catch_up_section=update.catch_up_section,
         finish=update.finish,
-        lost=named(update.lost, places_of(base)),
+        lost=protocol.named(update.lost, places_of(base)),
         delta=difference(base, ordered),
         initial=update.initial,
         saves=update.saves,
         restore=update.restore,
-        moving=runs_of(update.moving),
-        regrouped=runs_of(
+        moving=protocol.runs_of(update.moving),
+        regrouped=protocol.runs_of(
             sorted(worker_places[worker_id] for worker_id in update.regrouped if worker_id in worker_places)
         ),
         others_regrouped=_named(
@@ -149,36 +135,38 @@ def _by_worker(transfers: Iterable[LayerTransfer]) -> Mapping[WorkerId, list[Lay
     return found
 
 
-def _own(transfers: Sequence[LayerTransfer], worker_id: WorkerId, places: Mapping[str, int]) -> OwnTransfers:
+def _own(transfers: Sequence[LayerTransfer], worker_id: WorkerId, places: Mapping[str, int]) -> protocol.OwnTransfers:
     peers: dict[WorkerId, int] = {}
     items: list[tuple[int, int, int, int]] = []
     for item in transfers:
         is_sent = item.source == worker_id
         index = peers.setdefault(item.target if is_sent else item.source, len(peers))
         items.append((item.layer, -1 - index if is_sent else index, item.part, item.num_parts))
-    return OwnTransfers(peers=_named(peers, places), items=tuple(items))
+    return protocol.OwnTransfers(peers=_named(peers, places), items=tuple(items))
 
 
-def _transfers(own: OwnTransfers, worker_id: WorkerId, nodes: Sequence[str]) -> Iterator[LayerTransfer]:
+def _transfers(own: protocol.OwnTransfers, worker_id: WorkerId, nodes: Sequence[str]) -> Iterator[LayerTransfer]:
     peers = _workers(own.peers, nodes)
     for layer, index, part, num_parts in own.items:
         source, target = (worker_id, peers[-1 - index]) if index < 0 else (peers[index], worker_id)
         yield LayerTransfer(layer=layer, source=source, target=target, part=part, num_parts=num_parts)
 
 
-def _named(worker_ids: Iterable[WorkerId], places: Mapping[str, int]) -> WorkerNames:
+def _named(worker_ids: Iterable[WorkerId], places: Mapping[str, int]) -> protocol.WorkerNames:
     return tuple(
-        (device, named((worker_id.node for worker_id in alike), places))
+        (device, protocol.named((worker_id.node for worker_id in alike), places))
         for device, alike in groupby(worker_ids, key=lambda worker_id: worker_id.device)
     )
 
 
-def _workers(said: WorkerNames, nodes: Sequence[str]) -> tuple[WorkerId, ...]:
-    return tuple(WorkerId(node=node, device=device) for device, names in said for node in names_in(names, nodes))
+def _workers(said: protocol.WorkerNames, nodes: Sequence[str]) -> tuple[WorkerId, ...]:
+    return tuple(
+        WorkerId(node=node, device=device) for device, names in said for node in protocol.names_in(names, nodes)
+    )
 
 
-def _by_pipeline(segments: Iterable[Segment]) -> Mapping[int, list[Segment]]:
-    found: defaultdict[int, list[Segment]] = defaultdict(list)
+def _by_pipeline(segments: Iterable[protocol.Segment]) -> Mapping[int, list[protocol.Segment]]:
+    found: defaultdict[int, list[protocol.Segment]] = defaultdict(list)
     for segment in segments:
         found[segment.pipeline].append(segment)
     return found

@@ -13,18 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from oobleck.control.protocol import (
-    NewPipeline,
-    OrderedPlan,
-    PartialStep,
-    PlanChange,
-    PlanDelta,
-    Runs,
-    named,
-    names_in,
-    numbers_in,
-    runs_of,
-)
+from oobleck.control import protocol
 from oobleck.errors import ConfigError
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.schedule import ScheduleKind
@@ -72,7 +61,7 @@ def places_of(planned: Planned | None) -> Mapping[str, int]:
     return {node: place for place, node in enumerate(nodes_of(planned))}
 
 
-def change_between(base: Planned | None, now: Planned) -> PlanChange:
+def change_between(base: Planned | None, now: Planned) -> protocol.PlanChange:
     """Say what changes from `base` to `now`; all of it where there is no base. O(nodes)."""
     pipelines, before = now.plan.pipelines, _pipelines_of(base)
     known = _templates_of(before)
@@ -84,16 +73,18 @@ def change_between(base: Planned | None, now: Planned) -> PlanChange:
         [(place_of[id(each.template)], each.nodes) for each in before],
         [(place_of[id(each.template)], each.nodes) for each in pipelines],
     )
-    origins = numbers_in(order)
+    origins = protocol.numbers_in(order)
     places = places_of(base)
     spares, spare_order = _edits(() if base is None else base.plan.spares, now.plan.spares)
     shares_before = [before[origin].num_microbatches if origin < len(before) else 0 for origin in origins]
-    return PlanChange(
+    return protocol.PlanChange(
         templates=templates[len(known) :],
-        pipelines=tuple(NewPipeline(template=template, nodes=named(nodes, places)) for template, nodes in added),
+        pipelines=tuple(
+            protocol.NewPipeline(template=template, nodes=protocol.named(nodes, places)) for template, nodes in added
+        ),
         order=order,
         shares=_counted(each.num_microbatches - then for each, then in zip(pipelines, shares_before, strict=True)),
-        spares=named(spares, places),
+        spares=protocol.named(spares, places),
         spare_order=spare_order,
         pipeline_generations=_counted(
             _changed(now.pipeline_generations, () if base is None else base.pipeline_generations, origins, same=0)
@@ -102,14 +93,14 @@ def change_between(base: Planned | None, now: Planned) -> PlanChange:
     )
 
 
-def apply_change(base: Planned | None, change: PlanChange) -> Parts:
+def apply_change(base: Planned | None, change: protocol.PlanChange) -> Parts:
     """Undo `change_between`; O(nodes). Raises WrongBase where no plan comes out."""
     before = _pipelines_of(base)
     try:
         templates = (*_templates_of(before), *change.templates)
         nodes = nodes_of(base)
-        new = [(templates[each.template], names_in(each.nodes, nodes)) for each in change.pipelines]
-        origins = numbers_in(change.order)
+        new = [(templates[each.template], protocol.names_in(each.nodes, nodes)) for each in change.pipelines]
+        origins = protocol.numbers_in(change.order)
         pipelines = tuple(
             _pipeline(before[origin], more)
             if origin < len(before)
@@ -118,9 +109,9 @@ def apply_change(base: Planned | None, change: PlanChange) -> Parts:
             )
             for origin, more in zip(origins, _each(change.shares), strict=True)
         )
-        spares = (*(() if base is None else base.plan.spares), *names_in(change.spares, nodes))
+        spares = (*(() if base is None else base.plan.spares), *protocol.names_in(change.spares, nodes))
         plan = ExecutionPlan(
-            pipelines=pipelines, spares=tuple(spares[index] for index in numbers_in(change.spare_order))
+            pipelines=pipelines, spares=tuple(spares[index] for index in protocol.numbers_in(change.spare_order))
         )
         generations = () if base is None else base.pipeline_generations
         schedules = () if base is None else base.schedules
@@ -139,9 +130,9 @@ def apply_change(base: Planned | None, change: PlanChange) -> Parts:
 # --- plans that are ordered ------------------------------------------------------------------------------------------
 
 
-def difference(base: OrderedPlan | None, ordered: OrderedPlan) -> PlanDelta:
+def difference(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan) -> protocol.PlanDelta:
     """Say what changes from `base` to `ordered`; all of it where there is no base. O(nodes)."""
-    return PlanDelta(
+    return protocol.PlanDelta(
         base=None if base is None else base.id,
         digest=ordered.id.digest,
         change=change_between(base, ordered),
@@ -154,7 +145,7 @@ def difference(base: OrderedPlan | None, ordered: OrderedPlan) -> PlanDelta:
     )
 
 
-def rebuild(base: OrderedPlan | None, delta: PlanDelta, generation: int) -> OrderedPlan:
+def rebuild(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta, generation: int) -> protocol.OrderedPlan:
     """Return the plan of `generation` that a delta makes of its base; O(nodes). Raises WrongBase."""
     if delta.base is None:
         base = None
@@ -164,7 +155,7 @@ def rebuild(base: OrderedPlan | None, delta: PlanDelta, generation: int) -> Orde
             f"generation {generation} changes that of {delta.base.generation} ({delta.base.digest}), not {found}"
         )
     plan, pipeline_generations, schedules = apply_change(base, delta.change)
-    rebuilt = OrderedPlan(
+    rebuilt = protocol.OrderedPlan(
         generation=generation,
         plan=plan,
         pipeline_generations=pipeline_generations,
@@ -181,29 +172,29 @@ def rebuild(base: OrderedPlan | None, delta: PlanDelta, generation: int) -> Orde
 # --- what is committed of a step -------------------------------------------------------------------------------------
 
 
-def _committed(base: OrderedPlan | None, ordered: OrderedPlan) -> Runs | None:
+def _committed(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan) -> protocol.Runs | None:
     """The microbatches that are committed before a plan; None where they follow from its base."""
     partial = ordered.partial
     section = (partial.generation, partial.number)
     if base is not None and _follows(base, section, ordered.boundary) == partial.microbatches:
         return None
-    return runs_of(partial.microbatches)
+    return protocol.runs_of(partial.microbatches)
 
 
-def _partial(base: OrderedPlan | None, delta: PlanDelta) -> PartialStep:
+def _partial(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta) -> protocol.PartialStep:
     generation, number = delta.section
     if delta.committed is not None:
-        microbatches: tuple[int, ...] | None = tuple(numbers_in(delta.committed))
+        microbatches: tuple[int, ...] | None = tuple(protocol.numbers_in(delta.committed))
     else:
         microbatches = None if base is None else _follows(base, delta.section, delta.boundary)
     if microbatches is None:
         raise WrongBase(f"section {number} of generation {generation} does not follow from the base")
-    return PartialStep(
+    return protocol.PartialStep(
         microbatches=microbatches, loss=delta.loss, num_items=delta.num_items, generation=generation, number=number
     )
 
 
-def _follows(base: OrderedPlan, section: tuple[int, int], boundary: int) -> tuple[int, ...] | None:
+def _follows(base: protocol.OrderedPlan, section: tuple[int, int], boundary: int) -> tuple[int, ...] | None:
     """What a section means under the base, or meant before it; None where it is of another plan."""
     generation, number = section
     if section == (0, 0):
@@ -219,12 +210,12 @@ def _follows(base: OrderedPlan, section: tuple[int, int], boundary: int) -> tupl
 # --- sequences -------------------------------------------------------------------------------------------------------
 
 
-def _edits(before: Sequence[H], after: Sequence[H]) -> tuple[tuple[H, ...], Runs]:
+def _edits(before: Sequence[H], after: Sequence[H]) -> tuple[tuple[H, ...], protocol.Runs]:
     """Return what `before` lacks, and where each of `after` is among `before` and then these."""
     places = {item: index for index, item in enumerate(before)}
     added = tuple(item for item in after if item not in places)
     places.update((item, len(before) + index) for index, item in enumerate(added))
-    return added, runs_of(places[item] for item in after)
+    return added, protocol.runs_of(places[item] for item in after)
 
 
 def _counted(values: Iterable[T]) -> tuple[tuple[int, T], ...]:

@@ -11,18 +11,9 @@ from dataclasses import dataclass
 from oobleck.job import JobSpec
 from oobleck.plan import ExecutionPlan, LayerTransfer, ScheduleKind, WorkerId
 
+from . import checkpoint_messages
 from .agent_messages import Heartbeat
 from .bases import ForWorker
-from .checkpoint_messages import (
-    CommitCheckpoint,
-    FindCheckpoints,
-    PersistState,
-    RemoveOld,
-    RemoveUnfinished,
-    Restore,
-    SaveState,
-    StoragePaths,
-)
 from .plan_orders import OrderedPlan, PlanOrder
 from .rank_messages import RanksOrder
 from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
@@ -170,7 +161,7 @@ class PlanUpdate:
     """The job's first plan: layers take their initial values."""
     saves: bool = False
     """The state with which the plan begins is saved: nothing is left to train, and a save of it was broken off."""
-    restore: Restore | None = None
+    restore: checkpoint_messages.Restore | None = None
     """Layers take the values of a checkpoint, whatever workers hold: the boundary is its step."""
     transfers: tuple[LayerTransfer, ...] = ()
     """In one order for all: all that send or receive follow it."""
@@ -214,7 +205,7 @@ class SetUpWorker:
     """What this worker's machine counts its device as."""
     num_sharing: int = 1
     """How many workers compute on that device."""
-    storage: StoragePaths | None = None
+    storage: checkpoint_messages.StoragePaths | None = None
     """None where nothing can be saved."""
 
 
@@ -233,8 +224,8 @@ WorkerCommand = (
     | Fence
     | PlanOrder
     | FinishStep
-    | SaveState
-    | FindCheckpoints
+    | checkpoint_messages.SaveState
+    | checkpoint_messages.FindCheckpoints
     | ScanRequest
     | StepRecords
     | RecordsOver
@@ -248,10 +239,10 @@ MasterMessage = (
     | StartWorker
     | KillWorker
     | StopAgent
-    | CommitCheckpoint
-    | PersistState
-    | RemoveOld
-    | RemoveUnfinished
+    | checkpoint_messages.CommitCheckpoint
+    | checkpoint_messages.PersistState
+    | checkpoint_messages.RemoveOld
+    | checkpoint_messages.RemoveUnfinished
     | RelayOrder
     | RanksOrder
     | WorkerCommand

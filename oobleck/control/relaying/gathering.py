@@ -14,16 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from oobleck.control.protocol import (
-    AgentMessage,
-    FromWorker,
-    Heartbeat,
-    RelayHeard,
-    RelaySaid,
-    news_in,
-    numbers_in,
-    runs_of,
-)
+from oobleck.control import protocol
 
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
@@ -43,7 +34,7 @@ class _Said(NamedTuple):
 class Gathering:
     """Who was heard and what was said since `take` was last called."""
 
-    def __init__(self, encode: Callable[[AgentMessage], bytes], *, passes_s: float) -> None:
+    def __init__(self, encode: Callable[[protocol.AgentMessage], bytes], *, passes_s: float) -> None:
         """Who was heard is passed on every `passes_s` seconds."""
         self._encode = encode
         self._passes_s = passes_s
@@ -54,12 +45,12 @@ class Gathering:
         self.due_s = math.inf
         """When `take` wants to be called; infinity for never."""
 
-    def hear(self, position: int, message: AgentMessage, now_s: float) -> bool:
+    def hear(self, position: int, message: protocol.AgentMessage, now_s: float) -> bool:
         """Take in what an agent says to its relay; return whether it is to be passed on."""
-        if isinstance(message, Heartbeat) and message.sequence is None:
+        if isinstance(message, protocol.Heartbeat) and message.sequence is None:
             self._note_heard((position,), now_s, now_s)
-        elif isinstance(message, FromWorker):
-            news = news_in(message)
+        elif isinstance(message, protocol.FromWorker):
+            news = protocol.news_in(message)
             if not self._is_new(position, news):
                 return False
             frame = self._encode(replace(message, device=0))
@@ -68,29 +59,29 @@ class Gathering:
             self._add(_Said((position,), (), self._encode(message), ""), now_s)
         return True
 
-    def pass_on(self, child: int, message: RelaySaid | RelayHeard, now_s: float) -> bool:
+    def pass_on(self, child: int, message: protocol.RelaySaid | protocol.RelayHeard, now_s: float) -> bool:
         """Take in what another relay says to this one; return whether it is to be passed on."""
         match message:
-            case RelaySaid(by=by, devices=devices, message=said, news=news):
+            case protocol.RelaySaid(by=by, devices=devices, message=said, news=news):
                 if not self._is_new(child, news):
                     return False
-                self._add(_Said(tuple(numbers_in(by)), devices, said, news), now_s)
-            case RelayHeard(heard=heard):
+                self._add(_Said(tuple(protocol.numbers_in(by)), devices, said, news), now_s)
+            case protocol.RelayHeard(heard=heard):
                 for age_ms, by in heard:
-                    self._note_heard(numbers_in(by), now_s - age_ms / 1000, now_s)
+                    self._note_heard(protocol.numbers_in(by), now_s - age_ms / 1000, now_s)
         return True
 
     def source_of(self, news: str) -> int | None:
         """Return which child has said these news first; None where that is not known any more."""
         return self._passed.get(news)
 
-    def take(self, now_s: float) -> list[RelaySaid | RelayHeard]:
+    def take(self, now_s: float) -> list[protocol.RelaySaid | protocol.RelayHeard]:
         """Return what is to be passed on now; nothing before it is due."""
         if now_s < self.due_s:
             return []
         said = list(_merged(self._said))
         heard, self._heard_s, self._said, self.due_s = self._heard_s, {}, [], math.inf
-        return [*said, *([RelayHeard(heard=tuple(_by_age(heard, now_s)))] if heard else [])]
+        return [*said, *([protocol.RelayHeard(heard=tuple(_by_age(heard, now_s)))] if heard else [])]
 
     def forget(self) -> None:
         """What was passed on may be lost: it is new again."""
@@ -115,7 +106,7 @@ class Gathering:
         self.due_s = min(self.due_s, now_s + self._passes_s)
 
 
-def _merged(said: Iterable[_Said]) -> Iterator[RelaySaid]:
+def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
     """Put equal messages together; O(messages)."""
     for together in _rounds(said):
         devices_of: defaultdict[tuple[bytes, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -127,7 +118,7 @@ def _merged(said: Iterable[_Said]) -> Iterator[RelaySaid]:
             for position, speakers in found.items():
                 alike[tuple(sorted(speakers))].append(position)
             for devices, by in alike.items():
-                yield RelaySaid(by=runs_of(sorted(by)), devices=devices, message=frame, news=news)
+                yield protocol.RelaySaid(by=protocol.runs_of(sorted(by)), devices=devices, message=frame, news=news)
 
 
 def _rounds(said: Iterable[_Said]) -> list[list[_Said]]:
@@ -162,4 +153,4 @@ def _by_age(heard_s: dict[int, float], now_s: float) -> Iterator[tuple[int, tupl
         age_ms = max(0.0, now_s - heard_s[position]) * 1000
         found[_AGE_MS * math.ceil(age_ms / _AGE_MS)].append(position)
     for age_ms, positions in sorted(found.items()):
-        yield age_ms, runs_of(positions)
+        yield age_ms, protocol.runs_of(positions)

@@ -11,22 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from oobleck.control.events import BatchReceived, Event, MessageReceived, NodesHeard, Send, SendAll, SendOrders
-from oobleck.control.protocol import (
-    AgentMessage,
-    FromWorker,
-    MasterMessage,
-    Pace,
-    RelayHeard,
-    RelayJoined,
-    RelayLeft,
-    RelayOpen,
-    RelayReport,
-    RelaySaid,
-    Resumed,
-    Status,
-    numbers_in,
-)
+from oobleck.control import events as control_events
+from oobleck.control import protocol
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
@@ -38,9 +24,9 @@ from .tree import RelayTree
 class Heard:
     """What follows from a report."""
 
-    events: tuple[Event, ...] = ()
+    events: tuple[control_events.Event, ...] = ()
     """For the coordinator."""
-    sends: tuple[Send, ...] = ()
+    sends: tuple[control_events.Send, ...] = ()
     is_lost: tuple[str, ...] = ()
     """Nodes to which something was said that cannot be said again: their conversations begin again."""
 
@@ -52,8 +38,8 @@ class RelayDesk:
         self,
         control: ControlSpec,
         *,
-        encode: Callable[[MasterMessage], bytes],
-        decode: Callable[[bytes], AgentMessage],
+        encode: Callable[[protocol.MasterMessage], bytes],
+        decode: Callable[[bytes], protocol.AgentMessage],
     ) -> None:
         """`encode` makes the frame of a message; `decode` reads one, and raises PeerError for nonsense."""
         self._tree = RelayTree(control)
@@ -65,7 +51,7 @@ class RelayDesk:
         """When `handle_deadline` wants to be called; infinity for never."""
         return self._tree.due_s
 
-    def handle_deadline(self, now_s: float) -> list[Send]:
+    def handle_deadline(self, now_s: float) -> list[control_events.Send]:
         """Look after the relays; early calls do nothing."""
         return self._tree.handle_deadline(now_s)
 
@@ -73,18 +59,20 @@ class RelayDesk:
         """Return whether a node's agent has no relay."""
         return self._tree.is_direct(node)
 
-    def route(self, command: Send | SendAll | SendOrders, now_s: float) -> Iterable[Send]:
+    def route(
+        self, command: control_events.Send | control_events.SendAll | control_events.SendOrders, now_s: float
+    ) -> Iterable[control_events.Send]:
         """Return what is to be sent to agents directly."""
         if not self._tree.is_needed:
-            return (command,) if isinstance(command, Send) else command.each()
+            return (command,) if isinstance(command, control_events.Send) else command.each()
         return self._mail.route(command, now_s)
 
-    def come(self, node: str, now_s: float, *, takes_calls: bool = True) -> list[Send]:
+    def come(self, node: str, now_s: float, *, takes_calls: bool = True) -> list[control_events.Send]:
         """An agent has said hello. One that `takes_calls` has a place in the tree; another one speaks directly."""
         self._mail.come(node)
         return self._tree.come(node, now_s) if takes_calls else self._tree.go(node, now_s)
 
-    def go(self, node: str, now_s: float) -> list[Send]:
+    def go(self, node: str, now_s: float) -> list[control_events.Send]:
         """A node's connection is given up."""
         self._mail.go(node)
         return self._tree.go(node, now_s)
@@ -93,29 +81,29 @@ class RelayDesk:
         """An agent has said something directly."""
         self._tree.hear(node, now_s)
 
-    def report(self, node: str, report: RelayReport, now_s: float) -> Heard:
+    def report(self, node: str, report: protocol.RelayReport, now_s: float) -> Heard:
         """Take in what an agent says about relays, or what others say through it. Raises PeerError."""
         self._tree.hear(node, now_s)
-        spoke = NodesHeard(heard=((node, now_s),))
+        spoke = control_events.NodesHeard(heard=((node, now_s),))
         match report:
-            case RelayOpen():
+            case protocol.RelayOpen():
                 self._tree.open(node, report, now_s)
                 return Heard(events=(spoke,))
-            case RelayJoined(attempt=attempt):
+            case protocol.RelayJoined(attempt=attempt):
                 return Heard(events=(spoke,), sends=tuple(self._tree.join(node, attempt, self._mail.number)))
-            case RelayLeft():
+            case protocol.RelayLeft():
                 return self._left(node, report, now_s)
-            case RelayHeard(heard=heard):
-                return Heard(events=(spoke, NodesHeard(heard=tuple(self._heard(node, heard, now_s)))))
-            case RelaySaid():
+            case protocol.RelayHeard(heard=heard):
+                return Heard(events=(spoke, control_events.NodesHeard(heard=tuple(self._heard(node, heard, now_s)))))
+            case protocol.RelaySaid():
                 return Heard(events=tuple(self._said(node, report, now_s)))
             case _:
                 assert_never(report)
 
-    def _left(self, node: str, left: RelayLeft, now_s: float) -> Heard:
+    def _left(self, node: str, left: protocol.RelayLeft, now_s: float) -> Heard:
         was_direct = self._tree.is_direct(node)
         self._tree.leave(node, left, now_s)
-        spoke = NodesHeard(heard=((node, now_s),))
+        spoke = control_events.NodesHeard(heard=((node, now_s),))
         if was_direct:
             return Heard(events=(spoke,))
         again = self._mail.say_again(node, left.heard)
@@ -128,27 +116,27 @@ class RelayDesk:
     ) -> Iterator[tuple[str, float]]:
         for age_ms, by in heard:
             heard_s = now_s - age_ms / 1000
-            for position in numbers_in(by):
+            for position in protocol.numbers_in(by):
                 node = self._tree.speaker(position, through=through)
                 if node is not None:
                     self._tree.hear(node, heard_s)
                     yield node, heard_s
 
-    def _said(self, through: str, said: RelaySaid, now_s: float) -> Iterator[Event]:
+    def _said(self, through: str, said: protocol.RelaySaid, now_s: float) -> Iterator[control_events.Event]:
         message = self._decode(said.message)
         nodes = [
             node
-            for position in numbers_in(said.by)
+            for position in protocol.numbers_in(said.by)
             if (node := self._tree.speaker(position, through=through)) is not None
         ]
         for node in nodes:
             self._tree.hear(node, now_s)
-        if isinstance(message, Status | Resumed | Pace):
+        if isinstance(message, protocol.Status | protocol.Resumed | protocol.Pace):
             worker_ids = tuple(WorkerId(node=node, device=device) for node in nodes for device in said.devices)
-            yield BatchReceived(worker_ids=worker_ids, message=message)
-        elif isinstance(message, FromWorker):
+            yield control_events.BatchReceived(worker_ids=worker_ids, message=message)
+        elif isinstance(message, protocol.FromWorker):
             for device in said.devices:
                 own = replace(message, device=device)
-                yield from (MessageReceived(node=node, message=own) for node in nodes)
+                yield from (control_events.MessageReceived(node=node, message=own) for node in nodes)
         else:
-            yield from (MessageReceived(node=node, message=message) for node in nodes)
+            yield from (control_events.MessageReceived(node=node, message=message) for node in nodes)

@@ -4,28 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from oobleck.control import journal
 from oobleck.control.coordinator import Replay, ReplayedRun, ReplayImage
-from oobleck.control.journal import (
-    AccountImage,
-    CheckpointSaved,
-    JobEnded,
-    JobStarted,
-    JournalEntry,
-    Metrics,
-    MetricsImage,
-    NodeAdded,
-    NodeLeft,
-    NodeLost,
-    PlanAdopted,
-    PlanLine,
-    PlanPacker,
-    PlanUnpacker,
-    ProfileKnown,
-    RunAccount,
-    RunView,
-    StepDone,
-    ViewImage,
-)
 
 from .finished import FinishedRun, finished_run
 
@@ -34,55 +14,55 @@ from .finished import FinishedRun, finished_run
 class BooksImage:
     """All that `RunBooks` know of a run that has started."""
 
-    started: JobStarted
-    profiles: tuple[ProfileKnown, ...]
+    started: journal.JobStarted
+    profiles: tuple[journal.ProfileKnown, ...]
     step: int
     furthest_step: int
     gone_nodes: tuple[str, ...]
-    saved: CheckpointSaved | None
-    end: JobEnded | None
+    saved: journal.CheckpointSaved | None
+    end: journal.JobEnded | None
     replay: ReplayImage
     """Without its plans."""
-    plans: tuple[PlanAdopted | PlanLine, ...]
+    plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
     """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
-    account: AccountImage
-    view: ViewImage
-    metrics: MetricsImage
+    account: journal.AccountImage
+    view: journal.ViewImage
+    metrics: journal.MetricsImage
 
 
 class RunBooks:
     """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries."""
 
     def __init__(self) -> None:
-        self.account = RunAccount()
-        self.view = RunView()
-        self.metrics = Metrics()
-        self.started: JobStarted | None = None
-        self.newest: PlanAdopted | None = None
+        self.account = journal.RunAccount()
+        self.view = journal.RunView()
+        self.metrics = journal.Metrics()
+        self.started: journal.JobStarted | None = None
+        self.newest: journal.PlanAdopted | None = None
         """The newest plan."""
-        self._profiles: tuple[ProfileKnown, ...] = ()
+        self._profiles: tuple[journal.ProfileKnown, ...] = ()
         self._step = 0
         self.furthest_step = 0
         """The newest step that was ever committed."""
         self.gone_nodes: set[str] = set()
         """Those that were lost or have left, and were not added again."""
-        self._saved: CheckpointSaved | None = None
-        self._end: JobEnded | None = None
+        self._saved: journal.CheckpointSaved | None = None
+        self._end: journal.JobEnded | None = None
         self._replay: Replay | None = None
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
         """Continue from what others have come to. Raises PeerError for an image that is none."""
-        plans = PlanUnpacker().plans(image.plans)
+        plans = journal.PlanUnpacker().plans(image.plans)
         books = cls()
         books.started, books.newest = image.started, plans[-1] if plans else None
         books._profiles, books._step, books._saved, books._end = image.profiles, image.step, image.saved, image.end
         books.furthest_step, books.gone_nodes = image.furthest_step, set(image.gone_nodes)
         books._replay = Replay.of_image(replace(image.replay, plans=plans), image.started, image.profiles)
-        books.account = RunAccount.of_image(image.account, image.started, books.newest)
-        books.view = RunView.of_image(image.view, image.started, books.newest)
+        books.account = journal.RunAccount.of_image(image.account, image.started, books.newest)
+        books.view = journal.RunView.of_image(image.view, image.started, books.newest)
         known = (image.started, *image.profiles, books.newest)
-        books.metrics = Metrics.of_image(image.metrics, *(entry for entry in known if entry is not None))
+        books.metrics = journal.Metrics.of_image(image.metrics, *(entry for entry in known if entry is not None))
         return books
 
     def image(self) -> BooksImage | None:
@@ -99,35 +79,35 @@ class RunBooks:
             saved=self._saved,
             end=self._end,
             replay=replace(replay, plans=()),
-            plans=PlanPacker().plans(replay.plans),
+            plans=journal.PlanPacker().plans(replay.plans),
             account=self.account.image(),
             view=self.view.image(),
             metrics=self.metrics.image(),
         )
 
-    def apply(self, entry: JournalEntry) -> None:
+    def apply(self, entry: journal.JournalEntry) -> None:
         """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)
         match entry:
-            case JobStarted():
+            case journal.JobStarted():
                 self.started, self._replay = entry, Replay(entry)
                 return
-            case ProfileKnown():
+            case journal.ProfileKnown():
                 self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)
-            case PlanAdopted():
+            case journal.PlanAdopted():
                 self.newest = entry
-            case StepDone(record=record):
+            case journal.StepDone(record=record):
                 self._step = record.step
                 self.furthest_step = max(self.furthest_step, record.step)
-            case NodeLost(node=node) | NodeLeft(node=node):
+            case journal.NodeLost(node=node) | journal.NodeLeft(node=node):
                 self.gone_nodes.add(node)
-            case NodeAdded(node=spec):
+            case journal.NodeAdded(node=spec):
                 self.gone_nodes.discard(spec.name)
-            case CheckpointSaved():
+            case journal.CheckpointSaved():
                 self._saved = entry
-            case JobEnded():
+            case journal.JobEnded():
                 self._end = entry
             case _:
                 pass

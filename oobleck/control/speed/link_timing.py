@@ -21,16 +21,7 @@ from oobleck.control.membership import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec
-from oobleck.planner import NetworkProfile, Profile, WorkerId
-from oobleck.planner.profiles import (
-    LINKS,
-    LINKS_IN_WORDS,
-    LinkSpeed,
-    fit_link,
-    link_from_json,
-    link_to_json,
-    median_link,
-)
+from oobleck.planner import NetworkProfile, Profile, WorkerId, profiles
 
 LINK_KEYS = "link-"
 """What the keys of cached links begin with, and those of profiles do not."""
@@ -56,7 +47,7 @@ class _Asked:
     key: str
     awaited: set[WorkerId] = field(default_factory=set)
     """The first of each pair that has not answered."""
-    speeds: list[LinkSpeed] = field(default_factory=list)
+    speeds: list[profiles.LinkSpeed] = field(default_factory=list)
     failure: str = ""
 
 
@@ -68,7 +59,7 @@ class LinkTiming:
         self._members = members
         self._device_names: dict[WorkerId, str] = {}
         self._asked: _Asked | None = None
-        self._known: dict[str, LinkSpeed | None] = {}
+        self._known: dict[str, profiles.LinkSpeed | None] = {}
         """None for what stays assumed."""
         self.deadline_s = math.inf
 
@@ -78,11 +69,11 @@ class LinkTiming:
 
     def is_needed(self, network: NetworkProfile) -> bool:
         """Whether a plan should wait for what is timed: where nobody knows the links between nodes."""
-        return "inter_node" in network.assumed and len(self._known) < len(LINKS)
+        return "inter_node" in network.assumed and len(self._known) < len(profiles.LINKS)
 
     def go_on(self, network: NetworkProfile) -> tuple[Command, ...]:
         """Begin with the next link, once it is known what there is to know of the one before."""
-        for link in LINKS if self.is_needed(network) and self._asked is None else ():
+        for link in profiles.LINKS if self.is_needed(network) and self._asked is None else ():
             if link in self._known:
                 continue
             if pairs := tuple(_pairs(link, self._members.living)):
@@ -98,7 +89,7 @@ class LinkTiming:
             return ()
         if event.link_json is not None:
             try:
-                _, speed = link_from_json(event.link_json)
+                _, speed = profiles.link_from_json(event.link_json)
                 return self._conclude(asked, speed, now_s, "timed in an earlier run")
             except ConfigError:
                 pass  # torn: timed again, and overwritten
@@ -113,7 +104,7 @@ class LinkTiming:
         if asked is None or worker_id not in asked.awaited:
             return ()
         if seconds:
-            asked.speeds.append(fit_link(seconds))
+            asked.speeds.append(profiles.fit_link(seconds))
         else:
             asked.failure = message.error
         asked.awaited.discard(worker_id)
@@ -145,18 +136,19 @@ class LinkTiming:
     def _decide(self, asked: _Asked, now_s: float) -> tuple[Command, ...]:
         if not asked.speeds:
             return self._conclude(asked, None, now_s, asked.failure)
-        speed = median_link(asked.speeds)
-        store = StoreLink(key=asked.key, link_json=link_to_json(asked.link, speed))
+        speed = profiles.median_link(asked.speeds)
+        store = StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed))
         pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
         return (store, *self._conclude(asked, speed, now_s, f"timed between {pairs}"))
 
-    def _conclude(self, asked: _Asked, speed: LinkSpeed | None, now_s: float, how: str) -> tuple[Command, ...]:
+    def _conclude(self, asked: _Asked, speed: profiles.LinkSpeed | None, now_s: float, how: str) -> tuple[Command, ...]:
         self._known[asked.link] = speed
         self._asked, self.deadline_s = None, math.inf
+        where = profiles.LINKS_IN_WORDS[asked.link]
         if speed is None:
-            text = f"the speed of links {LINKS_IN_WORDS[asked.link]} stays assumed; they could not be timed: {how}"
+            text = f"the speed of links {where} stays assumed; they could not be timed: {how}"
             return (notice(now_s, "warning", text),)
-        return (notice(now_s, "info", f"links {LINKS_IN_WORDS[asked.link]}: {speed} ({how})"),)
+        return (notice(now_s, "info", f"links {where}: {speed} ({how})"),)
 
     def _key(self, pair: Pair) -> str:
         """What a link's two ends are: equal keys mean that a cached speed may be used."""

@@ -12,20 +12,9 @@ from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan
+from oobleck.planner import reconfiguration
 from oobleck.planner.decision import Decision
 from oobleck.planner.formatting import counted, listed
-from oobleck.planner.reconfiguration import (
-    UNCHANGED,
-    Changes,
-    LivingNodes,
-    Outcome,
-    Position,
-    beats,
-    decision_of,
-    detail_of,
-    look_at,
-    match_nodes,
-)
 
 from .catalog import MixedCatalog
 from .choice import Counts
@@ -44,16 +33,18 @@ class _Move:
     """Completes the sentence of the decision."""
 
 
-def reconfigure(catalog: MixedCatalog, kind_of: KindOf, plan: ExecutionPlan, changes: Changes) -> Decision:
+def reconfigure(
+    catalog: MixedCatalog, kind_of: KindOf, plan: ExecutionPlan, changes: reconfiguration.Changes
+) -> Decision:
     """Decide; see `MixedPlanner.reconfigure`."""
-    living = look_at(plan, changes, devices_per_node=catalog.most_devices)
-    return decision_of(_decide(catalog, kind_of, living), living, changes, catalog.settings)
+    living = reconfiguration.look_at(plan, changes, devices_per_node=catalog.most_devices)
+    return reconfiguration.decision_of(_decide(catalog, kind_of, living), living, changes, catalog.settings)
 
 
-def _decide(catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes) -> Outcome:
+def _decide(catalog: MixedCatalog, kind_of: KindOf, living: reconfiguration.LivingNodes) -> reconfiguration.Outcome:
     """Return the best outcome, of equal ones the gentlest. Raises PlanningError where no plan is possible."""
     number, exactly = catalog.num_pipelines(count_kinds(living.holdings, kind_of, catalog))
-    best: Outcome | None = None
+    best: reconfiguration.Outcome | None = None
     for set_aside in living.without_slowest():
         situation = look(catalog, kind_of, living, set_aside)
         for move in _moves(catalog, situation, number, exactly):
@@ -64,11 +55,11 @@ def _decide(catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes) -> Outc
             nodes = _assign_nodes(catalog, kind_of, living, set_aside, move)
             templates = [mixed for _, mixed in move.pipelines]
             outcome = _weigh(catalog, living, move, templates, nodes, astray)
-            if best is None or beats(outcome.score, best.score):
+            if best is None or reconfiguration.beats(outcome.score, best.score):
                 best = outcome
             for cut in cut_again(catalog, living, situation, templates, outcome.plan):
                 outcome = _weigh(catalog, living, move, cut, nodes, astray)
-                if beats(outcome.score, best.score):
+                if reconfiguration.beats(outcome.score, best.score):
                     best = outcome
     if best is None:
         raise PlanningError("the nodes left cannot hold the model")
@@ -135,7 +126,7 @@ def _reinstantiate(catalog: MixedCatalog, situation: Situation) -> _Move | None:
         shrunk.append(f"pipeline {index} continues with {counted(len(smaller.kinds), 'node')}")
     if not pipelines:
         return None
-    detail = "spares take the empty places" if filled else UNCHANGED
+    detail = "spares take the empty places" if filled else reconfiguration.UNCHANGED
     return _Move(action="reinstantiate", pipelines=tuple(pipelines), detail=listed(shrunk) if shrunk else detail)
 
 
@@ -171,12 +162,12 @@ def _place(
 
 def _weigh(
     catalog: MixedCatalog,
-    living: LivingNodes,
+    living: reconfiguration.LivingNodes,
     move: _Move,
     templates: Sequence[MixedTemplate],
     nodes: Sequence[Sequence[str]],
     astray: int,
-) -> Outcome:
+) -> reconfiguration.Outcome:
     """Weigh a move whose pipelines have the given templates, its own or cut again, and nodes."""
     used = {node for each in nodes for node in each}
     unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
@@ -194,9 +185,9 @@ def _weigh(
     changed = [
         index for index, (own, (_, before)) in enumerate(zip(templates, move.pipelines, strict=True)) if own != before
     ]
-    return Outcome(
+    return reconfiguration.Outcome(
         action=move.action,
-        detail=detail_of(move.detail, changed),
+        detail=reconfiguration.detail_of(move.detail, changed),
         plan=plan,
         step_s=step_s,
         score=(astray, weighed_s),
@@ -205,20 +196,22 @@ def _weigh(
 
 
 def _assign_nodes(
-    catalog: MixedCatalog, kind_of: KindOf, living: LivingNodes, set_aside: frozenset[str], move: _Move
+    catalog: MixedCatalog, kind_of: KindOf, living: reconfiguration.LivingNodes, set_aside: frozenset[str], move: _Move
 ) -> list[list[str]]:
     """Return the nodes of each new pipeline: places are matched with nodes of their kind, for the fewest bytes."""
     places: dict[int, list[tuple[int, int]]] = {}
-    positions: dict[int, list[Position]] = {}
+    positions: dict[int, list[reconfiguration.Position]] = {}
     for index, (origin, mixed) in enumerate(move.pipelines):
         for place, (kind, needed) in enumerate(zip(mixed.kinds, catalog.needed(mixed.template), strict=True)):
             places.setdefault(kind, []).append((index, place))
-            positions.setdefault(kind, []).append(Position(needed=needed, origin=-1 if origin is None else origin))
+            positions.setdefault(kind, []).append(
+                reconfiguration.Position(needed=needed, origin=-1 if origin is None else origin)
+            )
     candidates = [node for node in (*living.origins, *living.free) if node not in set_aside]
     nodes = [[""] * len(mixed.kinds) for _, mixed in move.pipelines]
     for kind, wanted in sorted(positions.items()):
         own = {node: living.holdings[node] for node in candidates if kind_of(node) == kind}
-        matched = match_nodes(wanted, own, living.origins, catalog.layer_bytes)
+        matched = reconfiguration.match_nodes(wanted, own, living.origins, catalog.layer_bytes)
         for (index, place), node in zip(places[kind], matched, strict=True):
             nodes[index][place] = node
     return nodes

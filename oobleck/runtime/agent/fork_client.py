@@ -20,17 +20,7 @@ from contextlib import ExitStack, suppress
 
 import trio
 
-from oobleck.control.protocol import (
-    Exited,
-    ForkServerEnded,
-    Killed,
-    NotStarted,
-    ProcessEnd,
-    RanksCold,
-    ServerEnd,
-    Unseen,
-    server_end_text,
-)
+from oobleck.control import protocol
 from oobleck.errors import WorkersUnavailable
 from oobleck.runtime.files import AgentDir, ProcessId
 
@@ -55,9 +45,9 @@ _LOOK_S = 0.05
 """How often to look whether a process lives."""
 
 
-def _end_of(wait_status: int) -> ProcessEnd:
+def _end_of(wait_status: int) -> protocol.ProcessEnd:
     code = os.waitstatus_to_exitcode(wait_status)
-    return Exited(exit_code=code) if code >= 0 else Killed(signal=-code)
+    return protocol.Exited(exit_code=code) if code >= 0 else protocol.Killed(signal=-code)
 
 
 class ForkedProcess:
@@ -69,7 +59,7 @@ class ForkedProcess:
         self.is_warm = is_warm
         """Whether it was forked from a process that has imported what earlier ones did."""
         self.ended = trio.Event()
-        self.end: ProcessEnd = Unseen()
+        self.end: protocol.ProcessEnd = protocol.Unseen()
         self._report = report
         self._id = ProcessId.of(pid)
 
@@ -155,7 +145,7 @@ class _Connection:
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 
-    async def hear(self, tell: Callable[[RanksCold], Awaitable[None]]) -> None:
+    async def hear(self, tell: Callable[[protocol.RanksCold], Awaitable[None]]) -> None:
         """Hear what the server has to say, until it ends."""
         buffered = b""
         async with self._stream:
@@ -163,7 +153,7 @@ class _Connection:
                 while data := await self._stream.receive_some(4096):
                     *lines, buffered = (buffered + data).split(b"\n")
                     for line in lines:
-                        await tell(RanksCold(problem=str(json.loads(line)["problem"])))
+                        await tell(protocol.RanksCold(problem=str(json.loads(line)["problem"])))
         self.ended.set()
 
     def kill(self) -> None:
@@ -192,7 +182,9 @@ class ForkServer:
         self._given_up: str | None = None
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
         self._follow_up, self._followed = trio.open_memory_channel[ForkedProcess](math.inf)
-        self._say, self._said = trio.open_memory_channel[ForkServerEnded | RanksCold](_MAX_RESTARTS + 1)
+        self._say, self._said = trio.open_memory_channel[protocol.ForkServerEnded | protocol.RanksCold](
+            _MAX_RESTARTS + 1
+        )
 
     async def settled(self) -> None:
         """Wait until there is a server, which may still warm up, or there will be none any more."""
@@ -208,7 +200,9 @@ class ForkServer:
                         server = await self._connect()
                 except OSError as error:  # no memory, no process: there may be some in a moment
                     end = await self._how_it_ended()  # if it was started: before it could be spoken to
-                    await self._tell_end(NotStarted(problem=str(error)) if isinstance(end, Unseen) else end)
+                    await self._tell_end(
+                        protocol.NotStarted(problem=str(error)) if isinstance(end, protocol.Unseen) else end
+                    )
                     await trio.sleep(_TRY_AGAIN_S)
                     continue
                 self._server = server
@@ -223,24 +217,24 @@ class ForkServer:
         async for process in self._followed:
             nursery.start_soon(process.follow)
 
-    async def server_ended(self) -> ForkServerEnded | RanksCold:
+    async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until a fork server, or the warm process of one, ends that was not meant to; returns how it ended."""
         return await self._said.receive()
 
-    async def _tell_end(self, end: ServerEnd) -> None:
+    async def _tell_end(self, end: protocol.ServerEnd) -> None:
         """Say that the server has ended; give up where that was too often."""
         now_s = trio.current_time()
         self._ends_s.append(now_s)
         if len(self._ends_s) > _MAX_RESTARTS and self._ends_s[0] > now_s - _RESTARTS_WITHIN_S:
-            how = server_end_text(end)
+            how = protocol.server_end_text(end)
             self._given_up = f"its fork server ended {len(self._ends_s)} times within ten minutes, at last: {how}"
-        await self._say.send(ForkServerEnded(end=end, is_restarted=self._given_up is None))
+        await self._say.send(protocol.ForkServerEnded(end=end, is_restarted=self._given_up is None))
 
-    async def _how_it_ended(self) -> ServerEnd:
+    async def _how_it_ended(self) -> protocol.ServerEnd:
         """Say how the server ended, which only the agent hears that has started it."""
         pid, self._server_pid = self._server_pid, None
         if pid is None:
-            return Unseen()
+            return protocol.Unseen()
         with trio.move_on_after(_LAST_WORDS_S):
             while True:
                 try:
@@ -250,7 +244,7 @@ class ForkServer:
                 if reaped:
                     return _end_of(status)
                 await trio.sleep(_LOOK_S)
-        return Unseen()
+        return protocol.Unseen()
 
     async def fork(self) -> tuple[ForkedProcess, trio.SocketStream]:
         """Fork a process, by the next server if this one is gone; returns it, and the socket through which it hears.

@@ -17,18 +17,7 @@ import trio
 from oobleck.errors import CorruptCheckpoint
 from oobleck.job import CheckpointSpec
 from oobleck.ranks import RanksSpec
-from oobleck.storage import FlashMemory, Slot, memory_files
-from oobleck.storage.scripts import (
-    DIRECTORY_VARIABLE,
-    MEMORY_VARIABLE,
-    PartNote,
-    identity_of,
-    is_taken,
-    note_of,
-    note_taken,
-    remove_old,
-    write_part,
-)
+from oobleck.storage import FlashMemory, Slot, memory_files, scripts
 from oobleck.user_path import expand_user
 
 from .checkpoint_store import NodeCheckpoints
@@ -62,17 +51,21 @@ class RankStates:
     def open(self, run: RanksSpec) -> None:
         """Settle where states lie. Raises ConfigError."""
         inherited = {**os.environ, **run.environment}
-        named = inherited.get(DIRECTORY_VARIABLE)
+        named = inherited.get(scripts.DIRECTORY_VARIABLE)
         directory = None if not named else str(Path(run.directory, expand_user(Path(named))))
         paths = self._store.open(CheckpointSpec(directory=directory), run="")
         self._memory, self._directory = Path(paths.memory), Path(paths.checkpoints)
-        self._identity = identity_of(run).environment(inherited)
+        self._identity = scripts.identity_of(run).environment(inherited)
         self._is_open.set()
 
     @property
     def environment(self) -> Mapping[str, str]:
         """By which ranks find them."""
-        return {MEMORY_VARIABLE: str(self._memory), DIRECTORY_VARIABLE: str(self._directory), **self._identity}
+        return {
+            scripts.MEMORY_VARIABLE: str(self._memory),
+            scripts.DIRECTORY_VARIABLE: str(self._directory),
+            **self._identity,
+        }
 
     async def run(self) -> None:
         """Write what is to be written, for ever."""
@@ -80,7 +73,7 @@ class RankStates:
         while True:
             slots = self._slots()
             for slot, note in slots:
-                if note.is_planned and not is_taken(slot):
+                if note.is_planned and not scripts.is_taken(slot):
                     await trio.to_thread.run_sync(self._write_planned, slot, note, abandon_on_cancel=True)
             if self._wanted > self._done:
                 wanted = self._wanted
@@ -127,46 +120,46 @@ class RankStates:
         while self._done < wanted:
             await self._finished.wait()
 
-    def _slots(self) -> list[tuple[Slot, PartNote]]:
+    def _slots(self) -> list[tuple[Slot, scripts.PartNote]]:
         """All valid slots of ranks, the oldest step first."""
-        found: list[tuple[Slot, PartNote]] = []
+        found: list[tuple[Slot, scripts.PartNote]] = []
         paths = memory_files(self._memory, _ANY)
         for gone in self._opened.keys() - set(paths):
             self._opened.pop(gone).close()
         for path in paths:
             with suppress(CorruptCheckpoint, OSError):
                 memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
-                noted = [(slot, note_of(slot)) for slot in memory.valid_slots()]
+                noted = [(slot, scripts.note_of(slot)) for slot in memory.valid_slots()]
                 found += [(slot, note) for slot, note in noted if note is not None]
         return sorted(found, key=lambda each: each[1].age)
 
     # --- in a thread -------------------------------------------------------------------------------------------------
 
-    def _write_planned(self, slot: Slot, note: PartNote) -> None:
+    def _write_planned(self, slot: Slot, note: scripts.PartNote) -> None:
         try:
             data = _copied(slot, note)
         except CorruptCheckpoint as error:
             _log.warning("%s", error)
-            note_taken(slot)
+            scripts.note_taken(slot)
             return
-        note_taken(slot)  # from here on, the rank may write over it
+        scripts.note_taken(slot)  # from here on, the rank may write over it
         if self._write(slot, note, data, is_planned=True):
             try:
-                remove_old(self._directory, start=note.start)
+                scripts.remove_old(self._directory, start=note.start)
             except OSError as error:
                 _log.warning("%s: %s", self._directory, error)
 
-    def _write_all(self, slots: list[tuple[Slot, PartNote]]) -> None:
+    def _write_all(self, slots: list[tuple[Slot, scripts.PartNote]]) -> None:
         for slot, note in slots:
             if (note.name, note.rank) not in self._written:
                 with suppress(CorruptCheckpoint):  # the next ranks have written over it: they have it
                     self._write(slot, note, _copied(slot, note), is_planned=False)
 
-    def _write(self, slot: Slot, note: PartNote, data: memoryview, *, is_planned: bool) -> bool:
+    def _write(self, slot: Slot, note: scripts.PartNote, data: memoryview, *, is_planned: bool) -> bool:
         try:
-            write_part(self._directory, note, slot.memory.layout, data, is_planned=is_planned)
+            scripts.write_part(self._directory, note, slot.memory.layout, data, is_planned=is_planned)
             if not is_planned:
-                remove_old(self._directory, start=note.start)
+                scripts.remove_old(self._directory, start=note.start)
         except OSError as error:
             _log.warning("step %d of rank %d is not on disk: %s", note.step, note.rank, error)
             return False
@@ -174,11 +167,11 @@ class RankStates:
         return True
 
 
-def _copied(slot: Slot, note: PartNote) -> memoryview:
+def _copied(slot: Slot, note: scripts.PartNote) -> memoryview:
     """A copy of a slot's bytes. Raises CorruptCheckpoint where it was written over meanwhile."""
     sequence = slot.sequence
     slot.verify()
     data = memoryview(bytes(slot.data))
-    if slot.sequence != sequence or note_of(slot) != note:
+    if slot.sequence != sequence or scripts.note_of(slot) != note:
         raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
     return data

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import trio
 
+from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank, ForkServerEnded, Killed, ProcessEnd, RankError, RanksCold
 from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
@@ -92,7 +92,7 @@ class Rank:
         self._can_trace = can_trace
         self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
 
-    async def wait(self) -> ProcessEnd:
+    async def wait(self) -> protocol.ProcessEnd:
         await self._process.ended.wait()
         self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
         self._guard.socket.close()
@@ -109,17 +109,17 @@ class Rank:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def error(self, end: ProcessEnd) -> RankError | None:
+    def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             said = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
             if isinstance(said, str):
-                return RankError(message=said, is_exception=True)
+                return protocol.RankError(message=said, is_exception=True)
             detail = str(said.get("extraInfo", {}).get("py_callstack", ""))
-            return RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
-        if isinstance(end, Killed) and end.signal not in _OWN_SIGNALS:
+            return protocol.RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
+        if isinstance(end, protocol.Killed) and end.signal not in _OWN_SIGNALS:
             return None  # by others: what it has written last is not about it
         tail = self._output[True].tail().rstrip()
-        return RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
+        return protocol.RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
 
     def written_bytes(self) -> int:
         return sum(output.size() for output in self._output.values())
@@ -132,7 +132,7 @@ class Rank:
 
     def ask_for_stack(self) -> None:
         if self._can_trace:
-            self._process.send(TRACE_SIGNAL)
+            self._process.send(protocol.TRACE_SIGNAL)
 
     def stack(self) -> str:
         with suppress(OSError):
@@ -170,7 +170,7 @@ class RankProcesses:
             nursery.start_soon(self._states.run)
             await self._server.run()
 
-    async def server_ended(self) -> ForkServerEnded | RanksCold:
+    async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until the fork server ends, or what it has imported ahead is lost; returns how."""
         await self._has_server.wait()
         assert self._server is not None
@@ -243,12 +243,12 @@ class RankProcesses:
         can_trace = setup.run.entry != "program"
         return Rank(process, guard, logs, oom_kills=self._oom_kills, can_trace=can_trace)
 
-    def _told(self, setup: RankSetup, logs: Path) -> BecomeRank:
+    def _told(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
         environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
-        return BecomeRank(
+        return protocol.BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),
             directory=run.directory,

@@ -17,19 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from oobleck.control.journal import (
-    JournalEntry,
-    JournalGap,
-    JournalLine,
-    LayersArriving,
-    LossTally,
-    Notice,
-    PlanAdopted,
-    PlanPacker,
-    PlanUnpacker,
-    StepDone,
-    sentence,
-)
+from oobleck.control import journal
 from oobleck.errors import ConfigError, PeerError
 from oobleck.runtime.files import LineFile
 from oobleck.wire import decode_json, encode_json
@@ -51,7 +39,7 @@ class JournalWriter:
     """
 
     def __init__(
-        self, path: Path, *, tell: Callable[[JournalGap], None] = lambda _: None, max_bytes: int | None = None
+        self, path: Path, *, tell: Callable[[journal.JournalGap], None] = lambda _: None, max_bytes: int | None = None
     ) -> None:
         """Open the journal, which need not exist; a torn last line is removed. Raises ConfigError.
 
@@ -59,10 +47,10 @@ class JournalWriter:
         """
         self.path = path
         self._tell = tell
-        self._gap: JournalGap | None = None
+        self._gap: journal.JournalGap | None = None
         self._late_before = 0
         self._last_s = 0.0
-        self._plans = PlanPacker()
+        self._plans = journal.PlanPacker()
         try:
             self._lines = LineFile(path) if max_bytes is None else LineFile(path, max_bytes=max_bytes)
         except OSError as error:
@@ -93,9 +81,9 @@ class JournalWriter:
         """Whether the file has its name: somebody may have removed it."""
         return self._lines.is_there
 
-    def append(self, entry: JournalEntry) -> None:
+    def append(self, entry: journal.JournalEntry) -> None:
         """Write one entry; it is with the system when this returns, or will be once the disk takes it. O(size)."""
-        is_minor = isinstance(entry, StepDone | LayersArriving | Notice)
+        is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
         num_lost = self._lines.num_lost
         self._lines.write(encode_json(self._plans.line(entry)), is_minor=is_minor)
@@ -149,7 +137,7 @@ class JournalWriter:
         problem = self._lines.problem
         what = "it cannot be written" if problem is None or problem.strerror is None else problem.strerror
         self._late_before = self._lines.num_late
-        self._gap = JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
+        self._gap = journal.JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
         with suppress(OSError):
             self._reserve.unlink()
         self._lines.try_write(encode_json(self._gap))
@@ -169,7 +157,7 @@ class JournalWriter:
             num_lost=self._lines.num_lost,
         )
         self._lines.write(encode_json(over))
-        logger.warning("journal %s: %s", self.path, sentence(over))
+        logger.warning("journal %s: %s", self.path, journal.sentence(over))
         self._tell(over)
 
     def _sync_when_woken(self) -> None:
@@ -184,7 +172,7 @@ class JournalWriter:
                 logger.error("journal %s cannot be forced to the disk: %s", self.path, error.strerror)  # noqa: TRY400 - no traceback for people
 
 
-def read_journal(path: Path) -> Iterator[JournalEntry]:
+def read_journal(path: Path) -> Iterator[journal.JournalEntry]:
     """Read the entries of a journal, one at a time; a torn last line is left out.
 
     Raises ConfigError for a file that cannot be read, or a broken line anywhere else, with its number.
@@ -192,12 +180,14 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     return (entry for _, entry in read_entries(path))
 
 
-def read_entries(path: Path, *, start: int = 0, base: PlanAdopted | None = None) -> Iterator[tuple[int, JournalEntry]]:
+def read_entries(
+    path: Path, *, start: int = 0, base: journal.PlanAdopted | None = None
+) -> Iterator[tuple[int, journal.JournalEntry]]:
     """Read entries from a byte on, each with where its line ends; a torn last line is left out.
 
     `base` is the newest plan before `start`. Raises ConfigError as `read_journal` does.
     """
-    plans = PlanUnpacker(base)
+    plans = journal.PlanUnpacker(base)
     place = start
     try:
         with path.open("rb") as lines:
@@ -212,17 +202,17 @@ def read_entries(path: Path, *, start: int = 0, base: PlanAdopted | None = None)
         raise ConfigError(f"journal {path}: {error.strerror}") from error
 
 
-def decode_line(line: bytes, plans: PlanUnpacker, *, where: str) -> JournalEntry:
+def decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> journal.JournalEntry:
     """Return what a line says. Raises ConfigError, which names the place."""
     try:
-        return plans.entry(decode_json(JournalLine, line))
+        return plans.entry(decode_json(journal.JournalLine, line))
     except PeerError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def read_losses(path: Path) -> tuple[float, ...]:
     """Read the loss of each committed step, in order. What cannot be read is left out; 4 us a step."""
-    tally = LossTally()
+    tally = journal.LossTally()
     try:
         with path.open("rb") as lines:
             for line in lines:

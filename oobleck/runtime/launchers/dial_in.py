@@ -20,18 +20,9 @@ import trio
 
 from oobleck.errors import ConfigError, NodeUnreachable, PeerError, UsageError
 from oobleck.job import NodeSpec
+from oobleck.runtime import ssh
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import private_directory
-from oobleck.runtime.ssh import (
-    DialInKeys,
-    Doorkeeper,
-    Farewell,
-    NodePass,
-    RefusedCaller,
-    SSHConnection,
-    call_back,
-    make_keys,
-)
 from oobleck.wire import decode_json, encode_json
 from oobleck.writing import write_whole
 
@@ -89,7 +80,7 @@ class _Caller:
 
     said: Introduction
     spec: NodeSpec
-    connection: SSHConnection
+    connection: ssh.SSHConnection
 
 
 class DialedInNodes:
@@ -130,10 +121,10 @@ class DialedInNodes:
         self.released: dict[str, str] = {}
         """Nodes that were given back, and under which grant they were here."""
 
-    async def serve(self, listeners: Sequence[trio.SocketListener], keys: DialInKeys) -> None:
+    async def serve(self, listeners: Sequence[trio.SocketListener], keys: ssh.DialInKeys) -> None:
         """Take callers in, until cancelled."""
         let_in, timeout_s = partial(self._let_in, keys), self._login_timeout_s
-        doorkeeper = Doorkeeper(
+        doorkeeper = ssh.Doorkeeper(
             let_in,
             max_logins=_LOGINS,
             max_waiting=min(_WAITING, raise_descriptor_limit() // 8),
@@ -165,7 +156,7 @@ class DialedInNodes:
         self._has_begun = True
         return self.nodes
 
-    async def connect(self, node: NodeSpec) -> SSHConnection:
+    async def connect(self, node: NodeSpec) -> ssh.SSHConnection:
         """The connection that the node has made; waits for one that dials in again. Raises NodeUnreachable."""
         with trio.move_on_after(self._patience_s):
             while (caller := self._callers.get(node.name)) is None or caller.connection.is_lost:
@@ -204,7 +195,7 @@ class DialedInNodes:
         caller = self._callers.pop(node.name, None)
         self.released[node.name] = "" if caller is None else caller.said.grant
         if caller is not None and not caller.connection.is_lost:
-            caller.connection.disconnect(Farewell.RELEASED, "the run needs this node no more")
+            caller.connection.disconnect(ssh.Farewell.RELEASED, "the run needs this node no more")
 
     def named(self, text: str) -> NodeSpec:
         """One that has dialled in. Raises UsageError."""
@@ -213,10 +204,10 @@ class DialedInNodes:
             raise UsageError(f"no node {text!r} has dialled in; there are {', '.join(known)}")
         return known[text]
 
-    async def _let_in(self, keys: DialInKeys, caller: socket.socket) -> None:
+    async def _let_in(self, keys: ssh.DialInKeys, caller: socket.socket) -> None:
         try:
-            connection = await call_back(caller, keys)
-        except RefusedCaller as error:
+            connection = await ssh.call_back(caller, keys)
+        except ssh.RefusedCaller as error:
             self._note_refused(str(error))
             return
         is_in = False
@@ -224,14 +215,14 @@ class DialedInNodes:
             self._take_in(await self._introduced(connection))
             is_in = True
         except (ConfigError, PeerError) as error:
-            connection.disconnect(Farewell.REFUSED, str(error))
+            connection.disconnect(ssh.Farewell.REFUSED, str(error))
         except (trio.BrokenResourceError, trio.TooSlowError):
             pass  # it has gone, and comes back by itself
         finally:
             if not is_in:
                 connection.disconnect(asyncssh.DISC_BY_APPLICATION, "")
 
-    async def _introduced(self, connection: SSHConnection) -> _Caller:
+    async def _introduced(self, connection: ssh.SSHConnection) -> _Caller:
         """Ask a node who it is. Raises ConfigError or PeerError for what cannot be used, and what `run` raises."""
         said = Introduction.parse((await connection.run(_INTRODUCE, timeout_s=_LOGIN_S)).stdout)
         specs = self._parse(said.line, source="a node that dials in")
@@ -246,7 +237,7 @@ class DialedInNodes:
         if before is not None and not before.connection.is_lost:
             # The same process has lost sight of its connection. Another one was started for it, by who knows better.
             is_same = before.said.process == caller.said.process
-            code = asyncssh.DISC_BY_APPLICATION if is_same else Farewell.REPLACED
+            code = asyncssh.DISC_BY_APPLICATION if is_same else ssh.Farewell.REPLACED
             before.connection.disconnect(code, f"another `oobleck node` has dialled in as {name}")
         self._callers[name] = caller
         self._called.set()
@@ -294,16 +285,16 @@ async def listen(host: str | None, port: int) -> tuple[list[trio.SocketListener]
     return list(listeners), f"[{named}]:{bound}" if ":" in named else f"{named}:{bound}"
 
 
-def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[DialInKeys, Path]:
+def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[ssh.DialInKeys, Path]:
     """The keys of a run, and the file that its nodes need: those of the master before, unless they are to be renewed.
 
     `master` is where to dial in to. Raises ConfigError.
     """
     private_directory(directory)
     ours, theirs = directory / _MASTER, directory / _NODE
-    keys, known = make_keys(master=master)
+    keys, known = ssh.make_keys(master=master)
     if not renew and ours.exists():
-        keys, known = _read(ours, DialInKeys), replace(read_pass(theirs), master=master)
+        keys, known = _read(ours, ssh.DialInKeys), replace(read_pass(theirs), master=master)
     _write(ours, keys)
     _write(theirs, known)
     return keys, theirs
@@ -319,14 +310,14 @@ def make_key_files(directory: Path, *, master: str) -> Path:
     return settle_keys(directory, master=master, renew=True)[1]
 
 
-def read_keys(directory: Path) -> tuple[DialInKeys, Path]:
+def read_keys(directory: Path) -> tuple[ssh.DialInKeys, Path]:
     """Read keys that were made beforehand; returns them, and the file that nodes need. Raises ConfigError."""
-    return _read(directory / _MASTER, DialInKeys), directory / _NODE
+    return _read(directory / _MASTER, ssh.DialInKeys), directory / _NODE
 
 
-def read_pass(path: Path) -> NodePass:
+def read_pass(path: Path) -> ssh.NodePass:
     """Read the file of a node. Raises ConfigError."""
-    return _read(path, NodePass)
+    return _read(path, ssh.NodePass)
 
 
 def _read(path: Path, kind: type[T]) -> T:
@@ -336,7 +327,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise ConfigError(f"{path}: not the keys of a run ({error})") from error
 
 
-def _write(path: Path, keys: DialInKeys | NodePass) -> None:
+def _write(path: Path, keys: ssh.DialInKeys | ssh.NodePass) -> None:
     """Write a file for its user alone; readers see all of it or nothing. Raises ConfigError."""
     try:
         write_whole(path, encode_json(keys))

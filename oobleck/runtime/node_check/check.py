@@ -16,26 +16,7 @@ from typing import Final
 import trio
 
 from oobleck import __version__
-from oobleck.control.node_check import (
-    CheckedNode,
-    CheckReport,
-    CheckRound,
-    GpuFacts,
-    MeasureAlone,
-    MeasurePair,
-    NodeCheck,
-    NodeVerdict,
-    PairDone,
-    PairResult,
-    PairValue,
-    SoloDone,
-    SoloResult,
-    fault_of,
-    findings_about,
-    misfit,
-    slowed_by,
-    warnings_about,
-)
+from oobleck.control import node_check
 from oobleck.job import NodeSpec
 from oobleck.runtime.connections import NodeConnections
 
@@ -56,14 +37,14 @@ async def check_nodes(
     directory: PurePosixPath,
     slow_factor: float,
     tell: Callable[[str], None] = lambda text: None,
-) -> CheckReport:
+) -> node_check.CheckReport:
     """Check nodes; `python` is the interpreter there, `directory` where runs keep their files there.
 
     Must be called within `open_ssh_loop`. `tell` receives what is being done. What is wrong with nodes raises nothing.
     """
     began_s = trio.current_time()
     device_of = {spec.name: spec.device for spec in nodes}
-    check = NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor, device_of=device_of)
+    check = node_check.NodeCheck([spec.name for spec in nodes], slow_factor=slow_factor, device_of=device_of)
     num_rounds = 0
     async with trio.open_nursery() as nursery:
         cluster = _Cluster(nodes)
@@ -78,7 +59,7 @@ async def check_nodes(
             await cluster.aclose()
         nursery.cancel_scope.cancel()
     verdict = check.verdict()
-    return CheckReport(
+    return node_check.CheckReport(
         nodes=tuple(cluster.describe(node) for node in verdict.nodes),
         links=verdict.links,
         exchanges=tuple(cluster.exchanges),
@@ -94,7 +75,7 @@ class _Cluster:
         self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
         self._versions = _our_versions()
         self._seconds: dict[str, Mapping[str, float]] = {}
-        self._gpus: dict[str, tuple[GpuFacts, ...]] = {}
+        self._gpus: dict[str, tuple[node_check.GpuFacts, ...]] = {}
         self._num_pairs = 0
         self.exchanges: list[tuple[str, str, float, float]] = []
 
@@ -110,12 +91,12 @@ class _Cluster:
             for probe in self._probes.values():
                 closing.start_soon(probe.aclose)
 
-    async def measure_alone(self, nodes: Iterable[str]) -> list[SoloResult]:
+    async def measure_alone(self, nodes: Iterable[str]) -> list[node_check.SoloResult]:
         """Measure nodes, those of one machine one after the other."""
         by_machine: defaultdict[str, list[str]] = defaultdict(list)
         for node in nodes:
             by_machine[self._probes[node].machine].append(node)
-        results: list[SoloResult] = []
+        results: list[node_check.SoloResult] = []
 
         async def measure(names: Sequence[str]) -> None:
             results.extend([await self._measure_one(name) for name in names])
@@ -125,9 +106,9 @@ class _Cluster:
                 measuring.start_soon(measure, names)
         return results
 
-    async def measure_pairs(self, pairs: Iterable[Pair]) -> list[PairResult]:
+    async def measure_pairs(self, pairs: Iterable[Pair]) -> list[node_check.PairResult]:
         """Measure pairs, in waves in which no machine appears twice."""
-        results: list[PairResult] = []
+        results: list[node_check.PairResult] = []
 
         async def measure(pair: Pair) -> None:
             results.append(await self._measure_pair(pair))
@@ -138,15 +119,17 @@ class _Cluster:
                     measuring.start_soon(measure, pair)
         return results
 
-    def describe(self, verdict: NodeVerdict) -> CheckedNode:
+    def describe(self, verdict: node_check.NodeVerdict) -> node_check.CheckedNode:
         """Put together what is known of a node."""
         probe = self._probes[verdict.node]
         facts, offset_s = probe.facts, probe.clock_offset_s
         gpus = self._gpus.get(verdict.node, ())
-        findings = findings_about(gpus)
-        return CheckedNode(
-            verdict=slowed_by(verdict, findings),
-            warnings=warnings_about(facts, offset_s, self._versions) if facts and offset_s is not None else (),
+        findings = node_check.findings_about(gpus)
+        return node_check.CheckedNode(
+            verdict=node_check.slowed_by(verdict, findings),
+            warnings=node_check.warnings_about(facts, offset_s, self._versions)
+            if facts and offset_s is not None
+            else (),
             facts=facts,
             clock_offset_s=offset_s,
             seconds=self._seconds.get(verdict.node, {}),
@@ -154,42 +137,42 @@ class _Cluster:
             findings=findings,
         )
 
-    async def _measure_one(self, node: str) -> SoloResult:
+    async def _measure_one(self, node: str) -> node_check.SoloResult:
         probe = self._probes[node]
-        if probe.facts is not None and (reason := misfit(probe.facts, probe.spec, self._versions)):
-            return SoloResult(node=node, error=reason, is_final=True)
+        if probe.facts is not None and (reason := node_check.misfit(probe.facts, probe.spec, self._versions)):
+            return node_check.SoloResult(node=node, error=reason, is_final=True)
         if not probe.failure:
-            await probe.ask(MeasureAlone())
+            await probe.ask(node_check.MeasureAlone())
             with trio.move_on_after(_SOLO_TIMEOUT_S):
                 while (answer := await probe.hear(_SOLO_TIMEOUT_S)) is not None:
-                    if isinstance(answer, SoloDone):  # else a late one of a pair
+                    if isinstance(answer, node_check.SoloDone):  # else a late one of a pair
                         self._note(node, answer)
-                        fault = fault_of(findings_about(self._gpus[node]))
-                        return SoloResult(
+                        fault = node_check.fault_of(node_check.findings_about(self._gpus[node]))
+                        return node_check.SoloResult(
                             node=node, seconds=answer.seconds, error=fault or answer.error, is_final=bool(fault)
                         )
         silence = f"it measured nothing within {_SOLO_TIMEOUT_S:g} s"
-        return SoloResult(node=node, error=probe.failure or silence, is_final=True)
+        return node_check.SoloResult(node=node, error=probe.failure or silence, is_final=True)
 
-    def _note(self, node: str, done: SoloDone) -> None:
+    def _note(self, node: str, done: node_check.SoloDone) -> None:
         before, spec = self._seconds.get(node, {}), self._probes[node].spec
         self._seconds[node] = {name: min(value, before.get(name, value)) for name, value in done.seconds.items()}
         self._gpus[node] = tuple(facts for facts in done.gpus if facts.index in spec.devices)
 
-    async def _measure_pair(self, pair: Pair) -> PairResult:
+    async def _measure_pair(self, pair: Pair) -> node_check.PairResult:
         self._num_pairs += 1
         key = f"pair{self._num_pairs}"
-        done: dict[str, PairDone] = {}
+        done: dict[str, node_check.PairDone] = {}
 
         async def ask(node: str) -> None:
             probe = self._probes[node]
             if probe.failure:
                 return
-            request = MeasurePair(key=key, nodes=pair, address=probe.address, timeout_s=_PAIR_TIMEOUT_S)
+            request = node_check.MeasurePair(key=key, nodes=pair, address=probe.address, timeout_s=_PAIR_TIMEOUT_S)
             await probe.ask(request)
             with trio.move_on_after(_PAIR_TIMEOUT_S + _SLACK_S):
                 while (answer := await probe.hear(_PAIR_TIMEOUT_S + _SLACK_S)) is not None:
-                    if isinstance(answer, PairDone) and answer.key == key:  # else a late one
+                    if isinstance(answer, node_check.PairDone) and answer.key == key:  # else a late one
                         done[node] = answer
                         return
 
@@ -198,21 +181,23 @@ class _Cluster:
                 asking.start_soon(ask, node)
         return self._conclude(pair, [done.get(node) for node in pair])
 
-    def _conclude(self, pair: Pair, answers: Sequence[PairDone | None]) -> PairResult:
+    def _conclude(self, pair: Pair, answers: Sequence[node_check.PairDone | None]) -> node_check.PairResult:
         """Both must have exchanged; the slower one's time counts."""
         gone = next((self._probes[node].failure for node in pair if self._probes[node].failure), "")
         for answer in answers:
             if answer is None:
-                return PairResult(nodes=pair, error=gone or f"no answer within {_PAIR_TIMEOUT_S + _SLACK_S:g} s")
+                return node_check.PairResult(
+                    nodes=pair, error=gone or f"no answer within {_PAIR_TIMEOUT_S + _SLACK_S:g} s"
+                )
             if answer.seconds is None:
-                return PairResult(nodes=pair, error=gone or answer.error)
+                return node_check.PairResult(nodes=pair, error=gone or answer.error)
         times = [(answer.seconds, answer.latency_s) for answer in answers if answer is not None]
         seconds = max(seconds for seconds, _ in times if seconds is not None)
         latency_s = max(latency_s or 0.0 for _, latency_s in times)
         self.exchanges.append((*pair, latency_s, seconds))
-        return PairResult(nodes=pair, seconds=seconds)
+        return node_check.PairResult(nodes=pair, seconds=seconds)
 
-    async def _pass_on(self, sender: str, put: PairValue) -> None:
+    async def _pass_on(self, sender: str, put: node_check.PairValue) -> None:
         for node in put.nodes:
             if node != sender and node in self._probes:
                 await self._probes[node].ask(put)
@@ -244,7 +229,7 @@ def _our_versions() -> dict[str, str]:
     return versions
 
 
-def _round_text(number: int, tests: CheckRound) -> str:
+def _round_text(number: int, tests: node_check.CheckRound) -> str:
     parts = []
     if tests.solo:
         parts.append(f"{len(tests.solo)} alone")

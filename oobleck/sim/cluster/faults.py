@@ -9,24 +9,7 @@ import trio
 
 from oobleck.control.events import AddRequested, Event
 from oobleck.job import NodeSpec
-from oobleck.sim.trace import (
-    AgentCrashed,
-    AgentFrozen,
-    ForkServerCrashed,
-    Frozen,
-    Healed,
-    Joined,
-    Lost,
-    MasterCrashed,
-    MasterFrozen,
-    Noticed,
-    Partitioned,
-    Slowed,
-    Thawed,
-    Trace,
-    TraceEvent,
-    WorkerCrashed,
-)
+from oobleck.sim import trace as traces
 
 from .cluster import VirtualCluster
 
@@ -36,7 +19,7 @@ class Faults:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: traces.Trace,
         cluster: VirtualCluster,
         *,
         spec_of: Callable[[str], NodeSpec],
@@ -62,40 +45,40 @@ class Faults:
             self.strike(event)
         await trio.sleep_until(self._trace.duration_s)
 
-    def strike(self, event: TraceEvent) -> None:
+    def strike(self, event: traces.TraceEvent) -> None:
         """Let one event happen now."""
         cluster = self._cluster
         match event:
-            case Lost(node=node):
+            case traces.Lost(node=node):
                 cluster.lose(node)
-            case Joined(node=node):
+            case traces.Joined(node=node):
                 cluster.join(node)
                 self._submit(AddRequested(spec=self._spec_of(node)))
-            case Frozen(node=node):
+            case traces.Frozen(node=node):
                 cluster.freeze(node)
-            case Thawed(node=node):
+            case traces.Thawed(node=node):
                 cluster.thaw(node)
-            case Slowed(node=node, factor=factor):
+            case traces.Slowed(node=node, factor=factor):
                 cluster.slow_down(node, factor)
-            case WorkerCrashed(node=node, device=device):
+            case traces.WorkerCrashed(node=node, device=device):
                 cluster.crash_worker(node, device)
-            case ForkServerCrashed(node=node):
+            case traces.ForkServerCrashed(node=node):
                 cluster.crash_fork_server(node)
-            case AgentCrashed(node=node):
+            case traces.AgentCrashed(node=node):
                 cluster.crash_agent(node)
-            case AgentFrozen(node=node, frozen_s=frozen_s):
+            case traces.AgentFrozen(node=node, frozen_s=frozen_s):
                 cluster.freeze_agent(node, frozen_s)
-            case MasterCrashed(down_s=down_s):
+            case traces.MasterCrashed(down_s=down_s):
                 self._crash_master(down_s)
-            case MasterFrozen(frozen_s=frozen_s):
+            case traces.MasterFrozen(frozen_s=frozen_s):
                 self._freeze_master(frozen_s)
-            case Partitioned(nodes=nodes, spares_master=True):
+            case traces.Partitioned(nodes=nodes, spares_master=True):
                 cluster.cut_links(nodes)
-            case Partitioned(nodes=nodes):
+            case traces.Partitioned(nodes=nodes):
                 cluster.separate(nodes)
-            case Healed():
+            case traces.Healed():
                 cluster.heal()
-            case Noticed(node=node):
+            case traces.Noticed(node=node):
                 cluster.notice(node)
             case _:
                 assert_never(event)

@@ -11,73 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import assert_never
 
-from oobleck.control.commit import (
-    FAILURES,
-    Adopt,
-    Agree,
-    Agreements,
-    Apply,
-    AwaitGroups,
-    AwaitPlanUpdate,
-    AwaitRecords,
-    AwaitSection,
-    BeginStep,
-    CommitState,
-    Committee,
-    CompareReplicas,
-    Compute,
-    EffectOutcome,
-    EndTransfers,
-    Evaluate,
-    Exchange,
-    Fold,
-    Follower,
-    ForgetStep,
-    FormGroups,
-    GiveBack,
-    GroupKey,
-    Interrupted,
-    KeepGroups,
-    PeerLost,
-    PostSection,
-    PostTotals,
-    PrepareToSave,
-    ReadCheckpoint,
-    Reduce,
-    ReportFinished,
-    ReportResumed,
-    Save,
-    SaveEnd,
-    Say,
-    ShareLossScale,
-    TakeSums,
-    TakeTotals,
-    WorkerEffect,
-    WorkerEffects,
-)
-from oobleck.control.protocol import (
-    Activity,
-    AskActivity,
-    CommitMessage,
-    Fence,
-    Finished,
-    FinishStep,
-    PeerFailed,
-    PlanOrder,
-    PlanUpdate,
-    RecordRun,
-    RecordsFailed,
-    RecordsOver,
-    Resumed,
-    SaveState,
-    ScanAnswer,
-    ScanRequest,
-    StepRecords,
-    Totals,
-    UseShare,
-    WorkerAddress,
-    WorkerBound,
-)
+from oobleck.control import commit, protocol
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
@@ -104,7 +38,7 @@ class VirtualWorker:
     ) -> None:
         """`shards` are those of the job where others than endless ones are wanted."""
         self.worker_id = worker_id
-        self.commit_state = CommitState(worker_id, ports.announce, lock=nullcontext())
+        self.commit_state = commit.CommitState(worker_id, ports.announce, lock=nullcontext())
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         self._ports = ports
@@ -113,13 +47,13 @@ class VirtualWorker:
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
-        self._follower = Follower(
+        self._follower = commit.Follower(
             job,
             self.commit_state,
             records=self._records if self._records.are_needed else None,
             evaluates=True,
         )
-        agreements = Agreements(worker_id, lock=nullcontext())
+        agreements = commit.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports.fabric, ports.carry)
         self._programs = self.programs(
             ports.fabric,
@@ -147,18 +81,18 @@ class VirtualWorker:
 
     # --- what the environment does ---------------------------------------------------------------------------
 
-    def take(self, message: WorkerBound) -> None:
+    def take(self, message: protocol.WorkerBound) -> None:
         """Handle one message, as the control thread does."""
         if self.is_stuck:
             return
         match message:
-            case Fence(probe_addresses=probed):
+            case protocol.Fence(probe_addresses=probed):
                 self._programs.note_microbatches()
                 unreachable = tuple(each.worker_id for each in probed if not self._reaches(each.worker_id))
                 self._ports.say(replace(self.commit_state.answer(message), unreachable=unreachable))
-            case AskActivity(inquiry=inquiry):
+            case protocol.AskActivity(inquiry=inquiry):
                 self._programs.note_microbatches()
-                activity = Activity(
+                activity = protocol.Activity(
                     device=self.worker_id.device,
                     inquiry=inquiry,
                     microbatches_done=self.commit_state.microbatches_done,
@@ -166,24 +100,24 @@ class VirtualWorker:
                     has_come_on=False,
                 )
                 self._ports.say(activity)
-            case PlanOrder():
+            case protocol.PlanOrder():
                 self._given_s = self._ports.clock()
                 self._groups.know(message.common.addresses)
                 if (needed := self.commit_state.give_order(message)) is not None:
                     self._ports.say(needed)
-            case FinishStep():
+            case protocol.FinishStep():
                 self.commit_state.want_stop()
-            case SaveState(step=step) if self._ports.saver is not None:
+            case protocol.SaveState(step=step) if self._ports.saver is not None:
                 self._ports.saver.want(step)
-            case UseShare():
+            case protocol.UseShare():
                 pass  # virtual machines have cores enough
-            case ScanRequest(request=request, wants=wants):
+            case protocol.ScanRequest(request=request, wants=wants):
                 found = self._records.survey(wants)
-                self._ports.say(ScanAnswer(device=self.worker_id.device, request=request, found=found))
-            case StepRecords():
+                self._ports.say(protocol.ScanAnswer(device=self.worker_id.device, request=request, found=found))
+            case protocol.StepRecords():
                 self._records.tell(message)
                 self._ports.announce()
-            case RecordsOver():
+            case protocol.RecordsOver():
                 self._records.end(message)
                 self._ports.announce()
             case _:
@@ -192,14 +126,14 @@ class VirtualWorker:
     def _reaches(self, other: WorkerId) -> bool:
         return self._ports.fabric.reaches(self.worker_id.node, other.node)
 
-    def hear(self, source: WorkerId, message: CommitMessage) -> None:
+    def hear(self, source: WorkerId, message: protocol.CommitMessage) -> None:
         """Handle one message of another worker; like `take`, whatever the training thread does."""
         if not self.is_stuck:
             self._agreements.hear(source, message)
             self._ports.announce()
 
     @property
-    def address(self) -> WorkerAddress:
+    def address(self) -> protocol.WorkerAddress:
         """Where its peers reach it."""
         return self._groups.address
 
@@ -219,7 +153,7 @@ class VirtualWorker:
         return bool(self._step.reduced)
 
     @property
-    def taken(self) -> dict[int, tuple[RecordRun, ...]]:
+    def taken(self) -> dict[int, tuple[protocol.RecordRun, ...]]:
         """The records of the steps that it has applied."""
         return self._step.taken
 
@@ -234,17 +168,17 @@ class VirtualWorker:
 
     def step(self) -> None:
         """Continue to the next point where the training thread may be preempted or has to wait."""
-        self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(Interrupted())
+        self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(commit.Interrupted())
 
     def fail(self) -> None:
         """End the wait with an error of the network."""
-        self.wait = self._thread.throw(PeerLost(self.wait.what))
+        self.wait = self._thread.throw(commit.PeerLost(self.wait.what))
 
     # --- the training thread: effects become moves -------------------------------------------------------------
 
-    def _carry_out(self, effects: WorkerEffects) -> Moves:
+    def _carry_out(self, effects: commit.WorkerEffects) -> Moves:
         """Carry out effects in order; the follower handles what fails."""
-        outcome: EffectOutcome = None
+        outcome: commit.EffectOutcome = None
         failure: Exception | None = None
         while True:
             try:
@@ -254,59 +188,75 @@ class VirtualWorker:
             outcome, failure = None, None
             try:
                 outcome = yield from self._do(effect)
-            except FAILURES as error:
+            except commit.FAILURES as error:
                 failure = error
 
-    def _do(self, effect: WorkerEffect) -> Generator[Wait, None, EffectOutcome]:
+    def _do(self, effect: commit.WorkerEffect) -> Generator[Wait, None, commit.EffectOutcome]:
         match effect:
-            case BeginStep() | Compute() | Reduce() | Agree() | Apply() | ForgetStep() | Evaluate():
+            case (
+                commit.BeginStep()
+                | commit.Compute()
+                | commit.Reduce()
+                | commit.Agree()
+                | commit.Apply()
+                | commit.ForgetStep()
+                | commit.Evaluate()
+            ):
                 return (yield from self._step.do(effect))
-            case PostSection() | TakeSums() | PostTotals() | TakeTotals() | Fold() | AwaitSection() | GiveBack():
+            case (
+                commit.PostSection()
+                | commit.TakeSums()
+                | commit.PostTotals()
+                | commit.TakeTotals()
+                | commit.Fold()
+                | commit.AwaitSection()
+                | commit.GiveBack()
+            ):
                 return (yield from self._step.do(effect))
-            case Say(message=message):
-                if isinstance(message, PeerFailed | RecordsFailed):
+            case commit.Say(message=message):
+                if isinstance(message, protocol.PeerFailed | protocol.RecordsFailed):
                     yield from pause("report")
                 self._ports.say(message)
-            case ShareLossScale(committee=committee):
+            case commit.ShareLossScale(committee=committee):
                 if committee is not None and self._job.dtype == "float16":
-                    yield from self._agreements.total(committee, effect.subject, Totals(()))
-            case Save() | SaveEnd():
+                    yield from self._agreements.total(committee, effect.subject, protocol.Totals(()))
+            case commit.Save() | commit.SaveEnd():
                 if self._ports.saver is not None:
                     self._ports.saver.save(effect)
-            case PrepareToSave() | CompareReplicas():
+            case commit.PrepareToSave() | commit.CompareReplicas():
                 pass  # layers have no numbers
-            case ReportResumed(generation=generation):
+            case commit.ReportResumed(generation=generation):
                 self._report_resumed(generation)
-            case ReportFinished():
-                self._ports.say(Finished(device=self.worker_id.device, applied=self.commit_state.applied))
-            case AwaitPlanUpdate():
+            case commit.ReportFinished():
+                self._ports.say(protocol.Finished(device=self.worker_id.device, applied=self.commit_state.applied))
+            case commit.AwaitPlanUpdate():
                 return (yield from self._await_update())
-            case AwaitRecords(step=step):
+            case commit.AwaitRecords(step=step):
                 yield Wait(
                     f"the records of step {step}",
                     lambda: self._records.is_told(step) or self._records.over_after(step - 1) is not None,
                     self.commit_state.is_fenced,
                 )
-            case FormGroups(keys=keys, committee=committee):
+            case commit.FormGroups(keys=keys, committee=committee):
                 return (yield from self._groups.form(keys, beside=self._sum_groups(committee)))
-            case AwaitGroups():
+            case commit.AwaitGroups():
                 yield from self._groups.await_formed()
-            case KeepGroups(keys=keys, committee=committee):
+            case commit.KeepGroups(keys=keys, committee=committee):
                 self._groups.keep([*keys, *self._sum_groups(committee)])
-            case EndTransfers(keys=keys):
+            case commit.EndTransfers(keys=keys):
                 self._groups.leave(keys)
-            case Exchange(update=update):
+            case commit.Exchange(update=update):
                 self._received = yield from self._transfers.exchange(update, self._layers)
                 yield from pause("about to adopt")
-            case Adopt():
+            case commit.Adopt():
                 yield from self._adopt(effect)
-            case ReadCheckpoint():
+            case commit.ReadCheckpoint():
                 raise Violation(f"{self.worker_id} has nothing to restore from: layers have no numbers")
             case _:
                 assert_never(effect)
         return None
 
-    def _await_update(self) -> Generator[Wait, None, PlanUpdate]:
+    def _await_update(self) -> Generator[Wait, None, protocol.PlanUpdate]:
         self._groups.abandon_forming()
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
@@ -318,7 +268,7 @@ class VirtualWorker:
 
     def _report_resumed(self, generation: int) -> None:
         self._ports.say(
-            Resumed(
+            protocol.Resumed(
                 device=self.worker_id.device,
                 generation=generation,
                 transfer_s=self._transfers.took_s,
@@ -330,10 +280,10 @@ class VirtualWorker:
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _sum_groups(self, committee: Committee | None) -> list[GroupKey]:
+    def _sum_groups(self, committee: commit.Committee | None) -> list[commit.GroupKey]:
         return [] if committee is None else self._step.groups_of(committee)
 
-    def _adopt(self, effect: Adopt) -> Moves:
+    def _adopt(self, effect: commit.Adopt) -> Moves:
         yield from pause("adopting")
         update, wanted = effect.update, tuple(effect.layers)
         keeping = self._layers.states(effect.keep)

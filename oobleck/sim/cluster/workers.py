@@ -8,21 +8,7 @@ from pathlib import Path
 
 import trio
 
-from oobleck.control.protocol import (
-    CommitMessage,
-    ForkServerEnded,
-    Killed,
-    LinkTimed,
-    ProcessEnd,
-    Profiled,
-    ProfileRequest,
-    SetUpWorker,
-    TimeLink,
-    WorkerAddress,
-    WorkerBound,
-    WorkerMessage,
-    WorkerReady,
-)
+from oobleck.control import protocol
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.profiles import LINKS
@@ -31,14 +17,16 @@ from .ports import WorkerPorts
 from .worker import VirtualWorker
 from .world import Gate, World
 
-_KILLED = Killed(signal=9)
+_KILLED = protocol.Killed(signal=9)
 _TIMED_BYTES = (1 << 10, 1 << 20)
 
 
 class WorkerProcess:
     """A worker process, from its agent's side, and the world's hold on it. `run` is its life."""
 
-    def __init__(self, setup: SetUpWorker, pid: int, world: World, gate: Gate, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, setup: protocol.SetUpWorker, pid: int, world: World, gate: Gate, clock: Callable[[], float]
+    ) -> None:
         """`gate` is the node's: a frozen node's processes are frozen."""
         self.pid = pid
         self.worker_id = setup.worker_id
@@ -55,28 +43,28 @@ class WorkerProcess:
         """How long its training thread has computed, moved layers, or summed, up to the newest move."""
         self._works_since_s = math.inf
         """While it does."""
-        self._untold: list[WorkerBound] = []
+        self._untold: list[protocol.WorkerBound] = []
         """What waits in the socket of a process that is frozen, or not set up yet."""
-        self._letters: list[tuple[float, WorkerId, CommitMessage]] = []
+        self._letters: list[tuple[float, WorkerId, protocol.CommitMessage]] = []
         """Of other workers, on their way: when each arrives, and whose it is."""
         self._profiling = trio.Event()
-        self._say, self._said = trio.open_memory_channel[WorkerMessage](math.inf)
+        self._say, self._said = trio.open_memory_channel[protocol.WorkerMessage](math.inf)
 
     # --- the port ------------------------------------------------------------------------------------------
 
-    async def send(self, messages: Sequence[WorkerBound]) -> None:
+    async def send(self, messages: Sequence[protocol.WorkerBound]) -> None:
         await trio.lowlevel.checkpoint()
         if self._ended.is_set():
             raise trio.BrokenResourceError(f"worker {self.pid} is gone")
         self._untold += messages
         self._listen()
 
-    async def receive(self) -> WorkerMessage:
+    async def receive(self) -> protocol.WorkerMessage:
         message = await self._said.receive()
         await self._gate.passed()
         return message
 
-    async def wait(self) -> ProcessEnd:
+    async def wait(self) -> protocol.ProcessEnd:
         await self._ended.wait()
         await self._gate.passed()
         return _KILLED
@@ -127,9 +115,9 @@ class WorkerProcess:
                 nursery.start_soon(self._profile)
                 await self._train(worker)
 
-    def _ready(self, address: WorkerAddress) -> WorkerReady:
+    def _ready(self, address: protocol.WorkerAddress) -> protocol.WorkerReady:
         profile = self._world.kinds.profile_of(self.worker_id.node)
-        return WorkerReady(
+        return protocol.WorkerReady(
             device=self.worker_id.device,
             pid=self.pid,
             data_digest="virtual",
@@ -148,21 +136,21 @@ class WorkerProcess:
         told, self._untold = self._untold, []
         for message in told:
             match message:
-                case ProfileRequest():
+                case protocol.ProfileRequest():
                     self._profiling.set()
-                case TimeLink(peer=peer) if message.leads:
+                case protocol.TimeLink(peer=peer) if message.leads:
                     self._time_link(peer.worker_id)
-                case TimeLink():
+                case protocol.TimeLink():
                     pass  # the other answers
                 case _:
                     self._worker.take(message)
 
-    def _carry(self, target: WorkerId, message: CommitMessage) -> None:
+    def _carry(self, target: WorkerId, message: protocol.CommitMessage) -> None:
         """Send another worker a message. What is meant for one that has ended is lost."""
         if target in self._world.peers:
             self._world.peers[target](self.worker_id, message)
 
-    def _expect(self, source: WorkerId, message: CommitMessage) -> None:
+    def _expect(self, source: WorkerId, message: protocol.CommitMessage) -> None:
         arrives_s = self._world.time.now_s + self._world.tempo.latency_s(source, self.worker_id)
         self._letters.append((arrives_s, source, message))
         self._world.time.call_at(arrives_s, self._unpark)
@@ -182,13 +170,13 @@ class WorkerProcess:
         if self._world.fabric.is_whole((self.worker_id, peer)):
             link = self._world.kinds.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
             seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
-            self._say.send_nowait(LinkTimed(device=self.worker_id.device, seconds=seconds))
+            self._say.send_nowait(protocol.LinkTimed(device=self.worker_id.device, seconds=seconds))
 
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
         profile_json = profile_to_json(self._world.kinds.profile_of(self.worker_id.node))
-        self._say.send_nowait(Profiled(device=self.worker_id.device, profile_json=profile_json))
+        self._say.send_nowait(protocol.Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:
         """Work for so long; a frozen process makes no progress."""
@@ -258,21 +246,21 @@ class VirtualWorkerHost:
         self._pids = pids
         self._clock = clock
         self._warm_up = warm_up
-        self._say, self._said = trio.open_memory_channel[ForkServerEnded](math.inf)
+        self._say, self._said = trio.open_memory_channel[protocol.ForkServerEnded](math.inf)
 
-    async def server_ended(self) -> ForkServerEnded:
+    async def server_ended(self) -> protocol.ForkServerEnded:
         how = await self._said.receive()
         await self._gate.passed()
         return how
 
     def end_server(self) -> None:
         """What forks workers is gone: those that live stay, others wait for the next one."""
-        self._say.send_nowait(ForkServerEnded(end=_KILLED, is_restarted=True))
+        self._say.send_nowait(protocol.ForkServerEnded(end=_KILLED, is_restarted=True))
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         await trio.lowlevel.checkpoint()
 
-    async def start(self, setup: SetUpWorker) -> WorkerProcess:
+    async def start(self, setup: protocol.SetUpWorker) -> WorkerProcess:
         while (wait_s := self._warm_up()) > 0:  # noqa: ASYNC110  it may end while it is waited for
             await trio.sleep(wait_s)
         await trio.sleep(self._world.delays.start_worker_s)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
+from oobleck.control import protocol
 from oobleck.control.commit import broken_pipelines, without
 from oobleck.control.plans import num_sections_of, shares_of
-from oobleck.control.protocol import NOTHING, CommitRecord, PartialStep, PlanUpdate, Resumed, SectionRecord, Status
 from oobleck.planner import ExecutionPlan, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
@@ -48,7 +48,7 @@ class CommittedSteps:
 class _Pending:
     """A plan update that is being carried out."""
 
-    update: PlanUpdate
+    update: protocol.PlanUpdate
     commit_s: float
     """When the step in flight is committed; the time of the update where none is finished."""
     adopt_s: float
@@ -73,11 +73,11 @@ class AnalyticWorkers:
         """The workers of the plan in force, by what they hold and the microbatches that they take."""
         self._adopted = 0
         self._applied = 0
-        self._last_record: CommitRecord | None = None
+        self._last_record: protocol.CommitRecord | None = None
         self._began_s = 0.0
         """When the step in flight was begun."""
         self._step_s = inf
-        self._partial: PartialStep = NOTHING
+        self._partial: protocol.PartialStep = protocol.NOTHING
         """What of the step in flight was committed before the plan in force; only a plan's first step has any."""
         self._num_sections = 1
         self._rest_s = inf
@@ -198,8 +198,8 @@ class AnalyticWorkers:
     def _commit(self, number: int, end_s: float, step_s: float) -> CommittedSteps:
         first = self._applied + 1
         self._applied += number
-        self._partial, self._number = NOTHING, 0
-        self._last_record = CommitRecord(
+        self._partial, self._number = protocol.NOTHING, 0
+        self._last_record = protocol.CommitRecord(
             step=self._applied,
             generation=self._adopted,
             loss=0.0,
@@ -216,7 +216,7 @@ class AnalyticWorkers:
         )
 
     @property
-    def last_record(self) -> CommitRecord | None:
+    def last_record(self) -> protocol.CommitRecord | None:
         return self._last_record
 
     # --- what the coordinator asks and orders ---------------------------------------------------------------------
@@ -233,7 +233,7 @@ class AnalyticWorkers:
             if self._applied == self._pending.update.boundary:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
-        answers: list[tuple[tuple[WorkerId, ...], Status]] = []
+        answers: list[tuple[tuple[WorkerId, ...], protocol.Status]] = []
         done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
         partial = self._section_record()
         for (layers, num_microbatches), worker_ids in self._teams.items():
@@ -290,15 +290,15 @@ class AnalyticWorkers:
         ]
         return bisect_right(ends_s, self._stopped_s - self._began_s)
 
-    def _section_record(self) -> SectionRecord | None:
+    def _section_record(self) -> protocol.SectionRecord | None:
         if not self._number:
             return None
-        return SectionRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
+        return protocol.SectionRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
 
     def _status(
-        self, generation: int, layers: tuple[int, ...], microbatches_done: int, partial: SectionRecord | None
-    ) -> Status:
-        return Status(
+        self, generation: int, layers: tuple[int, ...], microbatches_done: int, partial: protocol.SectionRecord | None
+    ) -> protocol.Status:
+        return protocol.Status(
             device=0,
             generation=generation,
             applied=self._applied,
@@ -311,7 +311,7 @@ class AnalyticWorkers:
             partial=partial,
         )
 
-    def take_update(self, update: PlanUpdate, now_s: float, *, transfer_s: float) -> None:
+    def take_update(self, update: protocol.PlanUpdate, now_s: float, *, transfer_s: float) -> None:
         """Begin to carry out a plan update; `transfer_s` is what copying its layers takes."""
         # A worker's groups are that of all workers and that of its layers' owners; its pipeline's is mostly kept.
         owners = len(update.plan.pipelines)
@@ -323,7 +323,9 @@ class AnalyticWorkers:
         adopt_s = commit_s + forming_s + transfer_s + self._costs.warm_up_s
         self._pending = _Pending(update, commit_s, adopt_s, transfer_s, waits_s)
 
-    def _finished_s(self, update: PlanUpdate, ordered_s: float, forming_s: float) -> tuple[float, tuple[float, float]]:
+    def _finished_s(
+        self, update: protocol.PlanUpdate, ordered_s: float, forming_s: float
+    ) -> tuple[float, tuple[float, float]]:
         """When the whole pipelines have computed their share of the step, what was reassigned to them, and reduced.
 
         Returns as well from when to when all of them waited for orders, and for the groups that all form together once
@@ -358,7 +360,7 @@ class AnalyticWorkers:
         self._step_s = self._whole_step_s(update.plan)
         self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self._step_s
         self._began_s = pending.adopt_s
-        self._resumed = Resumed(
+        self._resumed = protocol.Resumed(
             device=0,
             generation=update.generation,
             transfer_s=pending.transfer_s,
@@ -369,7 +371,7 @@ class AnalyticWorkers:
         self._busy_s = (pending.adopt_s, pending.adopt_s)
 
     @property
-    def resumed(self) -> Resumed:
+    def resumed(self) -> protocol.Resumed:
         """What each worker says once it has adopted the plan in force; the bytes are not assigned to any."""
         return self._resumed
 
@@ -377,10 +379,10 @@ class AnalyticWorkers:
         """All state is lost: what comes next starts from a checkpoint."""
         self._plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
         self._adopted, self._last_record, self._step_s = 0, None, inf
-        self._partial, self._number = NOTHING, 0
+        self._partial, self._number = protocol.NOTHING, 0
 
 
-_Answers = list[tuple[tuple[WorkerId, ...], Status]]
+_Answers = list[tuple[tuple[WorkerId, ...], protocol.Status]]
 
 
 def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:

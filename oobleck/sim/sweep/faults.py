@@ -11,22 +11,7 @@ from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import Heartbeat
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
-from oobleck.sim.trace import (
-    AgentFrozen,
-    ForkServerCrashed,
-    Frozen,
-    Gone,
-    Healed,
-    Joined,
-    MasterCrashed,
-    MasterFrozen,
-    Noticed,
-    Partitioned,
-    Slowed,
-    Thawed,
-    TraceEvent,
-    WorkerCrashed,
-)
+from oobleck.sim import trace
 
 from .job_run import JobRun
 
@@ -40,31 +25,31 @@ class Faults:
         self._run = run
         self._nodes, self._crew, self._agenda, self._costs = run.nodes, run.crew, run.agenda, run.costs
 
-    def happen(self, event: TraceEvent) -> None:
+    def happen(self, event: trace.TraceEvent) -> None:
         """Let an event happen now."""
         changed = self._nodes.apply(event)
         match event:
-            case Gone(node=node):
+            case trace.Gone(node=node):
                 self._lose(node)
-            case Joined(node=node):
+            case trace.Joined(node=node):
                 self._run.join(node)
-            case Frozen() | Partitioned():
+            case trace.Frozen() | trace.Partitioned():
                 for node in changed:
                     self._fall_silent(node)
-            case Thawed() | Healed():
+            case trace.Thawed() | trace.Healed():
                 self._be_heard(changed)
-            case Slowed(node=node, factor=factor):
+            case trace.Slowed(node=node, factor=factor):
                 self._crew.set_factor(node, factor, self._agenda.now_s)
                 self._run.report_later()
-            case WorkerCrashed(node=node, device=device):
+            case trace.WorkerCrashed(node=node, device=device):
                 self._crash(node, device)
-            case AgentFrozen(node=node, frozen_s=frozen_s):
+            case trace.AgentFrozen(node=node, frozen_s=frozen_s):
                 self._freeze_agent(node, frozen_s)
-            case ForkServerCrashed():
+            case trace.ForkServerCrashed():
                 pass  # nothing waits for it, unless a worker ends within seconds of it
-            case MasterFrozen(frozen_s=down_s) | MasterCrashed(down_s=down_s):
+            case trace.MasterFrozen(frozen_s=down_s) | trace.MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
-            case Noticed(node=node):
+            case trace.Noticed(node=node):
                 self._agenda.when_seen(self._agenda.now_s, lambda: self._run.drain(node))
             case _:
                 assert_never(event)

@@ -7,44 +7,9 @@ from dataclasses import replace
 from math import inf
 
 from oobleck import __version__
+from oobleck.control import events, protocol
 from oobleck.control.coordinator import Coordinator, Phase
-from oobleck.control.events import (
-    AddRequested,
-    BatchReceived,
-    Command,
-    Disconnect,
-    DrainRequested,
-    End,
-    Event,
-    LookUpProfile,
-    MessageReceived,
-    NodeFailed,
-    NodeUp,
-    ProfileFound,
-    Record,
-    Send,
-    SendAll,
-    SendOrders,
-)
 from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
-from oobleck.control.protocol import (
-    PROTOCOL_VERSION,
-    AgentMessage,
-    AgentStopped,
-    AskActivity,
-    Fence,
-    Finished,
-    Hello,
-    Killed,
-    KillWorker,
-    PlanUpdate,
-    ProcessorUse,
-    StartWorker,
-    StepCommitted,
-    StopAgent,
-    WorkerExited,
-    WorkerReady,
-)
 from oobleck.control.speed import found_out_s
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
@@ -93,7 +58,7 @@ class JobRun:
         """The kinds of nodes whose profiles it has asked for."""
         self._pids: dict[WorkerId, int] = {}
         """The newest process of each worker."""
-        self._update: PlanUpdate | None = None
+        self._update: protocol.PlanUpdate | None = None
         self._fence = 0
         self._answered = 0
         """The newest fence that all have answered who can."""
@@ -139,7 +104,7 @@ class JobRun:
             self.agenda.at(self.agenda.blind_until_s, lambda: None)  # it is asked again then
         elif all(map(self.nodes.is_well, plan.nodes)):
             for worker_id in plan.worker_ids:
-                self._say(worker_id, Finished(device=worker_id.device, applied=self.crew.max_steps))
+                self._say(worker_id, protocol.Finished(device=worker_id.device, applied=self.crew.max_steps))
 
     def move_to(self, t_s: float) -> None:
         """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
@@ -165,58 +130,62 @@ class JobRun:
             self._untold_step = 0
             self.log.save(stretch)
             self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
-            message = StepCommitted(device=worker_id.device, record=record)
-            self.feed(MessageReceived(node=worker_id.node, message=message), from_step=first_step)
+            message = protocol.StepCommitted(device=worker_id.device, record=record)
+            self.feed(events.MessageReceived(node=worker_id.node, message=message), from_step=first_step)
 
     # --- the coordinator's side ---------------------------------------------------------------------------------
 
-    def feed(self, event: Event, *, from_step: int = 0) -> None:
+    def feed(self, event: events.Event, *, from_step: int = 0) -> None:
         """Give the coordinator an event, if there is one, and carry out what it decides."""
         if self._coordinator is not None:
             is_answered = self._coordinator.phase is Phase.FENCING and self._answered == self._fence
             self._carry_out(self._coordinator.handle(self.agenda.now_s, event), from_step=from_step)
-            if is_answered and isinstance(event, NodeFailed | MessageReceived):
+            if is_answered and isinstance(event, events.NodeFailed | events.MessageReceived):
                 self._tick_later()  # a loss that belongs to one before has nobody answer again
 
-    def _say(self, worker_id: WorkerId, message: AgentMessage) -> None:
-        self.feed(MessageReceived(node=worker_id.node, message=message))
+    def _say(self, worker_id: WorkerId, message: protocol.AgentMessage) -> None:
+        self.feed(events.MessageReceived(node=worker_id.node, message=message))
 
-    def _carry_out(self, commands: Sequence[Command], *, from_step: int = 0) -> None:
+    def _carry_out(self, commands: Sequence[events.Command], *, from_step: int = 0) -> None:
         fence = 0
-        ordered: PlanUpdate | None = None
+        ordered: protocol.PlanUpdate | None = None
         for command in commands:
             match command:
-                case Record(entry=StepDone() as entry):
+                case events.Record(entry=StepDone() as entry):
                     # Its answers to a fence may tell of steps that no worker could report.
                     self.log.record_steps(entry, from_step or self._untold_step)
                     self._untold_step = 0
-                case Record(entry=entry):
+                case events.Record(entry=entry):
                     self.log.record(entry)
-                case SendAll(message=Fence(generation=fence)):
+                case events.SendAll(message=protocol.Fence(generation=fence)):
                     pass
-                case SendAll(worker_ids=worker_ids, message=AskActivity() as asked) if self.crew.is_computing:
-                    use = ProcessorUse(device=0, inquiry=asked.inquiry, used_s=1.0, within_s=1.0)
+                case events.SendAll(worker_ids=worker_ids, message=protocol.AskActivity() as asked) if (
+                    self.crew.is_computing
+                ):
+                    use = protocol.ProcessorUse(device=0, inquiry=asked.inquiry, used_s=1.0, within_s=1.0)
                     self._say(worker_ids[0], replace(use, device=worker_ids[0].device))
-                case SendOrders(update=PlanUpdate(initial=True)) if self.crew.last_record is not None:
+                case events.SendOrders(update=protocol.PlanUpdate(initial=True)) if self.crew.last_record is not None:
                     self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
                     return
-                case LookUpProfile(kind=kind):
+                case events.LookUpProfile(kind=kind):
                     self._asked.append(kind)
-                case SendOrders(update=update):
+                case events.SendOrders(update=update):
                     ordered = update
-                case Disconnect(node=node):
+                case events.Disconnect(node=node):
                     self.nodes.members.pop(node, None)
-                case Send(node=node, message=StartWorker(device=device)) if WorkerId(node, device) in self._crashed:
+                case events.Send(node=node, message=protocol.StartWorker(device=device)) if (
+                    WorkerId(node, device) in self._crashed
+                ):
                     self._crashed.discard(WorkerId(node, device))
                     self._worker_restarts(WorkerId(node, device))
-                case Send(node=node, message=KillWorker(device=device)):
+                case events.Send(node=node, message=protocol.KillWorker(device=device)):
                     self.end_worker(WorkerId(node, device))
-                case Send(node=node, message=StopAgent(is_dismissal=True)):
-                    self._say(WorkerId(node=node, device=0), AgentStopped(reason="drained"))
-                case End(exit_code=0):
+                case events.Send(node=node, message=protocol.StopAgent(is_dismissal=True)):
+                    self._say(WorkerId(node=node, device=0), protocol.AgentStopped(reason="drained"))
+                case events.End(exit_code=0):
                     self.is_over = True
                     return
-                case End(reason=reason):
+                case events.End(reason=reason):
                     self._give_up(reason)
                     return
                 case _:
@@ -230,7 +199,7 @@ class JobRun:
             self._take_update(ordered)
         self._review_later()
 
-    def _take_update(self, update: PlanUpdate) -> None:
+    def _take_update(self, update: protocol.PlanUpdate) -> None:
         self._update = update
         seconds, num_workers = transfer_s(self.kinds.profile, update.transfers), len(update.plan.worker_ids)
         ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers, len(update.transfers))
@@ -254,7 +223,7 @@ class JobRun:
             speakers = (
                 worker_ids if only is None else tuple(worker_id for worker_id in worker_ids if worker_id.node in only)
             )
-            self.feed(BatchReceived(worker_ids=speakers, message=status))
+            self.feed(events.BatchReceived(worker_ids=speakers, message=status))
         self._tick_later()
 
     def answer_from(self, node: str) -> None:
@@ -309,14 +278,14 @@ class JobRun:
                 self.report_later()
                 return
             for worker_ids, pace in reports.tell(plan, self.crew.factors):
-                self.feed(BatchReceived(worker_ids=worker_ids, message=pace))
+                self.feed(events.BatchReceived(worker_ids=worker_ids, message=pace))
                 if not is_listening():
                     break
 
         found_s = found_out_s(self.crew.step_s, len(plan.worker_ids))
         self.agenda.when_seen(self.agenda.now_s + found_s, report)
 
-    def _resume(self, update: PlanUpdate) -> None:
+    def _resume(self, update: protocol.PlanUpdate) -> None:
         """All have adopted the plan: say so."""
         resumed = self.crew.resumed
         num_bytes = moved_bytes(self.kinds.profile, update.transfers)
@@ -324,8 +293,8 @@ class JobRun:
         everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
         worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
         # The account sums up what each worker received: one of them says all of it.
-        self.feed(BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
-        self.feed(BatchReceived(worker_ids=worker_ids[1:], message=resumed))
+        self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
+        self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))
         if any(map(self.crew.is_training, self.nodes.silent)):
             self.crew.stop(self.agenda.now_s)
         self.report_later()
@@ -365,7 +334,7 @@ class JobRun:
         if not self.nodes.is_well(node):
             self.fail(node, Unreachable(problem="it is gone"))
             return
-        self.feed(NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
+        self.feed(events.NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
         for device in self.kinds.devices_of(node):
             self._say_ready(WorkerId(node=node, device=device))
 
@@ -376,7 +345,7 @@ class JobRun:
             (profile,) = (each.profile for each in self.kinds.named if each.name == kind)
             # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
             profile = replace(profile, network=replace(profile.network, assumed=()))
-            self.feed(ProfileFound(profile_json=profile_to_json(profile), kind=kind))
+            self.feed(events.ProfileFound(profile_json=profile_to_json(profile), kind=kind))
 
     def _await_others(self, node: str) -> None:
         """Note that a node is there while no coordinator is: too few are, by now."""
@@ -396,7 +365,7 @@ class JobRun:
         """The coordinator learns that a node that it counts on has failed."""
         if node in self.nodes.members:
             self._forget_pace(node)
-            self.feed(NodeFailed(node=node, loss=loss))
+            self.feed(events.NodeFailed(node=node, loss=loss))
             if not self.log.is_planned:
                 self._tick_later()
 
@@ -422,7 +391,7 @@ class JobRun:
             else:
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
-                self.feed(AddRequested(spec=self.kinds.spec(node)))
+                self.feed(events.AddRequested(spec=self.kinds.spec(node)))
                 self._come_up(node)
                 self._know_profiles()
 
@@ -432,7 +401,10 @@ class JobRun:
         """A worker process ends by a signal."""
         self._crashed.add(worker_id)
         self._forget_pace(worker_id.node)
-        self._say(worker_id, WorkerExited(device=worker_id.device, pid=self._pids[worker_id], end=Killed(signal=9)))
+        self._say(
+            worker_id,
+            protocol.WorkerExited(device=worker_id.device, pid=self._pids[worker_id], end=protocol.Killed(signal=9)),
+        )
 
     def _worker_restarts(self, worker_id: WorkerId) -> None:
         life = self.nodes.lives[worker_id.node]
@@ -450,12 +422,12 @@ class JobRun:
     def drain(self, node: str) -> None:
         """A node gets notice that it will be taken away."""
         if self.nodes.is_well(node) and self.log.is_planned:
-            self.feed(DrainRequested(node=node))
+            self.feed(events.DrainRequested(node=node))
 
 
-def _hello(node: str, now_s: float) -> Hello:
-    return Hello(
-        protocol=PROTOCOL_VERSION,
+def _hello(node: str, now_s: float) -> protocol.Hello:
+    return protocol.Hello(
+        protocol=protocol.PROTOCOL_VERSION,
         oobleck_version=__version__,
         python_version=_PYTHON,
         node=node,
@@ -468,7 +440,7 @@ def _hello(node: str, now_s: float) -> Hello:
     )
 
 
-def _ready(device: int, pid: int) -> WorkerReady:
-    return WorkerReady(
+def _ready(device: int, pid: int) -> protocol.WorkerReady:
+    return protocol.WorkerReady(
         device=device, pid=pid, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
     )

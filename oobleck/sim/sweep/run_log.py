@@ -8,22 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.journal import (
-    Action,
-    JobEnded,
-    JournalEntry,
-    LossCause,
-    NodeConnected,
-    NodeLeft,
-    NodeLost,
-    PlanAdopted,
-    PlanCause,
-    RecoveryDone,
-    RecoveryStarted,
-    StepDone,
-    StepsDone,
-    WorkerUp,
-)
+from oobleck.control import journal
 from oobleck.planner import ExecutionPlan
 
 from .analytic_workers import CommittedSteps
@@ -33,7 +18,7 @@ class RunLog:
     """Collects what coordinators record, in the order of time."""
 
     def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
-        self.entries: list[JournalEntry] = []
+        self.entries: list[journal.JournalEntry] = []
         self.connected: set[str] = set()
         """Nodes of which nothing says that they are gone."""
         self.newest_step = 0
@@ -55,33 +40,33 @@ class RunLog:
         """The coordinator has adopted a plan."""
         return self._generation > 0
 
-    def record(self, entry: JournalEntry) -> None:
+    def record(self, entry: journal.JournalEntry) -> None:
         """Write an entry of the current coordinator; its end with an error is not the run's."""
         match entry:
-            case NodeConnected(node=node):
+            case journal.NodeConnected(node=node):
                 self.connected.add(node)
-            case NodeLost(node=node) | NodeLeft(node=node):
+            case journal.NodeLost(node=node) | journal.NodeLeft(node=node):
                 self.connected.discard(node)
-            case WorkerUp():
+            case journal.WorkerUp():
                 return  # one for each device and start, and nothing is learned from them
-            case JobEnded(exit_code=code) if code:
+            case journal.JobEnded(exit_code=code) if code:
                 return
-            case PlanAdopted() | RecoveryStarted() | RecoveryDone():
+            case journal.PlanAdopted() | journal.RecoveryStarted() | journal.RecoveryDone():
                 entry = replace(entry, generation=self._past_generations + entry.generation)
             case _:
                 pass
         self.entries.append(entry)
-        if isinstance(entry, PlanAdopted):
+        if isinstance(entry, journal.PlanAdopted):
             self._adopted(entry)
 
-    def record_steps(self, entry: StepDone, first_step: int) -> None:
+    def record_steps(self, entry: journal.StepDone, first_step: int) -> None:
         """Write one entry for many steps; those that had been committed before are kept apart from the others."""
         first, last = self.past_steps + (first_step or entry.record.step), self.past_steps + entry.record.step
         for start, stop in ((first, min(last, self.newest_step)), (max(first, self.newest_step + 1), last)):
             if start <= stop:
                 end_s = entry.t_s - (last - stop) * entry.record.duration_s
                 record = replace(entry.record, step=stop, generation=self._past_generations + entry.record.generation)
-                steps = StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=entry.tokens)
+                steps = journal.StepsDone(t_s=end_s, first_step=start, record=record, tokens_per_step=entry.tokens)
                 self.entries.append(steps)
         self.newest_step = max(self.newest_step, last)
         self._step = last
@@ -101,11 +86,11 @@ class RunLog:
         self.past_steps = self._step = self._saved_step
         self._ended_s = now_s
         self.entries.append(
-            PlanAdopted(
+            journal.PlanAdopted(
                 t_s=now_s,
                 generation=self._past_generations,
                 plan=ExecutionPlan(pipelines=()),
-                action=Action.CHECKPOINT,
+                action=journal.Action.CHECKPOINT,
                 reason=reason,
                 predicted_step_s=0.0,
                 num_layers=0,
@@ -113,7 +98,7 @@ class RunLog:
             )
         )
 
-    def _adopted(self, entry: PlanAdopted) -> None:
+    def _adopted(self, entry: journal.PlanAdopted) -> None:
         is_restart = not self.is_planned and self._past_generations > 0
         self._generation = entry.generation - self._past_generations
         if not entry.redundant:
@@ -121,15 +106,15 @@ class RunLog:
         if is_restart:
             self.entries.append(self._restart(entry))
 
-    def _restart(self, entry: PlanAdopted) -> RecoveryDone:
-        return RecoveryDone(
+    def _restart(self, entry: journal.PlanAdopted) -> journal.RecoveryDone:
+        return journal.RecoveryDone(
             t_s=entry.t_s,
             began_s=self._ended_s,
             generation=entry.generation,
             nodes=(),
-            cause=PlanCause.LOSS,
-            loss=LossCause.CONNECTION_LOST,
-            action=Action.CHECKPOINT,
+            cause=journal.PlanCause.LOSS,
+            loss=journal.LossCause.CONNECTION_LOST,
+            action=journal.Action.CHECKPOINT,
             detect_s=0.0,
             decide_s=0.0,
             transfer_s=self._checkpoint_read_s,

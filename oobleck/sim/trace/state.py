@@ -18,20 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from .events import (
-    Frozen,
-    Gone,
-    Healed,
-    Joined,
-    Lost,
-    MasterCrashed,
-    MasterFrozen,
-    Partitioned,
-    Slowed,
-    Stays,
-    Thawed,
-    TraceEvent,
-)
+from . import events
 
 
 class ClusterState:
@@ -52,52 +39,52 @@ class ClusterState:
         """The nodes that can take part."""
         return self.here - self.frozen - self.cut
 
-    def problem(self, event: TraceEvent) -> str | None:
+    def problem(self, event: events.TraceEvent) -> str | None:
         """Return why an event cannot happen next; None where it can."""
         match event:
-            case MasterCrashed() | MasterFrozen() | Partitioned():
+            case events.MasterCrashed() | events.MasterFrozen() | events.Partitioned():
                 return None
-            case Healed():
+            case events.Healed():
                 return None if self._is_partitioned else "there is no partition"
-            case Joined(node=node):
+            case events.Joined(node=node):
                 return f"{node} is there already" if node in self.here else None
             case _ if event.node not in self.here:
                 return f"{event.node} is not there"
-            case Lost():
+            case events.Lost():
                 return None
-            case Thawed(node=node):
+            case events.Thawed(node=node):
                 return None if node in self.frozen else f"{node} is not frozen"
             case _:
                 return f"{event.node} is frozen" if event.node in self.frozen else None
 
-    def apply(self, event: TraceEvent) -> tuple[str, ...]:
+    def apply(self, event: events.TraceEvent) -> tuple[str, ...]:
         """Let an event happen; return the nodes for which it changes something, in order."""
         match event:
-            case Joined(node=node):
+            case events.Joined(node=node):
                 self.here.add(node)
-            case Gone(node=node):
+            case events.Gone(node=node):
                 for group in (self.here, self.frozen, self.cut):
                     group.discard(node)
                 self.factors.pop(node, None)
-            case Frozen(node=node):
+            case events.Frozen(node=node):
                 self.frozen.add(node)
-            case Thawed(node=node):
+            case events.Thawed(node=node):
                 self.frozen.discard(node)
-            case Slowed(node=node, factor=factor):
+            case events.Slowed(node=node, factor=factor):
                 self.factors[node] = factor
-            case Stays(node=node):
+            case events.Stays(node=node):
                 pass
-            case MasterCrashed() | MasterFrozen():
+            case events.MasterCrashed() | events.MasterFrozen():
                 return ()
-            case Partitioned(spares_master=True):
+            case events.Partitioned(spares_master=True):
                 self._is_partitioned = True
                 return ()
-            case Partitioned(nodes=nodes):
+            case events.Partitioned(nodes=nodes):
                 self._is_partitioned = True
                 newly_cut = self.here.intersection(nodes) - self.cut
                 self.cut |= newly_cut
                 return tuple(sorted(newly_cut))
-            case Healed():
+            case events.Healed():
                 self._is_partitioned = False
                 healed, self.cut = self.cut, set()
                 return tuple(sorted(healed))

@@ -24,27 +24,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from oobleck import storage
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import ModelSpec, Task
-from oobleck.storage import (
-    MANIFEST_VERSION,
-    CheckpointDirectory,
-    Layout,
-    Manifest,
-    Shard,
-    checkpoint_name,
-    layer_file_name,
-    write_layer_file,
-)
-from oobleck.training.model import (
-    Adapters,
-    ModelStructure,
-    StageModel,
-    add_adapters,
-    build_model,
-    save_adapters,
-    tied_parameters,
-)
+from oobleck.training import model as models
 from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import model_metadata
@@ -82,7 +65,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     task = metadata.get("task", "causal_lm")
     if task not in get_args(Task):
         raise ConfigError(f"{checkpoint}: its task {task!r} is not known")
-    adapters = Adapters.from_json(metadata["adapters"]) if "adapters" in metadata else None
+    adapters = models.Adapters.from_json(metadata["adapters"]) if "adapters" in metadata else None
     if adapters_alone and adapters is None:
         raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
     config = _config_of(checkpoint, metadata)
@@ -90,16 +73,16 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     model, tuner = build(config)
     if "tied" in metadata:  # an earlier version wrote none of this
         tied = json.loads(metadata["tied"])
-        if tied_parameters(model) != tied:
+        if models.tied_parameters(model) != tied:
             config.tie_word_embeddings = not config.tie_word_embeddings
             model, tuner = build(config)
         weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
-    aliases = tied_parameters(model).keys()
+    aliases = models.tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     if unexpected or set(missing) - aliases:
         raise ConfigError(f"{checkpoint}: its parameters are not those of its configuration: {[*missing, *unexpected]}")
     if adapters is not None and adapters_alone:
-        _save_whole(partial(save_adapters, model, adapters), target)
+        _save_whole(partial(models.save_adapters, model, adapters), target)
         return
     if tuner is not None:
         model = tuner.merge_and_unload()
@@ -108,11 +91,11 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
 
 
 def _built(
-    config: PreTrainedConfig, *, task: Task, dtype: torch.dtype, adapters: Adapters | None
+    config: PreTrainedConfig, *, task: Task, dtype: torch.dtype, adapters: models.Adapters | None
 ) -> tuple[PreTrainedModel, Any]:
     """Build a model, and what can take its adapters in."""
-    model = build_model(config, task=task, dtype=dtype)
-    return model, None if adapters is None else add_adapters(model, adapters)
+    model = models.build_model(config, task=task, dtype=dtype)
+    return model, None if adapters is None else models.add_adapters(model, adapters)
 
 
 def _tied_as_trained(
@@ -120,7 +103,7 @@ def _tied_as_trained(
 ) -> dict[str, torch.Tensor]:
     """Return weights for a model that need not tie what was tied in training: it has copies. Raises ConfigError where
     it ties what was not."""
-    by_model = tied_parameters(model)
+    by_model = models.tied_parameters(model)
     if surplus := sorted(by_model.keys() - tied.keys()):
         raise ConfigError(
             f"{checkpoint}: {surplus[0]} was trained by itself, and the model's class ties it to "
@@ -166,13 +149,15 @@ def import_model(source: Path, target: Path) -> Path:
 
     Layers are read and written one after the other. Raises ConfigError or OSError.
     """
-    structure = ModelStructure.from_spec(ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH)
-    name = checkpoint_name(IMPORTED, step=0, generation=0)
-    directory = CheckpointDirectory(target)
+    structure = models.ModelStructure.from_spec(
+        ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH
+    )
+    name = storage.checkpoint_name(IMPORTED, step=0, generation=0)
+    directory = storage.CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
-    model = StageModel(structure, dtype=torch.float32, device="cpu")
-    shards: list[Shard] = []
+    model = models.StageModel(structure, dtype=torch.float32, device="cpu")
+    shards: list[storage.Shard] = []
     for layer in range(structure.num_layers):
         model.adopt(layer, layer + 1, {})
         model.initialize([layer], seed=0)
@@ -183,21 +168,23 @@ def import_model(source: Path, target: Path) -> Path:
     return target / name
 
 
-def write_layer(path: Path, layer: int, layout: Layout, tensors: dict[str, torch.Tensor]) -> Shard:
+def write_layer(path: Path, layer: int, layout: storage.Layout, tensors: dict[str, torch.Tensor]) -> storage.Shard:
     """Write a layer's file into a checkpoint's directory. Raises OSError."""
     data = memoryview(bytearray(layout.size_bytes))
     for entry in layout.entries:
         as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
-    file = layer_file_name(layer)
+    file = storage.layer_file_name(layer)
     metadata = {**layout.metadata, "format": "pt", "layer": str(layer)}
-    size, digest = write_layer_file(path / file, layout.entries, data, metadata=metadata)
-    return Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
+    size, digest = storage.write_layer_file(path / file, layout.entries, data, metadata=metadata)
+    return storage.Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
 
 
-def manifest_of(name: str, structure: ModelStructure, shards: tuple[Shard, ...], *, step: int = 0) -> Manifest:
+def manifest_of(
+    name: str, structure: models.ModelStructure, shards: tuple[storage.Shard, ...], *, step: int = 0
+) -> storage.Manifest:
     """Return the manifest of a checkpoint that no run has saved."""
-    return Manifest(
-        version=MANIFEST_VERSION,
+    return storage.Manifest(
+        version=storage.MANIFEST_VERSION,
         name=name,
         tag=IMPORTED,
         run=IMPORTED,

@@ -14,22 +14,11 @@ from pathlib import Path
 
 import torch
 
+from oobleck import storage
+from oobleck.control import protocol
 from oobleck.control.checkpoints import saving_shares
-from oobleck.control.protocol import (
-    CheckpointsFound,
-    DataPosition,
-    FindCheckpoints,
-    FoundState,
-    Restore,
-    SaveState,
-    StateNotSaved,
-    StateSaved,
-    StoragePaths,
-    WorkerReport,
-)
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.storage import CheckpointDirectory, Layout, Manifest, TensorSpec, checkpoint_name, read_layer_file, run_of
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 from oobleck.user_path import expand_user
@@ -42,7 +31,7 @@ _IMPORTED = "imported"
 _ANY_DEVICE = "device*"
 """What other workers of the node have saved can be read here too."""
 
-Report = Callable[[WorkerReport], None]
+Report = Callable[[protocol.WorkerReport], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +49,7 @@ class LayerSaver:
     def __init__(
         self,
         worker_id: WorkerId,
-        paths: StoragePaths,
+        paths: protocol.StoragePaths,
         share: Share,
         report: Report,
         *,
@@ -80,7 +69,7 @@ class LayerSaver:
         self._report = report
         self._memory = Path(paths.memory)
         self._stem = f"device{worker_id.device}"
-        self._checkpoints = CheckpointDirectory(Path(paths.checkpoints))
+        self._checkpoints = storage.CheckpointDirectory(Path(paths.checkpoints))
         self._saver = FlashSaver(
             self._memory,
             self._stem,
@@ -99,12 +88,12 @@ class LayerSaver:
 
     # --- control thread ------------------------------------------------------------------------------------
 
-    def want(self, message: SaveState) -> None:
+    def want(self, message: protocol.SaveState) -> None:
         """Raise the wish; one that a save has answered already is ignored."""
         if message.step > self._last_step:
             self._wanted = message.step
 
-    def find(self, message: FindCheckpoints) -> None:
+    def find(self, message: protocol.FindCheckpoints) -> None:
         """Look for states on a thread of its own, since disks may be slow."""
         threading.Thread(target=lambda: self._find(message), daemon=True, name="find checkpoints").start()
 
@@ -130,7 +119,7 @@ class LayerSaver:
         generation: int,
         tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
         *,
-        position: DataPosition | None = None,
+        position: protocol.DataPosition | None = None,
     ) -> None:
         """Save this worker's share of the state after a committed step, among the nodes that are not lost.
 
@@ -141,14 +130,14 @@ class LayerSaver:
             layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
         }
         if layers:
-            name = checkpoint_name(self._run, step=step, generation=generation)
+            name = storage.checkpoint_name(self._run, step=step, generation=generation)
             self._saver.save(layers, name=name, step=step, generation=generation, position=position)
 
     def settle(self) -> None:
         """Wait until what is being saved may be changed."""
         self._saver.settle()
 
-    def load(self, restore: Restore, layer: int) -> Mapping[str, torch.Tensor]:
+    def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:
         """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
         try:
             return cut_state(self._part, self._reader(restore.directory).load(restore.name, layer))
@@ -171,7 +160,9 @@ class LayerSaver:
         if saved.problem is not None:
             self._log.warning("its share of %s is not saved: %s", saved.state.name, saved.problem)
             self._report(
-                StateNotSaved(device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem)
+                protocol.StateNotSaved(
+                    device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem
+                )
             )
             return
         self._log.info(
@@ -182,7 +173,7 @@ class LayerSaver:
             saved.pause_s,
         )
         self._report(
-            StateSaved(
+            protocol.StateSaved(
                 device=device,
                 state=saved.state,
                 layers=saved.layers,
@@ -192,15 +183,15 @@ class LayerSaver:
             )
         )
 
-    def _find(self, message: FindCheckpoints) -> None:
-        found: list[FoundState] = []
+    def _find(self, message: protocol.FindCheckpoints) -> None:
+        found: list[protocol.FoundState] = []
         problems: list[str] = []
         misfits: list[str] = []
         for state, layers in self._reader(None).in_memory(fits=self._fits):
             found.append(
-                FoundState(
+                protocol.FoundState(
                     name=state.name,
-                    run=run_of(state.name),
+                    run=storage.run_of(state.name),
                     step=state.step,
                     saved_at=state.saved_at,
                     layers=layers,
@@ -213,7 +204,7 @@ class LayerSaver:
             self._look_elsewhere(Path(message.directory), found, problems)
         unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
         self._report(
-            CheckpointsFound(
+            protocol.CheckpointsFound(
                 device=self._worker_id.device,
                 request=message.request,
                 found=tuple(found),
@@ -223,7 +214,7 @@ class LayerSaver:
             )
         )
 
-    def _look_elsewhere(self, path: Path, found: list[FoundState], problems: list[str]) -> None:
+    def _look_elsewhere(self, path: Path, found: list[protocol.FoundState], problems: list[str]) -> None:
         """Look where the user says: at one checkpoint, or at a directory of them."""
         try:
             path = expand_user(path)
@@ -231,15 +222,17 @@ class LayerSaver:
             problems.append(str(error))
             return
         if (path / "manifest.json").exists():
-            self._look_into(CheckpointDirectory(path.parent), str(path.parent), found, problems, [], only=path.name)
+            self._look_into(
+                storage.CheckpointDirectory(path.parent), str(path.parent), found, problems, [], only=path.name
+            )
         else:
-            self._look_into(CheckpointDirectory(path), str(path), found, problems, [])
+            self._look_into(storage.CheckpointDirectory(path), str(path), found, problems, [])
 
     def _look_into(
         self,
-        directory: CheckpointDirectory,
+        directory: storage.CheckpointDirectory,
         told: str | None,
-        found: list[FoundState],
+        found: list[protocol.FoundState],
         problems: list[str],
         misfits: list[str],
         only: str | None = None,
@@ -261,7 +254,7 @@ class LayerSaver:
                 misfits.append(text)
                 continue
             found.append(
-                FoundState(
+                protocol.FoundState(
                     name=entry.name,
                     run=entry.manifest.run,
                     step=entry.manifest.step,
@@ -275,7 +268,7 @@ class LayerSaver:
                 )
             )
 
-    def _misfit(self, directory: CheckpointDirectory, manifest: Manifest) -> str | None:
+    def _misfit(self, directory: storage.CheckpointDirectory, manifest: storage.Manifest) -> str | None:
         """Why a checkpoint is not one of our model; None when it is."""
         if manifest.layer_names != self._structure.layer_names:
             ours = self._structure.layer_names
@@ -284,18 +277,18 @@ class LayerSaver:
             return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
         for shard in manifest.shards[:1]:
             with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault reported, before it is used
-                file = read_layer_file(directory.path / manifest.name / shard.file)
+                file = storage.read_layer_file(directory.path / manifest.name / shard.file)
                 return self._layer_misfit(shard.layer, [spec for spec, _ in file.tensors.values()], manifest.num_parts)
         return None
 
-    def _fits(self, layout: Layout) -> bool:
+    def _fits(self, layout: storage.Layout) -> bool:
         """Whether a state in memory is one of our model: the job may have been changed since it was saved."""
-        specs: dict[int, list[TensorSpec]] = {}
+        specs: dict[int, list[storage.TensorSpec]] = {}
         for entry in layout.entries:
             specs.setdefault(entry.layer, []).append(entry.spec)
         return all(self._layer_misfit(layer, specs[layer], layout.num_parts) is None for layer in specs)
 
-    def _layer_misfit(self, layer: int, specs: Sequence[TensorSpec], num_parts: int) -> str | None:
+    def _layer_misfit(self, layer: int, specs: Sequence[storage.TensorSpec], num_parts: int) -> str | None:
         """Why these tensors are not those of a layer of our model; None when they are.
 
         Parts of layers have shapes of their own.
@@ -312,7 +305,7 @@ class LayerSaver:
         return None
 
     def _reader(self, directory: str | None) -> StateReader:
-        elsewhere = None if directory is None else CheckpointDirectory(Path(directory))
+        elsewhere = None if directory is None else storage.CheckpointDirectory(Path(directory))
         return StateReader(self._memory, _ANY_DEVICE, elsewhere or self._checkpoints)
 
 

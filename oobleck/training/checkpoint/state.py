@@ -24,21 +24,9 @@ from pathlib import Path
 
 import torch
 
+from oobleck import storage
 from oobleck.control.protocol import DataPosition
 from oobleck.errors import CorruptCheckpoint, PeerError
-from oobleck.storage import (
-    CheckpointDirectory,
-    FlashMemory,
-    Layout,
-    Manifest,
-    SavedState,
-    Slot,
-    TensorSpec,
-    find_slots,
-    memory_files,
-    next_memory_file,
-    read_layer_file,
-)
 from oobleck.training.comm import DeviceSave, start_thread
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json
@@ -55,7 +43,7 @@ _CPU = torch.device("cpu")
 class SavedLayers:
     """A save that is whole in memory, or was given up."""
 
-    state: SavedState
+    state: storage.SavedState
     layers: tuple[int, ...]
     size_bytes: int
     pause_s: float
@@ -70,7 +58,7 @@ class SavedLayers:
 class _Share:
     """Memory for what this worker saves, and the tensors that lie over each slot."""
 
-    memory: FlashMemory
+    memory: storage.FlashMemory
     over: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
@@ -99,7 +87,7 @@ class FlashSaver:
         self._report = report
         self._share: _Share | None = None
         self._problem = "no memory was made"
-        self._layout: Layout | None = None
+        self._layout: storage.Layout | None = None
         self._busy = threading.Semaphore(1)
         self._copied = threading.Event()
         self._copied.set()
@@ -120,7 +108,7 @@ class FlashSaver:
     ) -> None:
         """Begin to copy these layers, which `settle` ends. What came of it is reported later."""
         began_s = time.monotonic()
-        state = SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
+        state = storage.SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
         if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
             return
@@ -145,10 +133,10 @@ class FlashSaver:
         while True:
             self._tasks.get()()
 
-    def _make(self, layout: Layout) -> None:
+    def _make(self, layout: storage.Layout) -> None:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            memory = FlashMemory.create(next_memory_file(self._directory, self._stem), layout)
+            memory = storage.FlashMemory.create(storage.next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
             self._share, self._problem = None, no_room(self._directory, layout, error)
             self._layout = None  # to be tried again
@@ -158,7 +146,7 @@ class FlashSaver:
                 self._device_save.pin(torch.frombuffer(slot.data, dtype=torch.uint8) for slot in slots if slot.data)
             self._share = _Share(memory, (_tensors_over(slots[0]), _tensors_over(slots[1])))
 
-    def _carry_out(self, state: SavedState, sources: list[torch.Tensor], called_s: float) -> None:
+    def _carry_out(self, state: storage.SavedState, sources: list[torch.Tensor], called_s: float) -> None:
         share = self._share
         if share is None:
             self._copied.set()
@@ -199,14 +187,14 @@ class FlashSaver:
         since_s = self._waits_since_s
         return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
 
-    def _forget_older_than(self, memory: FlashMemory) -> None:
+    def _forget_older_than(self, memory: storage.FlashMemory) -> None:
         """Remove the files of former shares: both slots of this one hold a state by now."""
-        for path in memory_files(self._directory, self._stem):
+        for path in storage.memory_files(self._directory, self._stem):
             if path != memory.path:
                 with suppress(FileNotFoundError):
                     path.unlink()
 
-    def _give_up(self, state: SavedState, problem: str) -> None:
+    def _give_up(self, state: storage.SavedState, problem: str) -> None:
         self._report(SavedLayers(state=state, layers=(), size_bytes=0, pause_s=0.0, problem=problem))
 
 
@@ -216,7 +204,7 @@ class StateReader:
     Layers are whole here: where devices shared stages, what each of them saved is put together.
     """
 
-    def __init__(self, directory: Path, stem: str, checkpoints: CheckpointDirectory) -> None:
+    def __init__(self, directory: Path, stem: str, checkpoints: storage.CheckpointDirectory) -> None:
         """Memory is that of files `<directory>/<stem>.<n>`; `stem` may be a pattern, for those of several workers."""
         self._directory = directory
         self._stem = stem
@@ -225,14 +213,14 @@ class StateReader:
         """Slots, by file, number and sequence."""
 
     def in_memory(
-        self, *, fits: Callable[[Layout], bool] = lambda _: True
-    ) -> tuple[tuple[SavedState, tuple[int, ...]], ...]:
+        self, *, fits: Callable[[storage.Layout], bool] = lambda _: True
+    ) -> tuple[tuple[storage.SavedState, tuple[int, ...]], ...]:
         """The states in this node's memory, each with the layers that are there whole; newest first.
 
         What does not fit, by its layout, is left out.
         """
         parts: dict[str, dict[int, set[int]]] = {}
-        states: dict[str, tuple[SavedState, int]] = {}
+        states: dict[str, tuple[storage.SavedState, int]] = {}
         for state, slot in self._slots():
             if not fits(slot.memory.layout):
                 continue
@@ -244,7 +232,7 @@ class StateReader:
             for name, (state, num_parts) in states.items()
         )
 
-    def on_disk(self) -> tuple[tuple[Manifest, tuple[int, ...]], ...]:
+    def on_disk(self) -> tuple[tuple[storage.Manifest, tuple[int, ...]], ...]:
         """The complete checkpoints that this node sees, each with the layers whose files are there; newest first."""
         found = self._checkpoints.find()
         return tuple(
@@ -266,7 +254,7 @@ class StateReader:
                 raise CorruptCheckpoint(f"{on_disk}; {in_memory}") from on_disk
 
     def _load_from_memory(self, name: str, layer: int) -> Tensors:
-        parts: dict[int, Slot] = {}
+        parts: dict[int, storage.Slot] = {}
         for state, slot in self._slots():
             if state.name == name and layer in slot.memory.layout.layers:
                 parts.setdefault(slot.memory.layout.part, slot)
@@ -276,7 +264,7 @@ class StateReader:
             raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory: {found}")
         return self._joined(layer, name, [self._part_in(slot, layer) for _, slot in sorted(parts.items())])
 
-    def _part_in(self, slot: Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
+    def _part_in(self, slot: storage.Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
         self._verify(slot)
         layout = slot.memory.layout
         return layout.metadata, {
@@ -302,40 +290,40 @@ class StateReader:
         except (ValueError, KeyError, RuntimeError) as error:
             raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
 
-    def _verify(self, slot: Slot) -> None:
+    def _verify(self, slot: storage.Slot) -> None:
         """Verify a slot once, not for every layer in it."""
         key = (slot.memory.path, slot.number, slot.sequence)
         if key not in self._verified:
             slot.verify()
             self._verified.add(key)
 
-    def _slots(self) -> list[tuple[SavedState, Slot]]:
+    def _slots(self) -> list[tuple[storage.SavedState, storage.Slot]]:
         """The newest first, as files and slots are counted."""
-        found: list[tuple[SavedState, Slot]] = []
-        for slot in find_slots(self._directory, self._stem):
+        found: list[tuple[storage.SavedState, storage.Slot]] = []
+        for slot in storage.find_slots(self._directory, self._stem):
             with suppress(PeerError):  # of another version
-                found.append((decode_json(SavedState, slot.note), slot))
+                found.append((decode_json(storage.SavedState, slot.note), slot))
         return found
 
 
 def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    file = read_layer_file(path)
+    file = storage.read_layer_file(path)
     return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
 
 
-def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> Layout:
+def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storage.Layout:
     """The layout of a slot for these tensors."""
     specs = {
         layer: [
-            TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+            storage.TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
         for layer, tensors in layers.items()
     }
-    return Layout.of(specs, metadata=metadata)
+    return storage.Layout.of(specs, metadata=metadata)
 
 
-def _tensors_over(slot: Slot) -> tuple[torch.Tensor, ...]:
+def _tensors_over(slot: storage.Slot) -> tuple[torch.Tensor, ...]:
     """Tensors whose memory is the slot's."""
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
 

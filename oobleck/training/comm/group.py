@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 from oobleck.control.commit import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
+from . import staging
 from .devices import blaming_peers
 from .edges import EdgeReceiver, EdgeSender, Words
 from .inbox import Inbox
 from .nccl import NcclGroup
-from .staging import CopyStreams, Courier, HostCopy, Message, Pending, Posting, StagedReceive
 from .sums import GlooSum, StagedSum, Sum
 from .waiter import Waiter
 
@@ -44,7 +44,7 @@ class Group:
         waiter: Waiter,
         *,
         stages: bool = False,
-        streams: CopyStreams | None = None,
+        streams: staging.CopyStreams | None = None,
     ) -> None:
         """With `stages`, tensors of any device go through the host's memory, whether they need it or not.
 
@@ -58,8 +58,8 @@ class Group:
         self._store = store  # torch keeps no reference to a store that is written in Python
         self._stages = stages
         self._streams = streams
-        self._courier: Courier | None = None
-        self._sweeper: Courier | None = None
+        self._courier: staging.Courier | None = None
+        self._sweeper: staging.Courier | None = None
         self._courier_lock = threading.Lock()
         self._nccl: NcclGroup | None = None
         self._senders: dict[int, EdgeSender] = {}
@@ -77,14 +77,14 @@ class Group:
     def rank_of(self, worker_id: WorkerId) -> int:
         return self.key.members.index(worker_id)
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Pending:
         """Post a send of a contiguous tensor, which must not change until the receiver has it. Raises PeerLost."""
         if self._is_staged(tensor):
             return self._post(tensor, target, tag)
         with blaming_peers(f"send to {self.key.members[target]}"):
             return self._send(tensor, target, tag)
 
-    def send_off(self, tensor: torch.Tensor, target: int, tag: int) -> Pending | None:
+    def send_off(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Pending | None:
         """Post a send that nobody waits for; returns what must be kept, with the tensor, until the receiver has it.
 
         None where the group keeps it, as long as it must be. Raises PeerLost.
@@ -106,7 +106,7 @@ class Group:
 
     def post_receive_ahead(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, tag: int
-    ) -> tuple[Pending, torch.Tensor]:
+    ) -> tuple[staging.Pending, torch.Tensor]:
         """Begin to receive, beside what is computed; returns what to wait for, and the tensor. Raises PeerLost.
 
         Where what is returned can be joined, who uses the tensor joins it first.
@@ -119,13 +119,13 @@ class Group:
             return self.post_receive(tensor, source, tag), tensor
         room = self._streams.room(shape, dtype)
         with blaming_peers(f"receive from {self.key.members[source]}"):
-            return StagedReceive(room, lambda copy: self._receive(copy, source, tag), self._streams), room
+            return staging.StagedReceive(room, lambda copy: self._receive(copy, source, tag), self._streams), room
 
-    def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+    def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> staging.Pending:
         """Begin to fill a tensor; its contents are there once what is returned was waited for."""
         with blaming_peers(f"receive from {self.key.members[source]}"):
             if self._is_staged(tensor):
-                return StagedReceive(tensor, lambda room: self._receive(room, source, tag))
+                return staging.StagedReceive(tensor, lambda room: self._receive(room, source, tag))
             return self._receive(tensor, source, tag)
 
     def inbox(self, source: int) -> Inbox:
@@ -194,29 +194,31 @@ class Group:
         if is_given_up:
             nccl.abort()
 
-    def _say(self, peer: int, tag: int) -> Message:
+    def _say(self, peer: int, tag: int) -> staging.Message:
         return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
 
-    def _hear(self, peer: int, tag: int) -> Message:
+    def _hear(self, peer: int, tag: int) -> staging.Message:
         return self._receive(torch.empty(1, dtype=torch.uint8), peer, tag)
 
     def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
         if self._nccl is not None and tensor.device == self._nccl.device:
             return self._nccl.all_reduce(tensor)
         if self._is_staged(tensor):
-            return StagedSum(HostCopy(tensor, self._streams), tensor, self._courier_of(), self._all_reduce, announce)
+            return StagedSum(
+                staging.HostCopy(tensor, self._streams), tensor, self._courier_of(), self._all_reduce, announce
+            )
         return GlooSum(self._all_reduce(tensor), announce)
 
-    def _post(self, tensor: torch.Tensor, target: int, tag: int) -> Posting:
-        posting = Posting(HostCopy(tensor, self._streams), lambda copy: self._send(copy, target, tag))
+    def _post(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Posting:
+        posting = staging.Posting(staging.HostCopy(tensor, self._streams), lambda copy: self._send(copy, target, tag))
         self._courier_of().take(posting.run)
         return posting
 
-    def _receive(self, room: torch.Tensor, source: int, tag: int) -> Message:
-        return Message(self._process_group.recv([room], source, tag), room)
+    def _receive(self, room: torch.Tensor, source: int, tag: int) -> staging.Message:
+        return staging.Message(self._process_group.recv([room], source, tag), room)
 
-    def _send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
-        return Message(self._process_group.send([tensor], target, tag), tensor)
+    def _send(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Message:
+        return staging.Message(self._process_group.send([tensor], target, tag), tensor)
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         work: Work = self._process_group.allreduce([tensor], dist.AllreduceOptions())
@@ -225,11 +227,11 @@ class Group:
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         return self._stages or tensor.is_cuda
 
-    def _courier_of(self) -> Courier:
+    def _courier_of(self) -> staging.Courier:
         with self._courier_lock:  # layers are sent by threads of their own
             if self._courier is None:
-                self._sweeper = Courier(f"sent in {self.key.name}", self.waiter.device)
-                self._courier = Courier(f"post in {self.key.name}", self.waiter.device)
+                self._sweeper = staging.Courier(f"sent in {self.key.name}", self.waiter.device)
+                self._courier = staging.Courier(f"post in {self.key.name}", self.waiter.device)
             return self._courier
 
 

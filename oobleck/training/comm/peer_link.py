@@ -9,15 +9,7 @@ import select
 import socket
 from contextlib import suppress
 
-from oobleck.control.protocol import (
-    LinkChallenge,
-    LinkEnd,
-    LinkHello,
-    LinkMessage,
-    LinkProof,
-    PeerMessage,
-    WorkerAddress,
-)
+from oobleck.control import protocol
 from oobleck.errors import PeerError
 from oobleck.wire import MAX_FRAME_BYTES, FrameDecoder, encode_frame
 
@@ -37,8 +29,8 @@ class Link:
         sock: socket.socket,
         poll: select.epoll,
         *,
-        own: WorkerAddress,
-        callee: WorkerAddress | None = None,
+        own: protocol.WorkerAddress,
+        callee: protocol.WorkerAddress | None = None,
         until_s: float = math.inf,
     ) -> None:
         """`own` is where this worker listens; `callee` who is called, None on the listener's side.
@@ -69,14 +61,14 @@ class Link:
         self._waits_to_write = False
         self._their_nonce = b""
         limit = _MAX_STRANGE_BYTES if callee is None else MAX_FRAME_BYTES
-        self._decoder: FrameDecoder[LinkMessage] = FrameDecoder(LinkMessage, max_frame_bytes=limit)
+        self._decoder: FrameDecoder[protocol.LinkMessage] = FrameDecoder(protocol.LinkMessage, max_frame_bytes=limit)
 
     @property
     def is_stranger(self) -> bool:
         """Whether it is a caller that has not proved itself."""
         return self._callee is None and not self.is_proven
 
-    def is_with(self, address: WorkerAddress) -> bool:
+    def is_with(self, address: protocol.WorkerAddress) -> bool:
         """Return whether the other side is the process that listens there."""
         return self._peer == (address.host, address.port)
 
@@ -87,9 +79,9 @@ class Link:
             self._connect(self._callee)
         self._poll.register(self.fd, select.EPOLLIN)
         if self._callee is None:
-            self._say(LinkChallenge(nonce=self._nonce))
+            self._say(protocol.LinkChallenge(nonce=self._nonce))
 
-    def send(self, message: PeerMessage) -> None:
+    def send(self, message: protocol.PeerMessage) -> None:
         """Send a message, or keep it until both sides have proved themselves."""
         self.is_used = True
         if self.is_proven:
@@ -102,7 +94,7 @@ class Link:
         """Say the last word; what the other side says until it has said its own can still be read."""
         if not self.is_ending:
             self.is_ending = True
-            self._say(LinkEnd())
+            self._say(protocol.LinkEnd())
 
     def flush(self) -> None:
         """Write what can be written."""
@@ -120,7 +112,7 @@ class Link:
             self._waits_to_write = not self._waits_to_write
             self._poll.modify(self.fd, select.EPOLLIN | (select.EPOLLOUT if self._out else 0))
 
-    def read(self) -> list[PeerMessage | LinkEnd]:
+    def read(self) -> list[protocol.PeerMessage | protocol.LinkEnd]:
         """Read what there is, and see to the proofs. What arrives too late, or is not understood, breaks the link."""
         try:
             data = self._sock.recv(_READ_BYTES)
@@ -141,7 +133,7 @@ class Link:
 
     # --- words -----------------------------------------------------------------------------------------------
 
-    def _connect(self, callee: WorkerAddress) -> None:
+    def _connect(self, callee: protocol.WorkerAddress) -> None:
         """Begin to connect; how that ends is read later."""
         try:
             self._sock.connect((callee.host, callee.port))
@@ -150,7 +142,7 @@ class Link:
         except OSError:
             self.is_broken = True
 
-    def _say(self, message: LinkMessage) -> None:
+    def _say(self, message: protocol.LinkMessage) -> None:
         self._out += encode_frame(message)
         self.flush()
         self._check_waiting()
@@ -159,18 +151,18 @@ class Link:
         if len(self._out) + len(self._held) > _MAX_WAITING_BYTES:
             self.is_broken = True
 
-    def _take(self, message: LinkMessage) -> list[PeerMessage | LinkEnd]:
+    def _take(self, message: protocol.LinkMessage) -> list[protocol.PeerMessage | protocol.LinkEnd]:
         """Take one message; returns it if it is for others. Raises PeerError for what has no place here."""
         match message:
-            case LinkChallenge(nonce=nonce) if self._callee is not None and not self._their_nonce:
+            case protocol.LinkChallenge(nonce=nonce) if self._callee is not None and not self._their_nonce:
                 self._introduce(self._callee, nonce)
-            case LinkHello() if self._callee is None and not self.is_proven:
+            case protocol.LinkHello() if self._callee is None and not self.is_proven:
                 self._admit(message)
-            case LinkProof(proof=proof) if self._callee is not None and not self.is_proven:
+            case protocol.LinkProof(proof=proof) if self._callee is not None and not self.is_proven:
                 nonces = self._their_nonce, self._nonce
                 self._check(proof, _proof(self._callee.ticket, "listener", nonces, self._own))
                 self._begin()
-            case LinkChallenge() | LinkHello() | LinkProof():
+            case protocol.LinkChallenge() | protocol.LinkHello() | protocol.LinkProof():
                 raise PeerError(f"a {type(message).__name__} in the wrong place")
             case _ if not self.is_proven:
                 raise PeerError(f"a {type(message).__name__} before the proof")
@@ -179,24 +171,26 @@ class Link:
                 return [message]
         return []
 
-    def _introduce(self, callee: WorkerAddress, nonce: bytes) -> None:
+    def _introduce(self, callee: protocol.WorkerAddress, nonce: bytes) -> None:
         own, self._their_nonce = self._own, nonce
         proof = _proof(callee.ticket, "caller", (nonce, self._nonce), own)
-        self._say(LinkHello(worker_id=own.worker_id, host=own.host, port=own.port, nonce=self._nonce, proof=proof))
+        self._say(
+            protocol.LinkHello(worker_id=own.worker_id, host=own.host, port=own.port, nonce=self._nonce, proof=proof)
+        )
 
-    def _admit(self, hello: LinkHello) -> None:
-        caller = WorkerAddress(worker_id=hello.worker_id, host=hello.host, port=hello.port)
+    def _admit(self, hello: protocol.LinkHello) -> None:
+        caller = protocol.WorkerAddress(worker_id=hello.worker_id, host=hello.host, port=hello.port)
         self._peer = hello.host, hello.port
         ticket, nonces = self._own.ticket, (self._nonce, hello.nonce)
         self._check(hello.proof, _proof(ticket, "caller", nonces, caller))
         self.worker_id = hello.worker_id
-        self._say(LinkProof(proof=_proof(ticket, "listener", nonces, caller)))
+        self._say(protocol.LinkProof(proof=_proof(ticket, "listener", nonces, caller)))
         self._begin()
 
     def _begin(self) -> None:
         self.is_proven = True
         if self._callee is None:  # nothing follows a hello before it is answered
-            self._decoder = FrameDecoder(LinkMessage)
+            self._decoder = FrameDecoder(protocol.LinkMessage)
         self._out += self._held
         self._held.clear()
         self.flush()
@@ -206,7 +200,7 @@ class Link:
             raise PeerError(f"{self._peer} does not know the ticket that it was told")
 
 
-def _proof(ticket: bytes, role: str, nonces: tuple[bytes, bytes], caller: WorkerAddress) -> bytes:
+def _proof(ticket: bytes, role: str, nonces: tuple[bytes, bytes], caller: protocol.WorkerAddress) -> bytes:
     """Return what shows that a side knows the listener's ticket, for this connection alone."""
     told = (role, caller.worker_id, caller.host, caller.port)
     return hmac.digest(ticket, repr((*told, *nonces)).encode(), "sha256")

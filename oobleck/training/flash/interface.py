@@ -12,19 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from oobleck.errors import UsageError
-from oobleck.storage.scripts import (
-    DIRECTORY_VARIABLE,
-    MEMORY_VARIABLE,
-    START_VARIABLE,
-    Part,
-    PartNote,
-    ScriptIdentity,
-    find_parts,
-    memory_stem,
-    start_name,
-    start_number,
-    state_name,
-)
+from oobleck.storage import scripts
 from oobleck.user_path import expand_user
 
 from .loader import Loader
@@ -40,22 +28,22 @@ class _Process:
     """This rank."""
 
     def __init__(self) -> None:
-        memory = os.environ.get(MEMORY_VARIABLE)
+        memory = os.environ.get(scripts.MEMORY_VARIABLE)
         self.memory = Path(memory) if memory else None
-        self.directory = expand_user(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
-        self.identity = ScriptIdentity.of_environment(os.environ)
+        self.directory = expand_user(os.environ.get(scripts.DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
+        self.identity = scripts.ScriptIdentity.of_environment(os.environ)
         self.start = ""
         """Empty until it is settled, by the first load or save."""
         self.last_step = 0
         self.num_saved = 0
-        stem = memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
+        stem = scripts.memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
         self.saver = DiskSaver(self.directory) if self.memory is None else MemorySaver(self.memory, stem)
 
-    def note(self, step: int, flat: Flat, *, is_planned: bool) -> PartNote:
+    def note(self, step: int, flat: Flat, *, is_planned: bool) -> scripts.PartNote:
         rank, world_size = _place()
         self.num_saved += 1
-        return PartNote(
-            name=state_name(step, self.start),
+        return scripts.PartNote(
+            name=scripts.state_name(step, self.start),
             step=step,
             start=self.start,
             rank=rank,
@@ -68,28 +56,34 @@ class _Process:
             arguments=self.identity.arguments,
         )
 
-    def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[Part]:
+    def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[scripts.Part]:
         """All that can be read here; `tell` is told of what cannot. Raises UsageError where it is another script's."""
-        found = list(find_parts(self.memory, self.directory, tell=tell))
+        found = list(scripts.find_parts(self.memory, self.directory, tell=tell))
         for part in found:
             self.identity.check_script(part.note, str(self.directory))
         return found
 
-    def settle_start(self, peers: Peers, parts: Sequence[Part]) -> None:
+    def settle_start(self, peers: Peers, parts: Sequence[scripts.Part]) -> None:
         """Agree with all ranks on a number above all that any of them sees, unless this start has saved already."""
-        seen = max((start_number(part.note.start) for part in parts), default=0)
+        seen = max((scripts.start_number(part.note.start) for part in parts), default=0)
         said = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
         if not self.start:
-            unique = os.environ.get(START_VARIABLE) or f"t{said[0][1]}"
-            self.start = start_name(1 + max(int(number) for number, _ in said), unique)
+            unique = os.environ.get(scripts.START_VARIABLE) or f"t{said[0][1]}"
+            self.start = scripts.start_name(1 + max(int(number) for number, _ in said), unique)
 
     def settle_start_alone(self) -> None:
         """Settle on what all ranks come to without a word: none of them has called `load`."""
         words = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        unique = os.environ.get(START_VARIABLE) or "-".join("".join(filter(str.isalnum, word)) for word in words)
+        unique = os.environ.get(scripts.START_VARIABLE) or "-".join(
+            "".join(filter(str.isalnum, word)) for word in words
+        )
         starts = {part.note.start for part in self.parts()}
-        own = [start_number(start) for start in starts if start == start_name(start_number(start), unique)]
-        self.start = start_name(max(own or [1 + max(map(start_number, starts), default=0)]), unique)
+        own = [
+            scripts.start_number(start)
+            for start in starts
+            if start == scripts.start_name(scripts.start_number(start), unique)
+        ]
+        self.start = scripts.start_name(max(own or [1 + max(map(scripts.start_number, starts), default=0)]), unique)
 
 
 _process: _Process | None = None

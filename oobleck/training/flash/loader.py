@@ -11,22 +11,7 @@ from typing import Any, Literal
 import torch
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import TensorSpec
-from oobleck.storage.scripts import (
-    TREE,
-    Chosen,
-    Holding,
-    LostState,
-    Part,
-    PartNote,
-    Sharding,
-    Source,
-    TreeNode,
-    choose,
-    overlap,
-    resharded,
-    sources,
-)
+from oobleck.storage import TensorSpec, scripts
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 
@@ -39,7 +24,7 @@ class Loaded:
     """A state, and what is known of it."""
 
     state: object
-    note: PartNote
+    note: scripts.PartNote
     num_savers: int
     place: Literal["memory", "disk"]
 
@@ -48,7 +33,7 @@ class Loaded:
 class _Holdings:
     """What one rank says."""
 
-    parts: tuple[Holding, ...]
+    parts: tuple[scripts.Holding, ...]
     problems: tuple[str, ...]
     """Notes that it cannot read."""
 
@@ -56,7 +41,7 @@ class _Holdings:
 class Loader:
     """Loads once, on all ranks together."""
 
-    def __init__(self, peers: Peers, parts: Sequence[Part], problems: Sequence[str]) -> None:
+    def __init__(self, peers: Peers, parts: Sequence[scripts.Part], problems: Sequence[str]) -> None:
         """`parts` are those that this rank can read, and `problems` what is wrong with others."""
         self._peers = peers
         self._parts = list(parts)
@@ -76,13 +61,13 @@ class Loader:
         self._peers.close()
         return None
 
-    def _choose(self) -> Chosen | None:
-        mine = tuple(Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
+    def _choose(self) -> scripts.Chosen | None:
+        mine = tuple(scripts.Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
         said = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
         all_said = [decode_json(_Holdings, each) for each in said]
-        chosen = choose([holding for each in all_said for holding in each.parts])
+        chosen = scripts.choose([holding for each in all_said for holding in each.parts])
         problems = sorted({problem for each in all_said for problem in each.problems})
-        if isinstance(chosen, LostState):
+        if isinstance(chosen, scripts.LostState):
             raise CorruptCheckpoint("; ".join((chosen.problem, *problems)))
         if chosen is None and problems:
             raise CorruptCheckpoint(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
@@ -92,15 +77,17 @@ class Loader:
 class _Exchange:
     """One state, on its way to all ranks."""
 
-    def __init__(self, peers: Peers, chosen: Chosen, parts: Sequence[Part]) -> None:
+    def __init__(self, peers: Peers, chosen: scripts.Chosen, parts: Sequence[scripts.Part]) -> None:
         """Raises UsageError where it cannot be laid out on so many ranks."""
         self._peers = peers
         self._chosen = chosen
-        self._now = tuple(resharded(each, peers.world_size) for each in chosen.note.shardings)
+        self._now = tuple(scripts.resharded(each, peers.world_size) for each in chosen.note.shardings)
         self._parts = {
             part.note.rank: part for part in parts if part.note.name == chosen.name and part.place == chosen.place
         }
-        self._wants = [sources(chosen, rank=rank, world_size=peers.world_size) for rank in range(peers.world_size)]
+        self._wants = [
+            scripts.sources(chosen, rank=rank, world_size=peers.world_size) for rank in range(peers.world_size)
+        ]
         self._damaged: set[int] = set()
 
     def has_read(self) -> bool:
@@ -112,11 +99,11 @@ class _Exchange:
                 self._damaged.add(saver)
         return not self._damaged
 
-    def is_damaged(self, part: Part) -> bool:
+    def is_damaged(self, part: scripts.Part) -> bool:
         """Whether it is one that was found damaged."""
         return any(part is self._parts[saver] for saver in self._damaged)
 
-    def _all_sources(self) -> list[Source]:
+    def _all_sources(self) -> list[scripts.Source]:
         """Whatever anybody reads; of pieces, those that one's own box has no use for are not asked for."""
         found = []
         for rank, (values, pieces) in enumerate(self._wants):
@@ -136,19 +123,19 @@ class _Exchange:
 
     # --- values that all ranks have alike ----------------------------------------------------------------------------
 
-    def _exchange_tree(self) -> TreeNode:
+    def _exchange_tree(self) -> scripts.TreeNode:
         mine = self._wants[self._peers.rank][0]
         text = torch.zeros(0, dtype=torch.uint8)
         if mine.reader == self._peers.rank:
-            text = self._entry(mine.saver, TREE)
+            text = self._entry(mine.saver, scripts.TREE)
         sizes = self._peers.gather(str(text.numel()).encode())
-        waiting = self._give_values(lambda saver: self._entry(saver, TREE))
+        waiting = self._give_values(lambda saver: self._entry(saver, scripts.TREE))
         if mine.reader != self._peers.rank:
             text = torch.empty(int(sizes[mine.reader]), dtype=torch.uint8)
             self._peers.receive(text, mine.reader)
         _wait(waiting)
         try:
-            tree: TreeNode = json.loads(bytes(text.numpy()))
+            tree: scripts.TreeNode = json.loads(bytes(text.numpy()))
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{self._chosen.name}: its values cannot be read ({error})") from error
         return tree
@@ -196,7 +183,7 @@ class _Exchange:
         tensor = _empty(leaf.dtype, box.sizes)
         for source in self._sources_of(self._peers.rank, number):
             piece = before.box(source.saver, leaf.shape)
-            if (shared := overlap(piece, box)) is None:
+            if (shared := scripts.overlap(piece, box)) is None:
                 continue
             target = tensor[shared.within(box)]
             if source.reader == self._peers.rank:
@@ -208,17 +195,19 @@ class _Exchange:
         _wait(waiting)
         return tensor
 
-    def _give_pieces(self, leaf: Leaf, number: int, before: Sharding, now: Sharding, *, to: int) -> list[Any]:
+    def _give_pieces(
+        self, leaf: Leaf, number: int, before: scripts.Sharding, now: scripts.Sharding, *, to: int
+    ) -> list[Any]:
         waiting = []
         box = now.box(to, leaf.shape)
         for source in self._sources_of(to, number):
             piece = before.box(source.saver, leaf.shape)
-            shared = overlap(piece, box)
+            shared = scripts.overlap(piece, box)
             if source.reader == self._peers.rank and shared is not None:
                 waiting.append(self._peers.send(self._entry(source.saver, leaf.entry)[shared.within(piece)], to))
         return waiting
 
-    def _sources_of(self, rank: int, number: int) -> list[Source]:
+    def _sources_of(self, rank: int, number: int) -> list[scripts.Source]:
         """Where a rank gets the pieces of a sharding from, in an order that all know."""
         _, pieces = self._wants[rank]
         return [source for (of, _), source in sorted(pieces.items()) if of == number]

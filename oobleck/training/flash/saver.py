@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from oobleck import storage
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, memory_files, next_memory_file
-from oobleck.storage.scripts import TREE, PartNote, is_taken, make_room_for_taken, note_of, remove_old, write_part
+from oobleck.storage import scripts
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import encode_json
 
@@ -28,19 +28,19 @@ class MemorySaver:
     def __init__(self, directory: Path, stem: str) -> None:
         self._directory = directory
         self._stem = stem
-        self._memory: FlashMemory | None = None
+        self._memory: storage.FlashMemory | None = None
         self._protected: str | None = None
 
     def protect(self, name: str) -> None:
         """Keep the state of this name until another one is saved: it is what all have."""
         self._protected = name
 
-    def save(self, note: PartNote, flat: Flat) -> None:
+    def save(self, note: scripts.PartNote, flat: Flat) -> None:
         """Copy a part, and say that it is there. O(size). Raises OSError where there is no memory for it."""
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
-                self._memory = FlashMemory.open(next(iter(memory_files(self._directory, self._stem))))
+                self._memory = storage.FlashMemory.open(next(iter(storage.memory_files(self._directory, self._stem))))
         if self._protected is not None:
             self._forget_others(self._protected)
         memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory))
@@ -51,20 +51,20 @@ class MemorySaver:
         slot.seal(encode_json(note))
         self._protected = note.name
 
-    def _memory_for(self, layout: Layout) -> FlashMemory:
+    def _memory_for(self, layout: storage.Layout) -> storage.FlashMemory:
         if self._memory is None or self._memory.layout != layout:
-            path = next_memory_file(self._directory, self._stem)
+            path = storage.next_memory_file(self._directory, self._stem)
             try:
-                self._memory = FlashMemory.create(path, layout)
-                make_room_for_taken(self._memory)
+                self._memory = storage.FlashMemory.create(path, layout)
+                scripts.make_room_for_taken(self._memory)
             except OSError as error:
                 raise OSError(error.errno, no_room(self._directory, layout, error)) from error
         return self._memory
 
-    def _slot_of(self, memory: FlashMemory) -> Slot:
+    def _slot_of(self, memory: storage.FlashMemory) -> storage.Slot:
         """The one to write: never that of the last state that all ranks may have."""
         for slot in memory.valid_slots():
-            if (note := note_of(slot)) is not None and note.name == self._protected:
+            if (note := scripts.note_of(slot)) is not None and note.name == self._protected:
                 return memory.slots()[1 - slot.number]
         return memory.next_slot()
 
@@ -74,11 +74,11 @@ class MemorySaver:
         All ranks have begun the step after that state, so nobody needs an older one. This is before the next state is
         written: however often its shapes change, there are two files after each save (three after the first one).
         """
-        for path in memory_files(self._directory, self._stem):
+        for path in storage.memory_files(self._directory, self._stem):
             if self._memory is not None and path == self._memory.path:
                 continue
             with suppress(CorruptCheckpoint, OSError):
-                memory = FlashMemory.open(path)
+                memory = storage.FlashMemory.open(path)
                 slots = memory.valid_slots()
                 is_needed = any(slot.holds(name) for slot in slots)
                 if not is_needed:
@@ -99,32 +99,32 @@ class DiskSaver:
     def protect(self, name: str) -> None:
         """Nothing: files are not written over."""
 
-    def save(self, note: PartNote, flat: Flat) -> None:
+    def save(self, note: scripts.PartNote, flat: Flat) -> None:
         """Write a part. O(size). Raises OSError."""
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
         layout = _layout(flat, len(tree), note.rank, None)
         data = memoryview(bytearray(layout.size_bytes))
         _fill_data(layout, data, tree, flat)
-        write_part(self._directory, note, layout, data, is_planned=True)
-        remove_old(self._directory, start=note.start)
+        scripts.write_part(self._directory, note, layout, data, is_planned=True)
+        scripts.remove_old(self._directory, start=note.start)
 
 
-def _layout(flat: Flat, tree_bytes: int, rank: int, last: FlashMemory | None) -> Layout:
+def _layout(flat: Flat, tree_bytes: int, rank: int, last: storage.FlashMemory | None) -> storage.Layout:
     """Room for a part; that for the tree is larger than it is, for numbers in it grow longer."""
     room = last.layout.entries[0].spec.size_bytes if last is not None else 0
     if room < tree_bytes:
         room = 1 << max(_LEAST_TREE_BYTES, tree_bytes * 5 // 4).bit_length()
-    specs = [TensorSpec(name=TREE, dtype="U8", shape=(room,))]
+    specs = [storage.TensorSpec(name=scripts.TREE, dtype="U8", shape=(room,))]
     for name, tensor in flat.tensors.items():
-        specs.append(TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)))
-    return Layout.of({rank: specs}, metadata={})
+        specs.append(storage.TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)))
+    return storage.Layout.of({rank: specs}, metadata={})
 
 
-def _fill(slot: Slot, tree: bytes, flat: Flat) -> None:
+def _fill(slot: storage.Slot, tree: bytes, flat: Flat) -> None:
     _fill_data(slot.memory.layout, slot.data, tree, flat)
 
 
-def _fill_data(layout: Layout, data: memoryview, tree: bytes, flat: Flat) -> None:
+def _fill_data(layout: storage.Layout, data: memoryview, tree: bytes, flat: Flat) -> None:
     first, *entries = layout.entries
     data[: first.stop] = tree.ljust(first.stop)
     with torch.no_grad():
@@ -133,16 +133,16 @@ def _fill_data(layout: Layout, data: memoryview, tree: bytes, flat: Flat) -> Non
                 as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensor)
 
 
-def _wait_for_agent(slots: Iterable[Slot]) -> None:
+def _wait_for_agent(slots: Iterable[storage.Slot]) -> None:
     """Wait until the agent has copied what is to be on disk."""
     for slot in slots:
         while _is_awaited(slot):
             time.sleep(_LOOK_S)
 
 
-def _is_awaited(slot: Slot) -> bool:
+def _is_awaited(slot: storage.Slot) -> bool:
     """Whether what is in a slot is still to be copied by the agent."""
     if not slot.is_valid:
         return False
-    note = note_of(slot)
-    return note is not None and note.is_planned and not is_taken(slot)
+    note = scripts.note_of(slot)
+    return note is not None and note.is_planned and not scripts.is_taken(slot)

@@ -21,6 +21,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import names_a_probability
 
+from . import configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
 from .brought import (
     GradientHook,
@@ -29,16 +30,6 @@ from .brought import (
     require_constant_buffers,
     require_independent_samples,
     require_no_hooks,
-)
-from .configuration import (
-    build_config,
-    build_model,
-    check_head,
-    prepared,
-    require_known_loss,
-    task_of,
-    task_of_built,
-    with_padding,
 )
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
@@ -118,7 +109,7 @@ class ModelStructure:
         try:
             return cls._from_spec(model, vocab_size=vocab_size, sequence_length=sequence_length)
         except ConfigError as error:
-            if (padded := with_padding(model)) is None:
+            if (padded := configuration.with_padding(model)) is None:
                 raise
             with suppress(ConfigError):
                 return cls._from_spec(padded, vocab_size=vocab_size, sequence_length=sequence_length)
@@ -126,12 +117,12 @@ class ModelStructure:
 
     @classmethod
     def _from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
-        config = build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
-        task = task_of(model, config)
+        config = configuration.build_config(model, vocab_size=vocab_size, sequence_length=sequence_length)
+        task = configuration.task_of(model, config)
         adapters = None if model.lora.r is None else new_adapters(model.lora, task=task, base=model.path)
 
         def make(dtype: torch.dtype) -> SplittableModel:
-            built = build_model(config, task=task, dtype=dtype)
+            built = configuration.build_model(config, task=task, dtype=dtype)
             if adapters is not None:
                 add_adapters(built, adapters)
             return built
@@ -170,7 +161,7 @@ class ModelStructure:
             except Exception as error:
                 raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
             if isinstance(built, PreTrainedModel):
-                return prepared(built)
+                return configuration.prepared(built)
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
         return cls._of(make, config=None, task=task, sequence_length=sequence_length, weights=None)
@@ -184,7 +175,7 @@ class ModelStructure:
         Raises ConfigError as above.
         """
         structure = cls._of(
-            lambda dtype: prepared(live.make()),
+            lambda dtype: configuration.prepared(live.make()),
             config=None,
             task=None,
             sequence_length=sequence_length,
@@ -219,11 +210,11 @@ class ModelStructure:
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
                 require_one_stack(skeleton)
-                task, takes = task or task_of_built(skeleton), names_taken(skeleton)
+                task, takes = task or configuration.task_of_built(skeleton), names_taken(skeleton)
                 require_independent_samples(skeleton)
-                check_head(skeleton, task)
+                configuration.check_head(skeleton, task)
                 if not has_loss:
-                    require_known_loss(skeleton, task)
+                    configuration.require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
             require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))

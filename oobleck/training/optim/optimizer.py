@@ -19,8 +19,8 @@ from torch import nn
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import OptimizerSpec
 
+from . import optimizer_state
 from .learning_rate import rate_factor
-from .optimizer_state import NO_STATE, STEP, StateLayout, flat_tensors, initial_state, layout_of, make_probe
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From torch's parameter groups, each with its `weight_decay`, to an optimizer over them."""
@@ -54,18 +54,18 @@ class Optimizer:
         self._make = factory or _named(spec)
         self._frozen = frozenset(frozen)
         self._decayed = None if decayed is None else frozenset(decayed)
-        self._layouts: dict[torch.device, StateLayout] = {}
+        self._layouts: dict[torch.device, optimizer_state.StateLayout] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def layout(self, device: torch.device | None = None) -> StateLayout:
+    def layout(self, device: torch.device | None = None) -> optimizer_state.StateLayout:
         """Return what is kept for a parameter on `device`; raises ConfigError for an optimizer that is unfit."""
         device = device or torch.device("cpu")
         if device not in self._layouts:
-            probe = make_probe(device)
+            probe = optimizer_state.make_probe(device)
             optimizer = self._make(self._groups({"probe": probe}))
             self._peak = optimizer.param_groups[0]["lr"]
-            self._layouts[device] = layout_of(optimizer, probe)
+            self._layouts[device] = optimizer_state.layout_of(optimizer, probe)
         return self._layouts[device]
 
     @torch.no_grad()
@@ -90,7 +90,9 @@ class Optimizer:
                     self._optimizer.state[parameter] = before.state[parameter]
                 else:
                     layout = self.layout(parameter.device)
-                    self._optimizer.state[parameter] = initial_state(layout, parameter, given[1:] if given else None)
+                    self._optimizer.state[parameter] = optimizer_state.initial_state(
+                        layout, parameter, given[1:] if given else None
+                    )
             if given is not None:
                 for own, value in zip(self._state([name]), given, strict=True):
                     if own.data_ptr() != value.data_ptr():
@@ -128,8 +130,8 @@ class Optimizer:
         for name, gradient in zip(names, scaled, strict=True):
             parameter = trained[name]
             parameter.grad = gradient.view_as(parameter)
-            if STEP in (state := self._optimizer.state[parameter]):
-                state[STEP].fill_(step - 1 - num_skipped)
+            if optimizer_state.STEP in (state := self._optimizer.state[parameter]):
+                state[optimizer_state.STEP].fill_(step - 1 - num_skipped)
         factor = self._schedule(step)
         for group in self._optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
@@ -152,7 +154,7 @@ class Optimizer:
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             layout = self._layout_of(name, device)
-            tensors += flat_tensors(layout, parameter, initial_state(layout, parameter))
+            tensors += optimizer_state.flat_tensors(layout, parameter, optimizer_state.initial_state(layout, parameter))
         return tuple(tensors)
 
     def split_layer(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -201,7 +203,7 @@ class Optimizer:
         for name in names:
             parameter = self._parameters[name]
             state = {} if self._optimizer is None or name in self._frozen else self._optimizer.state[parameter]
-            yield from flat_tensors(self._layout_of(name, parameter.device), parameter, state)
+            yield from optimizer_state.flat_tensors(self._layout_of(name, parameter.device), parameter, state)
 
     def _groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
         """Torch's parameter groups: those that are decayed, and the others."""
@@ -219,8 +221,8 @@ class Optimizer:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if name not in self._frozen}
 
-    def _layout_of(self, name: str, device: torch.device | None = None) -> StateLayout:
-        return NO_STATE if name in self._frozen else self.layout(device)
+    def _layout_of(self, name: str, device: torch.device | None = None) -> optimizer_state.StateLayout:
+        return optimizer_state.NO_STATE if name in self._frozen else self.layout(device)
 
 
 def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:

@@ -27,17 +27,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from oobleck.control.journal import (
-    CheckpointSaved,
-    Evaluated,
-    JobEnded,
-    JobStarted,
-    JournalEntry,
-    PlanAdopted,
-    RecoveryDone,
-    StepDone,
-    sentence,
-)
+from oobleck.control import journal
 from oobleck.job import JobSpec
 
 from .callback_arguments import JobArguments
@@ -67,35 +57,35 @@ class CallbackRunner:
         """Whether a callback has set `control.should_training_stop`."""
         return bool(self._control.should_training_stop)
 
-    def take(self, entry: JournalEntry) -> None:
+    def take(self, entry: journal.JournalEntry) -> None:
         """Call the callbacks for the next entry of the journal."""
         for event, details in self._events(entry):
             for callback in self._callbacks:
                 self._call(callback, event, details)
 
-    def _events(self, entry: JournalEntry) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(self, entry: journal.JournalEntry) -> Iterator[tuple[str, dict[str, Any]]]:
         match entry:
-            case JobStarted():
+            case journal.JobStarted():
                 yield "on_init_end", {}
-            case PlanAdopted() if not self._has_begun:
+            case journal.PlanAdopted() if not self._has_begun:
                 self._has_begun = True
                 yield "on_train_begin", {}
                 yield "on_step_begin", {}
-            case StepDone():
+            case journal.StepDone():
                 yield from self._step(entry)
-            case Evaluated():
+            case journal.Evaluated():
                 yield "on_evaluate", {"metrics": {"eval_loss": entry.loss}}
                 best = self._state.best_metric  # callbacks compare with what was best before
                 self._state.best_metric = entry.loss if best is None else min(best, entry.loss)
                 yield "on_log", {"logs": self._note({"eval_loss": entry.loss}, entry.step)}
-            case CheckpointSaved():
+            case journal.CheckpointSaved():
                 yield "on_save", {}
-            case RecoveryDone():
-                yield "on_recovery", {"recovery": entry, "text": sentence(entry)}
-            case JobEnded():
+            case journal.RecoveryDone():
+                yield "on_recovery", {"recovery": entry, "text": journal.sentence(entry)}
+            case journal.JobEnded():
                 yield "on_train_end", {}
 
-    def _step(self, entry: StepDone) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _step(self, entry: journal.StepDone) -> Iterator[tuple[str, dict[str, Any]]]:
         record = entry.record
         self._state.global_step = record.step
         logs = {"loss": record.loss, "grad_norm": record.grad_norm, "learning_rate": record.learning_rate}

@@ -27,18 +27,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo
 
 from oobleck import __version__
-from oobleck.control.node_check import (
-    GpuFacts,
-    MeasureAlone,
-    MeasurePair,
-    NodeFacts,
-    PairDone,
-    PairValue,
-    ProbeAnswer,
-    ProbeFailed,
-    ProbeRequest,
-    SoloDone,
-)
+from oobleck.control import node_check
 from oobleck.machine import this_machine
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
@@ -68,7 +57,7 @@ def main() -> None:
     try:
         probe.run()
     except BaseException as error:  # noqa: BLE001  a process main: the checker gets the reason, whatever it was
-        probe.answer(ProbeFailed(reason=str(error) or traceback.format_exc()))
+        probe.answer(node_check.ProbeFailed(reason=str(error) or traceback.format_exc()))
     os._exit(0)  # threads that wait for lost peers cannot be joined
 
 
@@ -84,42 +73,42 @@ class _Probe:
         """Describe the node, then answer requests until the input ends."""
         with _listening() as path:
             self.answer(_facts(self._directory, path))
-            decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest)
+            decoder: FrameDecoder[node_check.ProbeRequest] = FrameDecoder(node_check.ProbeRequest)
             while data := os.read(0, 1 << 16):
                 for request in decoder.feed(data):
                     self._handle(request)
 
-    def answer(self, message: ProbeAnswer) -> None:
+    def answer(self, message: node_check.ProbeAnswer) -> None:
         """Send a message; any thread may."""
         frame = encode_frame(message)
         with self._writing:
             while frame:
                 frame = frame[os.write(self._output, frame) :]
 
-    def _handle(self, request: ProbeRequest) -> None:
+    def _handle(self, request: node_check.ProbeRequest) -> None:
         match request:
-            case PairValue(key=key, value=value):
+            case node_check.PairValue(key=key, value=value):
                 self._told.put(key, value, generation=0)
-            case MeasureAlone():
+            case node_check.MeasureAlone():
                 self._in_background(self._measure_alone)
-            case MeasurePair():
+            case node_check.MeasurePair():
                 self._in_background(lambda: self._measure_pair(request))
             case _:
                 assert_never(request)
 
-    def _in_background(self, measure: Callable[[], ProbeAnswer]) -> None:
+    def _in_background(self, measure: Callable[[], node_check.ProbeAnswer]) -> None:
         """Measure on a thread: what the other tells comes meanwhile, and a peer that hangs is left to its thread."""
 
         def run() -> None:
             try:
                 self.answer(measure())
             except BaseException:  # noqa: BLE001  a thread's main: the checker gets the reason, whatever it was
-                self.answer(ProbeFailed(reason=traceback.format_exc().strip().splitlines()[-1]))
+                self.answer(node_check.ProbeFailed(reason=traceback.format_exc().strip().splitlines()[-1]))
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _measure_alone(self) -> SoloDone:
-        gpus: tuple[GpuFacts, ...] = ()
+    def _measure_alone(self) -> node_check.SoloDone:
+        gpus: tuple[node_check.GpuFacts, ...] = ()
         try:
             gpus = measure_gpus()
             seconds = {
@@ -129,17 +118,17 @@ class _Probe:
                 "disk": _best_s(lambda: _write(self._directory), 2),
             }
         except (RuntimeError, OSError) as error:
-            return SoloDone(gpus=gpus, error=f"{type(error).__name__}: {error}")
-        return SoloDone(seconds=seconds, gpus=gpus)
+            return node_check.SoloDone(gpus=gpus, error=f"{type(error).__name__}: {error}")
+        return node_check.SoloDone(seconds=seconds, gpus=gpus)
 
-    def _measure_pair(self, request: MeasurePair) -> PairDone:
+    def _measure_pair(self, request: node_check.MeasurePair) -> node_check.PairDone:
         try:
             latency_s, seconds = self._exchange(request)
         except (RuntimeError, OSError) as error:  # a timeout is an OSError
-            return PairDone(key=request.key, error=str(error).splitlines()[0])
-        return PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
+            return node_check.PairDone(key=request.key, error=str(error).splitlines()[0])
+        return node_check.PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
 
-    def _exchange(self, request: MeasurePair) -> tuple[float, float]:
+    def _exchange(self, request: node_check.MeasurePair) -> tuple[float, float]:
         """All-gathers between two nodes: seconds for a number, and for 8 MiB each way."""
         timeout = timedelta(seconds=request.timeout_s)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -147,7 +136,7 @@ class _Probe:
         options._timeout = timeout
 
         def tell(key: str, value: bytes) -> None:
-            self.answer(PairValue(key=key, value=value, nodes=request.nodes))
+            self.answer(node_check.PairValue(key=key, value=value, nodes=request.nodes))
 
         store = RendezvousStore(self._told, tell, request.timeout_s)
         rank = request.nodes.index(self._node)
@@ -260,10 +249,10 @@ def _listening() -> Iterator[str]:
         yield path
 
 
-def _facts(directory: Path, path: str) -> NodeFacts:
+def _facts(directory: Path, path: str) -> node_check.NodeFacts:
     machine = this_machine()
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return NodeFacts(
+    return node_check.NodeFacts(
         pid=os.getpid(),
         hostname=socket.gethostname(),
         machine=machine.identity,

@@ -21,49 +21,13 @@ from typing import NoReturn, assert_never
 
 import torch
 
+from oobleck.control import protocol
 from oobleck.control.commit import CommitState, Interrupted, PeerLost
-from oobleck.control.protocol import (
-    Activity,
-    AskActivity,
-    Fence,
-    FindCheckpoints,
-    FinishStep,
-    GroupValue,
-    LinkTimed,
-    PartUp,
-    PeerMessage,
-    PlanOrder,
-    PlanUpdate,
-    Profiled,
-    ProfileRequest,
-    RecordsOver,
-    SaveState,
-    ScanRequest,
-    SetUpWorker,
-    Status,
-    StepRecords,
-    TimeLink,
-    TotalDown,
-    UseShare,
-    WorkerBound,
-    WorkerFailed,
-    WorkerReady,
-)
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.streams import shield_scripts
+from oobleck.training import comm
 from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import (
-    GroupTable,
-    PeerAgreements,
-    PeerLinks,
-    Waiter,
-    choose_device,
-    device_memory_bytes,
-    probe_all,
-    time_link,
-    use_device,
-)
 from oobleck.training.data import ShardScanner
 from oobleck.training.likeness import things_of_worker
 from oobleck.training.model import require_compiler, share_of
@@ -93,7 +57,7 @@ def run_worker(sock: socket.socket) -> None:
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
         setup = link.receive()
-        assert isinstance(setup, SetUpWorker), setup
+        assert isinstance(setup, protocol.SetUpWorker), setup
         os.environ["OOBLECK_NODE"] = setup.worker_id.node  # for what the job's script makes
         start_logging(setup.job.log_level)
         _Worker(link, setup).run()
@@ -108,14 +72,14 @@ def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
     """
     try:
         failed = raised(error)
-        link.send(WorkerFailed(end=failed))
+        link.send(protocol.WorkerFailed(end=failed))
         logging.getLogger(__name__).error("ends: %s\n%s", failed.message, failed.traceback)
     finally:
         os._exit(_EXIT_FAILED)
 
 
 class _Worker:
-    def __init__(self, link: AgentLink, setup: SetUpWorker) -> None:
+    def __init__(self, link: AgentLink, setup: protocol.SetUpWorker) -> None:
         torch.set_num_threads(setup.torch_threads)
         job = setup.job
         self._link = link
@@ -123,22 +87,22 @@ class _Worker:
         self._worker_id = setup.worker_id
         self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
-        self._computes_on = choose_device(job.device, setup.local_device)
-        use_device(self._computes_on)
-        self._waiter = Waiter(self._computes_on)
+        self._computes_on = comm.choose_device(job.device, setup.local_device)
+        comm.use_device(self._computes_on)
+        self._waiter = comm.Waiter(self._computes_on)
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
-        self._links = PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
-        self._agreements = PeerAgreements(setup.worker_id, self._waiter, self._links.send)
+        self._links = comm.PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
+        self._agreements = comm.PeerAgreements(setup.worker_id, self._waiter, self._links.send)
         if job.compile:
             require_compiler(self._computes_on)
         self._owns_device = setup.num_sharing == 1
-        self._of_device = device_memory_bytes(
+        self._of_device = comm.device_memory_bytes(
             self._computes_on, num_sharing=setup.num_sharing, wanted_bytes=job.device_memory_bytes
         )
         self._memory_bytes = self._of_device or job.device_memory_bytes or setup.device_memory_bytes
-        self._groups = GroupTable(
+        self._groups = comm.GroupTable(
             setup.worker_id,
             setup.address,
             self._links,
@@ -146,7 +110,9 @@ class _Worker:
             degree=job.tensor_parallel,
             owns_device=self._owns_device,
         )
-        self._measurements: queue.SimpleQueue[ProfileRequest | TimeLink | UseShare] = queue.SimpleQueue()
+        self._measurements: queue.SimpleQueue[protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare] = (
+            queue.SimpleQueue()
+        )
         assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._dataset = assembly.train
         self._structure = assembly.structure
@@ -181,7 +147,7 @@ class _Worker:
         """Follow orders forever."""
         self._link.start_reader(self._handle)
         self._link.send(
-            WorkerReady(
+            protocol.WorkerReady(
                 device=self._device,
                 pid=os.getpid(),
                 data_digest=self._dataset.digest,
@@ -207,60 +173,60 @@ class _Worker:
         )
         self._engine.run()
 
-    def _handle(self, message: WorkerBound) -> None:
+    def _handle(self, message: protocol.WorkerBound) -> None:
         """Take one message; runs on the control thread and never waits for the training thread."""
         match message:
-            case AskActivity():
+            case protocol.AskActivity():
                 self._tell_activity(message)
-            case Fence() if message.probe_addresses:
+            case protocol.Fence() if message.probe_addresses:
                 self._explain(message)
-            case Fence():
+            case protocol.Fence():
                 self._link.send(self._answer(message))
-            case PlanOrder():
+            case protocol.PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
                 self._links.know(message.common.addresses)
                 if (needed := self._commit_state.give_order(message)) is not None:
                     self._log.warning("has another plan than the one that the order changes: asks for all of it")
                     self._link.send(needed)
-            case FinishStep():
+            case protocol.FinishStep():
                 self._log.info("is to stop after the step in flight")
                 self._commit_state.want_stop()
-            case SaveState(step=step):
+            case protocol.SaveState(step=step):
                 self._log.debug("is to save after step %d", step)
                 if self._saving is not None:
                     self._saving.want(message)
-            case FindCheckpoints():
+            case protocol.FindCheckpoints():
                 self._log.debug("looks for checkpoints")
                 if self._saving is not None:
                     self._saving.find(message)
-            case ProfileRequest() | UseShare():  # threads are those of the thread that asks for them
+            case protocol.ProfileRequest() | protocol.UseShare():  # threads are those of the thread that asks for them
                 self._measurements.put(message)
                 self._waiter.announce()
-            case TimeLink(peer=peer):
+            case protocol.TimeLink(peer=peer):
                 self._links.know([peer])
                 self._measurements.put(message)
                 self._waiter.announce()
-            case ScanRequest():
+            case protocol.ScanRequest():
                 if self._scanner is not None:
                     self._scanner.ask(message)
-            case StepRecords():
+            case protocol.StepRecords():
                 if self._records is not None:
                     self._records.put(message)
-            case RecordsOver(step=step):
+            case protocol.RecordsOver(step=step):
                 self._log.info("learns that no step comes after %d", step)
                 if self._records is not None:
                     self._records.end(message)
-            case SetUpWorker():
+            case protocol.SetUpWorker():
                 raise AssertionError("a worker is set up once")
             case _:
                 assert_never(message)
 
-    def _hear(self, sender: WorkerId, message: PeerMessage) -> None:
+    def _hear(self, sender: WorkerId, message: protocol.PeerMessage) -> None:
         """Take what a peer says; runs on the thread of the links."""
         match message:
-            case PartUp() | TotalDown():
+            case protocol.PartUp() | protocol.TotalDown():
                 self._agreements.hear(sender, message)
-            case GroupValue():
+            case protocol.GroupValue():
                 self._log.debug("is told %s by %s", message.key, sender)
                 self._groups.take(message)
 
@@ -269,7 +235,7 @@ class _Worker:
         self._log.info("has lost its link to %s", worker_id)
         self._agreements.note_lost(worker_id)
 
-    def _answer(self, fence: Fence) -> Status:
+    def _answer(self, fence: protocol.Fence) -> protocol.Status:
         """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
         self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
@@ -285,7 +251,7 @@ class _Worker:
         )
         return status
 
-    def _explain(self, fence: Fence) -> None:
+    def _explain(self, fence: protocol.Fence) -> None:
         """Answer a fence that asks why no step is committed; that takes its time, so on a thread of its own."""
         asked_s, used_s, mark = time.monotonic(), time.process_time(), self._waiter.mark
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
@@ -298,7 +264,7 @@ class _Worker:
 
         def tell() -> None:
             others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
-            unreachable = probe_all(others)
+            unreachable = comm.probe_all(others)
             while not waits_for and not has_come_on() and time.monotonic() < asked_s + fence.patience_s:
                 time.sleep(_LOOK_S)
             is_busy = time.process_time() - used_s >= _BUSY_SHARE * (time.monotonic() - asked_s)
@@ -309,7 +275,7 @@ class _Worker:
 
         threading.Thread(target=tell, daemon=True, name="explain").start()
 
-    def _tell_activity(self, asked: AskActivity) -> None:
+    def _tell_activity(self, asked: protocol.AskActivity) -> None:
         """Say what the training thread does, once it has come on or could have; on a thread of its own."""
         asked_s, mark, done = time.monotonic(), self._waiter.mark, self._commit_state.microbatches_done
 
@@ -319,7 +285,7 @@ class _Worker:
         def tell() -> None:
             while not has_come_on() and time.monotonic() < asked_s + asked.patience_s:
                 time.sleep(_LOOK_S)
-            activity = Activity(
+            activity = protocol.Activity(
                 device=self._device,
                 inquiry=asked.inquiry,
                 microbatches_done=self._commit_state.microbatches_done,
@@ -331,7 +297,7 @@ class _Worker:
 
         threading.Thread(target=tell, daemon=True, name="activity").start()
 
-    def _next_order(self) -> PlanUpdate:
+    def _next_order(self) -> protocol.PlanUpdate:
         while True:
             self._waiter.wait(lambda: self._commit_state.has_update or not self._measurements.empty(), lambda: False)
             if not self._measurements.empty():
@@ -339,24 +305,24 @@ class _Worker:
             if (update := self._commit_state.take_update()) is not None:
                 return update
 
-    def _measure(self, wanted: ProfileRequest | TimeLink | UseShare) -> None:
+    def _measure(self, wanted: protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare) -> None:
         match wanted:
-            case UseShare(torch_threads=threads, device_memory_bytes=memory_bytes):
+            case protocol.UseShare(torch_threads=threads, device_memory_bytes=memory_bytes):
                 self._log.info("has %d threads from now on: others share its machine", threads)
                 torch.set_num_threads(threads)
                 self._memory_bytes = self._of_device or self._job.device_memory_bytes or memory_bytes
-            case ProfileRequest():
+            case protocol.ProfileRequest():
                 self._profile()
-            case TimeLink():
+            case protocol.TimeLink():
                 self._time_link(wanted)
             case _:
                 assert_never(wanted)
 
-    def _time_link(self, wanted: TimeLink) -> None:
+    def _time_link(self, wanted: protocol.TimeLink) -> None:
         """Time the link to a peer; of the two, the one that leads says what came of it."""
         peer, seconds, error = wanted.peer.worker_id, {}, ""
         try:
-            seconds = time_link(
+            seconds = comm.time_link(
                 self._groups,
                 self._worker_id,
                 peer,
@@ -372,7 +338,7 @@ class _Worker:
         if error:
             self._log.warning("has not timed its link to %s: %s", peer, error)
         if wanted.leads:
-            self._link.send(LinkTimed(device=self._device, seconds=tuple(seconds.items()), error=error))
+            self._link.send(protocol.LinkTimed(device=self._device, seconds=tuple(seconds.items()), error=error))
 
     def _profile(self) -> None:
         profile = profile_of_job(
@@ -383,7 +349,7 @@ class _Worker:
             owns_device=self._owns_device,
         )
         self._log.info("has measured the model's layers")
-        self._link.send(Profiled(device=self._device, profile_json=profile_to_json(profile)))
+        self._link.send(protocol.Profiled(device=self._device, profile_json=profile_to_json(profile)))
 
 
 def _stack_of(thread: int) -> str:

@@ -11,41 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import assert_never
 
-from oobleck.control.commit import (
-    FAILURES,
-    Adopt,
-    Agree,
-    Apply,
-    AwaitGroups,
-    AwaitPlanUpdate,
-    AwaitRecords,
-    AwaitSection,
-    BeginStep,
-    CompareReplicas,
-    Compute,
-    EndTransfers,
-    Evaluate,
-    Exchange,
-    Fold,
-    ForgetStep,
-    FormGroups,
-    GiveBack,
-    KeepGroups,
-    PostSection,
-    PostTotals,
-    PrepareToSave,
-    ReadCheckpoint,
-    Reduce,
-    ReportFinished,
-    ReportResumed,
-    Save,
-    SaveEnd,
-    Say,
-    ShareLossScale,
-    TakeSums,
-    TakeTotals,
-    WorkerEffect,
-)
+from oobleck.control import commit
 from oobleck.control.protocol import PlanUpdate, StepCommitted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
@@ -54,7 +20,7 @@ _INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
 
 
 @contextmanager
-def logged(log: WorkerLog, effect: WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
+def logged(log: WorkerLog, effect: commit.WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
     """Log the effect that the block carries out: once it is done, or with the error that ended it."""
     level = _level_of(effect)
     if level == _NEVER:
@@ -63,7 +29,7 @@ def logged(log: WorkerLog, effect: WorkerEffect, worker_id: WorkerId) -> Iterato
     began_s = time.monotonic()
     try:
         yield
-    except FAILURES as error:
+    except commit.FAILURES as error:
         words = (type(error).__name__, str(error) or "a fence came first")
         log.info("%s: ended after %.3f s by %s: %s", _text_of(effect, worker_id), time.monotonic() - began_s, *words)
         raise
@@ -91,108 +57,122 @@ def update_text(update: PlanUpdate) -> str:
     return ", ".join(parts)
 
 
-def _level_of(effect: WorkerEffect) -> int:
+def _level_of(effect: commit.WorkerEffect) -> int:
     """The level of an effect's line; below all levels for what is only looked at, or logged elsewhere."""
     match effect:
         case (
-            FormGroups()
-            | AwaitGroups()
-            | ReadCheckpoint()
-            | Exchange()
-            | Adopt()
-            | GiveBack()
-            | ReportResumed()
-            | ReportFinished()
-            | Evaluate()
-            | Save()
-            | SaveEnd()
+            commit.FormGroups()
+            | commit.AwaitGroups()
+            | commit.ReadCheckpoint()
+            | commit.Exchange()
+            | commit.Adopt()
+            | commit.GiveBack()
+            | commit.ReportResumed()
+            | commit.ReportFinished()
+            | commit.Evaluate()
+            | commit.Save()
+            | commit.SaveEnd()
         ):
             return _INFO
-        case Reduce(committee=committee) | Agree(committee=committee) if committee.lost:
+        case commit.Reduce(committee=committee) | commit.Agree(committee=committee) if committee.lost:
             return _INFO  # a step is finished without those that began it
-        case Say(message=message):
+        case commit.Say(message=message):
             return _DEBUG if isinstance(message, StepCommitted) else _INFO
         case (
-            BeginStep()
-            | ForgetStep()
-            | AwaitRecords()
-            | Compute()
-            | Reduce()
-            | Agree()
-            | Apply()
-            | CompareReplicas()
-            | KeepGroups()
-            | EndTransfers()
-            | ShareLossScale()
-            | PostSection()
-            | Fold()
+            commit.BeginStep()
+            | commit.ForgetStep()
+            | commit.AwaitRecords()
+            | commit.Compute()
+            | commit.Reduce()
+            | commit.Agree()
+            | commit.Apply()
+            | commit.CompareReplicas()
+            | commit.KeepGroups()
+            | commit.EndTransfers()
+            | commit.ShareLossScale()
+            | commit.PostSection()
+            | commit.Fold()
         ):
             return _DEBUG
-        case AwaitPlanUpdate() | PrepareToSave() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection():
+        case (
+            commit.AwaitPlanUpdate()
+            | commit.PrepareToSave()
+            | commit.TakeSums()
+            | commit.PostTotals()
+            | commit.TakeTotals()
+            | commit.AwaitSection()
+        ):
             return _NEVER
         case _:
             assert_never(effect)
 
 
-def _text_of(effect: WorkerEffect, worker_id: WorkerId) -> str:
+def _text_of(effect: commit.WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
-        case FormGroups(keys=keys, committee=committee):
+        case commit.FormGroups(keys=keys, committee=committee):
             now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
             beside = [] if committee is None else ["begins to form the groups in which it sums"]
             return " and ".join(now + beside) or "forms no groups"
-        case AwaitGroups():
+        case commit.AwaitGroups():
             return "has formed the groups in which it sums"
-        case KeepGroups(keys=keys, generation=generation):
+        case commit.KeepGroups(keys=keys, generation=generation):
             return f"keeps {len(keys)} groups for generation {generation}"
-        case EndTransfers(keys=keys):
+        case commit.EndTransfers(keys=keys):
             return f"ends {len(keys)} groups in which layers moved"
-        case ReadCheckpoint(update=update, layers=layers):
+        case commit.ReadCheckpoint(update=update, layers=layers):
             name = "" if update.restore is None else update.restore.name
             return f"reads {_layers(layers)} from {name}"
-        case Exchange(update=update):
+        case commit.Exchange(update=update):
             sent = [item.layer for item in update.transfers if item.source == worker_id]
             received = [item.layer for item in update.transfers if item.target == worker_id]
             return f"sends {_layers(sent)}, receives {_layers(received)}"
-        case ShareLossScale():
+        case commit.ShareLossScale():
             return "shares the loss scale"
-        case Adopt(update=update, seat=seat, layers=layers):
+        case commit.Adopt(update=update, seat=seat, layers=layers):
             what = "rests as a spare" if seat is None else f"holds {_layers(layers)}"
             return f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
-        case ForgetStep():
+        case commit.ForgetStep():
             return "forgets what it has of the step in flight"
-        case GiveBack(number=number):
+        case commit.GiveBack(number=number):
             return f"gives section {number} back"
-        case Evaluate(step=step):
+        case commit.Evaluate(step=step):
             return f"evaluates the model of step {step}"
-        case Say(message=message):
+        case commit.Say(message=message):
             return f"reports {type(message).__name__}"
-        case ReportResumed(generation=generation):
+        case commit.ReportResumed(generation=generation):
             return f"computes under the plan of generation {generation}"
-        case ReportFinished():
+        case commit.ReportFinished():
             return "trains no further"
-        case BeginStep(step=step):
+        case commit.BeginStep(step=step):
             return f"begins step {step}"
-        case AwaitRecords(step=step):
+        case commit.AwaitRecords(step=step):
             return f"has the records of step {step}"
-        case Compute(step=step, microbatches=microbatches):
+        case commit.Compute(step=step, microbatches=microbatches):
             return f"computes {len(microbatches)} microbatches of step {step}"
-        case Reduce(step=step, committee=committee):
+        case commit.Reduce(step=step, committee=committee):
             return f"reduces step {step} in generation {committee.generation}"
-        case Agree(step=step, committee=committee):
+        case commit.Agree(step=step, committee=committee):
             return f"agrees on step {step} with {len(committee.members)} workers"
-        case Apply(record=record):
+        case commit.Apply(record=record):
             return f"commits and applies step {record.step}: loss {record.loss:.4f}"
-        case CompareReplicas(record=record):
+        case commit.CompareReplicas(record=record):
             return f"takes digests of its layers after step {record.step}"
-        case Save(step=step):
+        case commit.Save(step=step):
             return f"begins to save its share of step {step}"
-        case SaveEnd(over=over):
+        case commit.SaveEnd(over=over):
             return f"saves its share of step {over.step}, the last of the data"
-        case PostSection(step=step, number=number):
+        case commit.PostSection(step=step, number=number):
             return f"sets section {number} of step {step} aside"
-        case Fold(record=record):
+        case commit.Fold(record=record):
             return f"commits section {record.number} of step {record.step}"
-        case AwaitPlanUpdate() | PrepareToSave() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection():
+        case (
+            commit.AwaitPlanUpdate()
+            | commit.PrepareToSave()
+            | commit.TakeSums()
+            | commit.PostTotals()
+            | commit.TakeTotals()
+            | commit.AwaitSection()
+        ):
             return type(effect).__name__
         case _:
             assert_never(effect)

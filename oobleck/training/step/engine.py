@@ -13,63 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
-from oobleck.control.commit import (
-    Adopt,
-    Agree,
-    Agreed,
-    Apply,
-    AwaitGroups,
-    AwaitPlanUpdate,
-    AwaitRecords,
-    AwaitSection,
-    BeginStep,
-    CommitState,
-    Committee,
-    CompareReplicas,
-    Compute,
-    EffectOutcome,
-    EndTransfers,
-    Evaluate,
-    Evaluation,
-    Exchange,
-    Fold,
-    Follower,
-    ForgetStep,
-    FormGroups,
-    GiveBack,
-    KeepGroups,
-    PostSection,
-    PostTotals,
-    PrepareToSave,
-    ReadCheckpoint,
-    Reduce,
-    ReportFinished,
-    ReportResumed,
-    Save,
-    SaveEnd,
-    Say,
-    ShareLossScale,
-    TakeSums,
-    TakeTotals,
-    WorkerEffect,
-    WorkerEffects,
-    drive,
-    transfer_key,
-)
-from oobleck.control.protocol import (
-    CommitRecord,
-    EpochEntered,
-    Evaluating,
-    Finished,
-    LayersMoving,
-    PlanUpdate,
-    ReplicaDigests,
-    Resumed,
-    Subject,
-    Tally,
-    Totals,
-    WorkerReport,
-)
+from oobleck.control import commit, protocol
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements
@@ -98,10 +42,10 @@ class Engine:
         *,
         groups: GroupTable,
         agreements: PeerAgreements,
-        commit_state: CommitState,
+        commit_state: commit.CommitState,
         saving: LayerSaver | None,
-        next_update: Callable[[], PlanUpdate],
-        report: Callable[[WorkerReport], None],
+        next_update: Callable[[], protocol.PlanUpdate],
+        report: Callable[[protocol.WorkerReport], None],
     ) -> None:
         """`share` is this device's of the assembly's model; `saving` is None where nothing is saved.
 
@@ -142,7 +86,9 @@ class Engine:
                 interrupted=commit_state.is_fenced,
                 on_progress=self._say_evaluating,
             )
-        self._follower = Follower(job, commit_state, records=dataset.records, evaluates=self._evaluator is not None)
+        self._follower = commit.Follower(
+            job, commit_state, records=dataset.records, evaluates=self._evaluator is not None
+        )
         self._layer_store = LayerStore(
             job, worker_id, whole=assembly.structure, share=share, model=self._model, optimizer=self._optimizer
         )
@@ -176,58 +122,65 @@ class Engine:
         self._drive(self._follower.run())
         raise AssertionError("the follower never ends")
 
-    def _drive(self, effects: WorkerEffects) -> None:
-        drive(effects, self._carry_out)
+    def _drive(self, effects: commit.WorkerEffects) -> None:
+        commit.drive(effects, self._carry_out)
 
-    def _carry_out(self, effect: WorkerEffect) -> EffectOutcome:
+    def _carry_out(self, effect: commit.WorkerEffect) -> commit.EffectOutcome:
         """Carry out an effect, and log it. Raises what the effect may raise."""
         with logged(self._log, effect, self._worker_id):
             return self._do(effect)
 
-    def _do(self, effect: WorkerEffect) -> EffectOutcome:
+    def _do(self, effect: commit.WorkerEffect) -> commit.EffectOutcome:
         match effect:
-            case PostSection() | TakeSums() | PostTotals() | TakeTotals() | AwaitSection() | GiveBack():
+            case (
+                commit.PostSection()
+                | commit.TakeSums()
+                | commit.PostTotals()
+                | commit.TakeTotals()
+                | commit.AwaitSection()
+                | commit.GiveBack()
+            ):
                 return self._sections.carry_out(effect)
-            case Fold():
+            case commit.Fold():
                 self._sections.carry_out(effect)
                 self._layer_store.let_go_of_kept()
-            case Compute():
+            case commit.Compute():
                 self._compute(effect)
-            case Reduce(committee=committee):
+            case commit.Reduce(committee=committee):
                 self._step.reduce(self._reducers.of(committee))
-            case Agree():
+            case commit.Agree():
                 return self._agree(effect)
-            case Apply(record=record):
+            case commit.Apply(record=record):
                 self._apply(record)
-            case ForgetStep():
+            case commit.ForgetStep():
                 self._step.forget()
-            case BeginStep(step=step):
+            case commit.BeginStep(step=step):
                 if (entered := self._epoch_things.enter(step)) is not None:
                     epoch, alike = entered
-                    self._report(EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
+                    self._report(protocol.EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
                 self._step.begin(step, scale=self._layer_store.scale)
-            case Save() | SaveEnd() | PrepareToSave():
+            case commit.Save() | commit.SaveEnd() | commit.PrepareToSave():
                 if self._saving is not None:
                     self._save(effect, self._saving)
-            case CompareReplicas(record=record):
+            case commit.CompareReplicas(record=record):
                 self._tell_digests(record)
-            case Say(message=message):
+            case commit.Say(message=message):
                 self._report(message)
-            case ReportResumed(generation=generation):
+            case commit.ReportResumed(generation=generation):
                 self._report_resumed(generation)
-            case ReportFinished():
+            case commit.ReportFinished():
                 self._report_finished()
-            case AwaitRecords(step=step):
+            case commit.AwaitRecords(step=step):
                 self._step.await_records(step)
-            case Evaluate():
+            case commit.Evaluate():
                 return self._evaluate(effect)
-            case AwaitPlanUpdate():
+            case commit.AwaitPlanUpdate():
                 self._groups.abort_sums()  # what is still open was given up: nobody will wait for it
                 self._groups.abandon_forming()
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
-            case FormGroups(keys=keys, committee=committee):
+            case commit.FormGroups(keys=keys, committee=committee):
                 if committee is not None:
                     self._agreements.join(committee)
                 is_forming = self._groups.form(
@@ -238,22 +191,22 @@ class Engine:
                 )
                 self._formed_s = time.monotonic()
                 return is_forming
-            case AwaitGroups():
+            case commit.AwaitGroups():
                 self._groups.await_formed(self._commit_state.is_fenced)
-            case KeepGroups(keys=keys, committee=committee, generation=generation):
+            case commit.KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)
-            case EndTransfers(keys=keys):
+            case commit.EndTransfers(keys=keys):
                 self._groups.put_aside(keys)
-            case ReadCheckpoint(update=update, layers=layers):
+            case commit.ReadCheckpoint(update=update, layers=layers):
                 assert update.restore is not None
                 assert self._saving is not None
                 self._layer_store.read(update.restore, layers, update.transfers, self._saving)
-            case Exchange():
+            case commit.Exchange():
                 self._exchange(effect)
-            case ShareLossScale(committee=committee, is_current=is_current):
+            case commit.ShareLossScale(committee=committee, is_current=is_current):
                 sum_up = None if committee is None else partial(self._sum_over, committee, effect.subject)
                 self._layer_store.agree_on_loss_scale(sum_up, is_current=is_current)
-            case Adopt():
+            case commit.Adopt():
                 self._adopt(effect)
             case _:
                 assert_never(effect)
@@ -262,7 +215,7 @@ class Engine:
     # --- words -----------------------------------------------------------------------------------------------
 
     def _report_resumed(self, generation: int) -> None:
-        resumed = Resumed(
+        resumed = protocol.Resumed(
             device=self._worker_id.device,
             generation=generation,
             transfer_s=self._transfer_s,
@@ -274,7 +227,7 @@ class Engine:
 
     def _report_finished(self) -> None:
         computed_s, waited_s = self._step_timer.spent()
-        finished = Finished(
+        finished = protocol.Finished(
             device=self._worker_id.device,
             applied=self._commit_state.applied,
             computed_s=computed_s,
@@ -283,16 +236,16 @@ class Engine:
         self._report(finished)
 
     def _say_evaluating(self, step: int) -> None:
-        self._report(Evaluating(device=self._worker_id.device, step=step))
+        self._report(protocol.Evaluating(device=self._worker_id.device, step=step))
 
     def _say_moving(self, generation: int, received_bytes: int, all_bytes: int) -> None:
-        moving = LayersMoving(
+        moving = protocol.LayersMoving(
             device=self._worker_id.device, generation=generation, received_bytes=received_bytes, all_bytes=all_bytes
         )
         self._report(moving)
 
-    def _tell_digests(self, record: CommitRecord) -> None:
-        digests = ReplicaDigests(
+    def _tell_digests(self, record: protocol.CommitRecord) -> None:
+        digests = protocol.ReplicaDigests(
             device=self._worker_id.device,
             step=record.step,
             generation=record.generation,
@@ -303,19 +256,21 @@ class Engine:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _compute(self, program: Compute) -> None:
+    def _compute(self, program: commit.Compute) -> None:
         assert self._pipeline_rank is not None
         assert self._reducers.in_force is not None
         self._step.execute(self._pipeline_rank, program, self._reducers.in_force.reducer)
 
-    def _sum_over(self, committee: Committee, subject: Subject, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    def _sum_over(
+        self, committee: commit.Committee, subject: protocol.Subject, numbers: tuple[float, ...]
+    ) -> tuple[float, ...]:
         """Sum numbers over all who commit together. Raises Interrupted or PeerLost."""
-        return self._total(committee, subject, Totals(numbers)).numbers
+        return self._total(committee, subject, protocol.Totals(numbers)).numbers
 
-    def _total(self, committee: Committee, subject: Subject, part: Totals) -> Totals:
+    def _total(self, committee: commit.Committee, subject: protocol.Subject, part: protocol.Totals) -> protocol.Totals:
         return self._agreements.total(committee, subject, part, self._commit_state.is_fenced)
 
-    def _agree(self, effect: Agree) -> Agreed:
+    def _agree(self, effect: commit.Agree) -> commit.Agreed:
         """Commit with all others. Once it returns, all workers have reduced all their gradients.
 
         Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
@@ -325,12 +280,12 @@ class Engine:
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
         took_s = self._step_timer.post_step()
         numbers = (loss, float(work.num_items), squared_norm, float(effect.stop), float(saves), took_s)
-        total = self._total(effect.committee, effect.subject, Totals(numbers, Tally.of(work.counted)))
+        total = self._total(effect.committee, effect.subject, protocol.Totals(numbers, protocol.Tally.of(work.counted)))
         loss, num_items, squared_norm, stops, saving, took_s = total.numbers
         grad_norm = squared_norm**0.5
         partial = self._follower.partial_commit
         item_share = item_share_of(partial.num_items + num_items, divisor=self._step.batch.divisor)
-        record = CommitRecord(
+        record = protocol.CommitRecord(
             step=effect.step,
             generation=effect.committee.generation,
             loss=(partial.loss + loss) / item_share,
@@ -344,9 +299,9 @@ class Engine:
             samples_missing=0,
             duration_s=took_s / len(effect.committee.members),
         )
-        return Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
+        return commit.Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
 
-    def _apply(self, record: CommitRecord) -> None:
+    def _apply(self, record: protocol.CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
         self._settle()
         self._layer_store.apply(record, self._step.reduced)
@@ -355,15 +310,15 @@ class Engine:
         if (pace := self._step_timer.take_pace()) is not None:
             self._report(pace)
 
-    def _save(self, effect: Save | SaveEnd | PrepareToSave, saving: LayerSaver) -> None:
+    def _save(self, effect: commit.Save | commit.SaveEnd | commit.PrepareToSave, saving: LayerSaver) -> None:
         plan, tensors_of = effect.committee.plan, self._layer_store.named_state
         match effect:
-            case PrepareToSave():
+            case commit.PrepareToSave():
                 saving.prepare(plan, tensors_of)
-            case Save(step=step, generation=generation, committee=committee):
+            case commit.Save(step=step, generation=generation, committee=committee):
                 position = None if self._records is None else self._records.position
                 saving.save(plan, committee.lost, step, generation, tensors_of, position=position)
-            case SaveEnd(over=over):
+            case commit.SaveEnd(over=over):
                 saving.save(plan, (), over.step, over.generation, tensors_of, position=over.position)
                 saving.settle()
 
@@ -372,7 +327,7 @@ class Engine:
         if self._saving is not None:
             self._saving.settle()
 
-    def _evaluate(self, effect: Evaluate) -> Evaluation:
+    def _evaluate(self, effect: commit.Evaluate) -> commit.Evaluation:
         """Evaluate the model, in groups of the evaluation's own. Raises Interrupted or PeerLost."""
         committee, pipeline_rank = effect.committee, self._pipeline_rank
         located = committee.plan.locate(self._worker_id)
@@ -391,12 +346,12 @@ class Engine:
 
     # --- from one plan to the next -----------------------------------------------------------------------------
 
-    def _exchange(self, effect: Exchange) -> None:
+    def _exchange(self, effect: commit.Exchange) -> None:
         """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
         update = effect.update
         self._received_bytes = self._layer_store.exchange(
             update,
-            lambda item: self._groups[transfer_key(item, update.generation)],
+            lambda item: self._groups[commit.transfer_key(item, update.generation)],
             self._groups.waiter,
             sums=self._sections.sums if update.partial.microbatches else None,
             interrupted=self._commit_state.is_fenced,
@@ -405,7 +360,7 @@ class Engine:
         self._transfer_s = time.monotonic() - self._formed_s
         self._log.debug("has received %.1f MB in %.3f s", self._received_bytes / 1e6, self._transfer_s)
 
-    def _adopt(self, effect: Adopt) -> None:
+    def _adopt(self, effect: commit.Adopt) -> None:
         """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
         update, seat = effect.update, effect.seat
         if self._records is not None:

@@ -10,32 +10,10 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
 
-from oobleck.control.journal import (
-    History,
-    Incident,
-    NodeRanks,
-    PlanAdopted,
-    PlanCause,
-    RecoverySummary,
-    RunState,
-    Summary,
-    advice,
-    evidence_detail,
-    evidence_text,
-    response_text,
-    state_at_end,
-    title,
-)
+from oobleck.control import journal
+from oobleck.control.journal import title
 from oobleck.planner import Pipeline
-from oobleck.ui.formatting import (
-    bytes_text,
-    chunks_text,
-    count_text,
-    duration_text,
-    layers_text,
-    percent_text,
-    seconds_text,
-)
+from oobleck.ui import formatting
 from oobleck.ui.summary_words import node_hours_text, recoveries_text, steps_text
 
 from .axes import time_ticks
@@ -45,9 +23,9 @@ from .report_style import STYLE
 _MAX_ROWS = 200
 _MAX_NODES = 16
 
-_CALM = frozenset(cause for cause in PlanCause if cause.is_calm)
+_CALM = frozenset(cause for cause in journal.PlanCause if cause.is_calm)
 _COMMAND = re.compile(r"`([^`]+)`")
-_STATE_COLOURS = {RunState.DONE: "well", RunState.STOPPED: "on", RunState.FAILED: "failed"}
+_STATE_COLOURS = {journal.RunState.DONE: "well", journal.RunState.STOPPED: "on", journal.RunState.FAILED: "failed"}
 _STATE_WORDS = {
     "useful": "useful steps",
     "redone": "steps made again",
@@ -60,7 +38,7 @@ _STATE_WORDS = {
 }
 
 
-def report_html(history: History, summary: Summary, incidents: Iterable[Incident]) -> str:
+def report_html(history: journal.History, summary: journal.Summary, incidents: Iterable[journal.Incident]) -> str:
     """Write the page; O(what is shown), which is bounded for each section."""
     told = tuple(incidents)
     title = f"Oobleck: {summary.tag or 'a run'}"
@@ -84,7 +62,7 @@ def report_html(history: History, summary: Summary, incidents: Iterable[Incident
     )
 
 
-def _header(history: History, summary: Summary) -> str:
+def _header(history: journal.History, summary: journal.Summary) -> str:
     started = history.started or history.script
     facts, what = _job_facts(summary), ""
     if history.script is not None:
@@ -101,36 +79,36 @@ def _header(history: History, summary: Summary) -> str:
     )
 
 
-def _job_facts(summary: Summary) -> tuple[tuple[str, str], ...]:
+def _job_facts(summary: journal.Summary) -> tuple[tuple[str, str], ...]:
     return (
         ("steps", steps_text(summary)),
         ("loss", f"{summary.losses[-1]:.4f}" if summary.losses else "–"),
-        ("tokens/s", count_text(summary.tokens_per_s)),
-        ("step time", seconds_text(summary.step_time_s.median if summary.step_time_s else None)),
-        ("goodput", percent_text(summary.goodput)),
-        ("elapsed", duration_text(summary.elapsed_s)),
+        ("tokens/s", formatting.count_text(summary.tokens_per_s)),
+        ("step time", formatting.seconds_text(summary.step_time_s.median if summary.step_time_s else None)),
+        ("goodput", formatting.percent_text(summary.goodput)),
+        ("elapsed", formatting.duration_text(summary.elapsed_s)),
         ("recoveries", recoveries_text(summary)),
-        ("steps lost", count_text(summary.steps_lost)),
+        ("steps lost", formatting.count_text(summary.steps_lost)),
     )
 
 
-def _script_facts(history: History, summary: Summary) -> tuple[tuple[str, str], ...]:
+def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[tuple[str, str], ...]:
     """Steps, losses and where the time went are a script's own: nobody here knows them."""
     newest = history.generations[-1] if history.generations else None
     return (
-        ("generations", count_text(history.num_generations)),
-        ("ranks", count_text(newest.world_size if newest else 0)),
-        ("elapsed", duration_text(summary.elapsed_s)),
+        ("generations", formatting.count_text(history.num_generations)),
+        ("ranks", formatting.count_text(newest.world_size if newest else 0)),
+        ("elapsed", formatting.duration_text(summary.elapsed_s)),
     )
 
 
-def _state(history: History, summary: Summary) -> str:
+def _state(history: journal.History, summary: journal.Summary) -> str:
     """How the run stands, in a word's colour and its own words."""
     if summary.exit_code is None:
         kind, text = "on", "continues"
     else:
         is_whole = history.script is not None or summary.last_step >= summary.max_steps
-        kind = _STATE_COLOURS[state_at_end(summary.exit_code, is_whole=is_whole)]
+        kind = _STATE_COLOURS[journal.state_at_end(summary.exit_code, is_whole=is_whole)]
         text = summary.reason.splitlines()[0] if summary.reason else "ended"
     return f'<p class="state {kind}">{_with_commands(text)}</p>'
 
@@ -148,13 +126,13 @@ def _moment_text(moment: str) -> str:
         return moment
 
 
-def _footer(history: History) -> str:
+def _footer(history: journal.History) -> str:
     started = history.started or history.script
     version = f" {escape(started.version)}" if started else ""
     return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
 
 
-def _time(history: History, summary: Summary) -> str:
+def _time(history: journal.History, summary: journal.Summary) -> str:
     """The goodput bar: shares of the elapsed time, which sum to it; and what nodes were there for."""
     split = history.split
     states = {"useful": split.useful_s, **split.downtime_s}
@@ -167,8 +145,8 @@ def _time(history: History, summary: Summary) -> str:
         for state, seconds in shown
     )
     legend = "".join(
-        f'<li><i class="{state}"></i>{escape(_STATE_WORDS[state])}: {seconds_text(seconds)} '
-        f"({percent_text(seconds / whole_s)})</li>"
+        f'<li><i class="{state}"></i>{escape(_STATE_WORDS[state])}: {formatting.seconds_text(seconds)} '
+        f"({formatting.percent_text(seconds / whole_s)})</li>"
         for state, seconds in shown
     )
     nodes = summary.node_hours
@@ -179,7 +157,7 @@ def _time(history: History, summary: Summary) -> str:
     )
 
 
-def _throughput(history: History, summary: Summary) -> str:
+def _throughput(history: journal.History, summary: journal.Summary) -> str:
     if not history.rates:
         return ""
     until_s = history.elapsed_s
@@ -188,7 +166,7 @@ def _throughput(history: History, summary: Summary) -> str:
     markers = [
         Marker(
             x=done.t_s,
-            text=f"{duration_text(done.t_s)} {_recovery_text(done)}",
+            text=f"{formatting.duration_text(done.t_s)} {_recovery_text(done)}",
             label=_names_text(done.nodes, 1) or done.cause.replace("_", " "),
             is_calm=done.cause in _CALM,
         )
@@ -200,8 +178,8 @@ def _throughput(history: History, summary: Summary) -> str:
         x_range=(0.0, until_s),
         y_max=1.05 * max(rate for _, rate in rates),
         x_ticks=time_ticks(0.0, until_s, 4),
-        x_text=duration_text,
-        y_text=count_text,
+        x_text=formatting.duration_text,
+        y_text=formatting.count_text,
         markers=markers,
     )
     node_chart = chart(
@@ -210,7 +188,7 @@ def _throughput(history: History, summary: Summary) -> str:
         x_range=(0.0, until_s),
         y_max=1.15 * max((count for _, count in nodes), default=1),
         x_ticks=time_ticks(0.0, until_s, 4),
-        x_text=duration_text,
+        x_text=formatting.duration_text,
         y_text=lambda value: f"{value:g}" if value == int(value) else "",
         markers=markers,
     )
@@ -232,7 +210,7 @@ def _as_steps(changes: Iterable[tuple[float, int]], until_s: float) -> list[tupl
     return points
 
 
-def _losses(history: History) -> str:
+def _losses(history: journal.History) -> str:
     if len(history.losses) < 2:
         return ""
     values = [loss for _, loss in history.losses]
@@ -244,33 +222,33 @@ def _losses(history: History) -> str:
         x_range=(history.losses[0][0], history.losses[-1][0]),
         y_min=low - margin,
         y_max=high + margin,
-        x_text=count_text,
+        x_text=formatting.count_text,
         y_text=lambda value: f"{value:.3g}",
     )
     return f'<section><h2>Loss</h2><p class="caption">by step</p>{drawn}</section>'
 
 
-def _incidents(incidents: tuple[Incident, ...]) -> str:
+def _incidents(incidents: tuple[journal.Incident, ...]) -> str:
     if not incidents:
         return "<section><h2>What went wrong</h2><p>Nothing.</p></section>"
     shown = "".join(_incident(incident) for incident in incidents[-_MAX_ROWS:])
     return f"<section><h2>What went wrong</h2>{_left_out(len(incidents), _MAX_ROWS)}{shown}</section>"
 
 
-def _incident(incident: Incident) -> str:
+def _incident(incident: journal.Incident) -> str:
     then = "\n".join(
-        f"{found.node}: {evidence_text(found)}" if found.node else evidence_text(found)
+        f"{found.node}: {journal.evidence_text(found)}" if found.node else journal.evidence_text(found)
         for found in incident.consequences
     )
     rows = (
-        ("because", f"{evidence_text(incident.root)}\n{evidence_detail(incident.root)}".strip()),
+        ("because", f"{journal.evidence_text(incident.root)}\n{journal.evidence_detail(incident.root)}".strip()),
         ("then", then),
-        ("done", "\n".join(map(response_text, incident.responses))),
-        ("cost", f"{seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
-        ("to do", advice(incident)),
+        ("done", "\n".join(map(journal.response_text, incident.responses))),
+        ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
+        ("to do", journal.advice(incident)),
     )
     items = "".join(f"<dt>{name}</dt><dd>{_with_commands(text)}</dd>" for name, text in rows if text)
-    when = duration_text(incident.root.t_s)
+    when = formatting.duration_text(incident.root.t_s)
     return f'<div class="incident"><h3>{when} {escape(title(incident))}</h3><dl>{items}</dl></div>'
 
 
@@ -278,13 +256,13 @@ def _lost_text(steps: int) -> str:
     return "1 step lost" if steps == 1 else f"{steps or 'no'} steps lost"
 
 
-def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
+def _recoveries(recoveries: tuple[journal.RecoverySummary, ...]) -> str:
     if not recoveries:
         return ""
     headers = ("detect", "decide", "copy", "stall", "moved", "redone")
     head = "<th>at</th><th>what</th>" + "".join(f'<th class="num">{name}</th>' for name in headers)
     rows = "".join(
-        f'<tr><td>{duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
+        f'<tr><td>{formatting.duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
         + "".join(
             f'<td class="num" data-name="{name}">{escape(text)}</td>'
             for name, text in zip(headers, _recovery_costs(done), strict=True)
@@ -299,12 +277,16 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> str:
     )
 
 
-def _recovery_costs(done: RecoverySummary) -> tuple[str, ...]:
+def _recovery_costs(done: journal.RecoverySummary) -> tuple[str, ...]:
     seconds = (done.detect_s, done.decide_s, done.transfer_s, done.stall_s)
-    return (*map(seconds_text, seconds), bytes_text(done.bytes_moved), str(done.microbatches_redone))
+    return (
+        *map(formatting.seconds_text, seconds),
+        formatting.bytes_text(done.bytes_moved),
+        str(done.microbatches_redone),
+    )
 
 
-def _recovery_text(done: RecoverySummary) -> str:
+def _recovery_text(done: journal.RecoverySummary) -> str:
     names = _names_text(done.nodes, 4)
     what = f"{done.cause.replace('_', ' ')}; {done.action.replace('_', ' ')}"
     return f"{names}: {what}" if names else what
@@ -315,7 +297,7 @@ def _names_text(nodes: tuple[str, ...], most: int) -> str:
     return ", ".join(nodes[:most]) + more
 
 
-def _plans(history: History) -> str:
+def _plans(history: journal.History) -> str:
     shown = history.plans
     if not shown:
         return ""
@@ -323,24 +305,25 @@ def _plans(history: History) -> str:
     return f"<section><h2>Plans</h2>{_left_out(history.num_plans, len(shown))}{items}</section>"
 
 
-def _plan(adopted: PlanAdopted, *, is_open: bool) -> str:
+def _plan(adopted: journal.PlanAdopted, *, is_open: bool) -> str:
     pipelines = "".join(_pipeline(index, pipeline) for index, pipeline in enumerate(adopted.plan.pipelines))
     spares = f'<p class="caption">spare: {escape(", ".join(adopted.plan.spares))}</p>' if adopted.plan.spares else ""
     warning = "" if adopted.redundant else " (some layer has fewer than f + 1 copies)"
     return (
-        f"<details{' open' if is_open else ''}><summary>{duration_text(adopted.t_s)} generation {adopted.generation}: "
+        f"<details{' open' if is_open else ''}><summary>"
+        f"{formatting.duration_text(adopted.t_s)} generation {adopted.generation}: "
         f"{escape(adopted.reason + warning)}</summary>"
-        f'<p class="caption">predicted step: {seconds_text(adopted.predicted_step_s)}</p>'
+        f'<p class="caption">predicted step: {formatting.seconds_text(adopted.predicted_step_s)}</p>'
         f'<div class="scroll">{pipelines or "no pipeline: too few nodes"}</div>{spares}</details>'
     )
 
 
-def _generations(history: History) -> str:
+def _generations(history: journal.History) -> str:
     """A script's generations: when each was formed and why, and its ranks on each node."""
     if not history.generations:
         return ""
     rows = "".join(
-        f"<tr><td>{duration_text(formed.t_s)}</td><td>{formed.generation}: "
+        f"<tr><td>{formatting.duration_text(formed.t_s)}</td><td>{formed.generation}: "
         f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td></tr>"
         for formed in history.generations
     )
@@ -352,8 +335,10 @@ def _generations(history: History) -> str:
     )
 
 
-def _ranks_text(nodes: tuple[NodeRanks, ...]) -> str:
-    parts = [f"{each.node}: {layers_text(each.first_rank, each.first_rank + each.num_ranks)}" for each in nodes]
+def _ranks_text(nodes: tuple[journal.NodeRanks, ...]) -> str:
+    parts = [
+        f"{each.node}: {formatting.layers_text(each.first_rank, each.first_rank + each.num_ranks)}" for each in nodes
+    ]
     return _names_text(tuple(parts), _MAX_NODES)
 
 
@@ -364,7 +349,7 @@ def _pipeline(index: int, pipeline: Pipeline) -> str:
 def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
     yield f'<div class="pipeline"><b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>'
     for stage in pipeline.stages:
-        layers = chunks_text((chunk.start, chunk.stop) for chunk in stage.chunks)
+        layers = formatting.chunks_text((chunk.start, chunk.stop) for chunk in stage.chunks)
         share = len(stage.layers)
         yield (
             f'<div class="stage" style="flex-grow:{share}">{escape(stage.worker_ids[0].node)}'

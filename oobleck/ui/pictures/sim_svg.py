@@ -11,7 +11,7 @@ from math import ceil, floor
 from oobleck.ui.formatting import duration_text, percent_text
 from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel
 
-from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, round_up, svg_file, text, tick
+from . import axes
 
 _LABELS, _RIGHT = 74, 64
 _TITLE, _PLOT, _STRIP, _GAP, _AXIS = 40, 150, 14, 34, 34
@@ -19,31 +19,31 @@ _NODES = "#54a24b"
 _UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _STEPS = tuple(base * 10**power for power in range(9) for base in (1, 2, 5))
 _MOST_TICKS = 12
-_COLUMNS = WIDTH - 2 * MARGIN - _LABELS - _RIGHT
+_COLUMNS = axes.WIDTH - 2 * axes.MARGIN - _LABELS - _RIGHT
 
 
 def sim_svg(panels: Sequence[RunPanel], *, title: str) -> str:
     """Draw runs below one another and return the text of an SVG file."""
-    rate_top = round_up(max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0))
-    nodes_top = round_up(max(count for panel in panels for _, count in panel.num_nodes))
-    height = MARGIN + _TITLE + len(panels) * (_TITLE + _PLOT + _STRIP + _GAP) + _AXIS + MARGIN
-    parts: list[str] = [text(MARGIN, MARGIN + 16, title, 'font-weight="bold" font-size="17"')]
-    top = MARGIN + _TITLE
+    rate_top = axes.round_up(max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0))
+    nodes_top = axes.round_up(max(count for panel in panels for _, count in panel.num_nodes))
+    height = axes.MARGIN + _TITLE + len(panels) * (_TITLE + _PLOT + _STRIP + _GAP) + _AXIS + axes.MARGIN
+    parts: list[str] = [axes.text(axes.MARGIN, axes.MARGIN + 16, title, 'font-weight="bold" font-size="17"')]
+    top = axes.MARGIN + _TITLE
     for panel in panels:
         parts += _panel(panel, top, rate_top, nodes_top)
         top += _TITLE + _PLOT + _STRIP + _GAP
     parts += _legend(panels, top)
-    return svg_file(parts, height=height)
+    return axes.svg_file(parts, height=height)
 
 
 def _panel(panel: RunPanel, top: int, rate_top: float, nodes_top: float) -> Iterator[str]:
-    left, floor_y = MARGIN + _LABELS, top + _TITLE + _PLOT
+    left, floor_y = axes.MARGIN + _LABELS, top + _TITLE + _PLOT
     scale = _COLUMNS / panel.duration_s
     numbers = f"{panel.samples_per_s:,.4g} samples/s, goodput {percent_text(panel.goodput)}"
     recoveries = f"{panel.num_recoveries:,} recoveries, {panel.steps_lost:,} steps lost"
-    yield text(MARGIN, top + 14, panel.name, 'font-weight="bold" font-size="15"')
-    yield text(left + 40, top + 14, f"{numbers}; {recoveries}")
-    yield text(left + 40, top + 30, panel.about, 'fill="#777777" font-size="11"')
+    yield axes.text(axes.MARGIN, top + 14, panel.name, 'font-weight="bold" font-size="15"')
+    yield axes.text(left + 40, top + 14, f"{numbers}; {recoveries}")
+    yield axes.text(left + 40, top + 30, panel.about, 'fill="#777777" font-size="11"')
     yield from _grid(left, floor_y, rate_top, nodes_top)
     yield f'<path d="{_area(panel.bands, left, floor_y, scale, rate_top)}" fill="{ACTIVITIES["training"][1]}"/>'
     nodes = _line(panel, left, floor_y, scale, nodes_top)
@@ -57,10 +57,10 @@ def _grid(left: int, floor_y: int, rate_top: float, nodes_top: float) -> Iterato
         y = floor_y - _PLOT * quarter / 4
         stroke = "#999999" if quarter == 0 else "#e3e3e3"
         yield f'<line x1="{left}" y1="{y}" x2="{left + _COLUMNS}" y2="{y}" stroke="{stroke}"/>'
-        yield text(left - 6, y + 4, f"{rate_top * quarter / 4:,.4g}", 'text-anchor="end" fill="#555555"')
-        yield text(left + _COLUMNS + 6, y + 4, f"{nodes_top * quarter / 4:,.4g}", f'fill="{_NODES}"')
+        yield axes.text(left - 6, y + 4, f"{rate_top * quarter / 4:,.4g}", 'text-anchor="end" fill="#555555"')
+        yield axes.text(left + _COLUMNS + 6, y + 4, f"{nodes_top * quarter / 4:,.4g}", f'fill="{_NODES}"')
     middle = floor_y - _PLOT / 2
-    yield _turned(MARGIN + 6, middle, "samples/s", "#555555")
+    yield _turned(axes.MARGIN + 6, middle, "samples/s", "#555555")
     yield _turned(left + _COLUMNS + _RIGHT - 8, middle, "nodes", _NODES)
 
 
@@ -113,19 +113,19 @@ def _time_axis(duration_s: float, left: int, y: int, scale: float) -> Iterator[s
     step = next(step for step in _STEPS if duration_s / unit_s / step <= _MOST_TICKS)
     for number in range(int(duration_s / unit_s / step) + 1):
         x = left + number * step * unit_s * scale
-        yield from tick(x, y, f"{number * step:g} {unit}", length=4, drop=16, colour="#999999")
+        yield from axes.tick(x, y, f"{number * step:g} {unit}", length=4, drop=16, colour="#999999")
 
 
 def _legend(panels: Sequence[RunPanel], top: int) -> Iterator[str]:
     used = {band.activity for panel in panels for band in panel.bands}
     shown = [ACTIVITIES[each] for each in ACTIVITIES if each in used]
     colours = {"throughput" if words == "training" else words: colour for words, colour in shown}
-    parts, x = legend(colours, MARGIN + _LABELS, top, gap=24 + NUMBER_WIDTH)
+    parts, x = axes.legend(colours, axes.MARGIN + _LABELS, top, gap=24 + axes.NUMBER_WIDTH)
     yield from parts
     yield f'<line x1="{x}" y1="{top + 6}" x2="{x + 16}" y2="{top + 6}" stroke="{_NODES}" stroke-width="2"/>'
-    yield text(x + 22, top + 10, "nodes that are there")
+    yield axes.text(x + 22, top + 10, "nodes that are there")
 
 
 def _turned(x: float, y: float, words: str, colour: str) -> str:
     turn = f'transform="rotate(-90 {x:.2f} {y:.2f})"'
-    return text(x, y, words, f'text-anchor="middle" fill="{colour}" {turn}')
+    return axes.text(x, y, words, f'text-anchor="middle" fill="{colour}" {turn}')

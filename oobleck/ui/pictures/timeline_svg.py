@@ -8,7 +8,7 @@ from oobleck.schedule import Instruction, Op, Span
 from oobleck.ui.formatting import percent_text, seconds_text
 from oobleck.ui.timeline import PASS_WORDS, Figure
 
-from .axes import MARGIN, NUMBER_WIDTH, WIDTH, legend, svg_file, text, tick
+from . import axes
 
 # Distinguishable for the colour-blind, and by their brightness in print.
 _COLOURS = {
@@ -31,30 +31,30 @@ _TICKS = 8
 def timeline_svg(figures: Sequence[Figure]) -> str:
     """Draw timelines below one another, on the same scale, and return the text of an SVG file."""
     longest_s = max(figure.timeline.makespan_s for figure in figures) or 1.0
-    scale = (WIDTH - 2 * MARGIN - _LABELS) / longest_s
+    scale = (axes.WIDTH - 2 * axes.MARGIN - _LABELS) / longest_s
     parts: list[str] = []
-    top = MARGIN
+    top = axes.MARGIN
     for figure in figures:
         parts += _figure(figure, top, scale)
         top += _height(figure)
     parts += _axis(top, longest_s, scale)
     parts += _legend(figures, top + _AXIS)
-    height = top + _AXIS + _ROW + MARGIN
-    return svg_file(parts, height=height)
+    height = top + _AXIS + _ROW + axes.MARGIN
+    return axes.svg_file(parts, height=height)
 
 
 def _height(figure: Figure) -> int:
-    return _TITLE + _ROW * len(figure.labels) + MARGIN // 2
+    return _TITLE + _ROW * len(figure.labels) + axes.MARGIN // 2
 
 
 def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
     found = figure.timeline
-    left = MARGIN + _LABELS
+    left = axes.MARGIN + _LABELS
     summary = f"{seconds_text(found.makespan_s)}, {percent_text(found.bubble_share)} bubble"
-    yield text(MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
+    yield axes.text(axes.MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
     for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
         y = top + _TITLE + stage * _ROW
-        yield text(MARGIN, y + 13, label)
+        yield axes.text(axes.MARGIN, y + 13, label)
         yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{_IDLE}"/>'
         for span in spans:
             yield _bar(span, left, y, scale)
@@ -68,9 +68,9 @@ def _bar(span: Span, left: int, y: int, scale: float) -> str:
     drawn = width - 0.5 if width > 2 else width
     bar = f'<rect x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{_BAR}" fill="{colour}"><title>{words}</title></rect>'
     number = "" if span.instruction.microbatch is None else str(span.instruction.microbatch)
-    if not number or width < NUMBER_WIDTH * (len(number) + 1):
+    if not number or width < axes.NUMBER_WIDTH * (len(number) + 1):
         return bar
-    return bar + text(x + width / 2, y + 13, number, 'text-anchor="middle" pointer-events="none" font-size="11"')
+    return bar + axes.text(x + width / 2, y + 13, number, 'text-anchor="middle" pointer-events="none" font-size="11"')
 
 
 def _describe(instruction: Instruction) -> str:
@@ -84,14 +84,14 @@ def _describe(instruction: Instruction) -> str:
 def _axis(top: int, longest_s: float, scale: float) -> Iterator[str]:
     for number in range(_TICKS + 1):
         at_s = longest_s * number / _TICKS
-        x = MARGIN + _LABELS + at_s * scale
+        x = axes.MARGIN + _LABELS + at_s * scale
         anchor = "end" if number == _TICKS else "middle"
-        yield from tick(x, top, seconds_text(at_s), length=5, drop=18, colour="#888888", anchor=anchor)
+        yield from axes.tick(x, top, seconds_text(at_s), length=5, drop=18, colour="#888888", anchor=anchor)
 
 
 def _legend(figures: Sequence[Figure], top: int) -> list[str]:
     used = {span.instruction.op for figure in figures for spans in figure.timeline.spans for span in spans}
     # Both kinds of backward pass have one colour and one word.
     entries = {PASS_WORDS[op]: colour for op, colour in _COLOURS.items() if op in used} | {"idle": _IDLE}
-    parts, _ = legend(entries, MARGIN + _LABELS, top, gap=17 + 2 * NUMBER_WIDTH)
+    parts, _ = axes.legend(entries, axes.MARGIN + _LABELS, top, gap=17 + 2 * axes.NUMBER_WIDTH)
     return parts

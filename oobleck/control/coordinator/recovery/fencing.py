@@ -16,38 +16,11 @@ from oobleck.control.membership import are_most, patience_s
 from oobleck.control.protocol import KillWorker, Status
 from oobleck.planner import WorkerId
 
+from . import states
 from .gathered import Gathered
-from .states import (
-    Accusing,
-    Adopting,
-    Answered,
-    AwaitingNetwork,
-    AwaitingWorkers,
-    BeginRecovery,
-    Decide,
-    Deciding,
-    Ended,
-    Fencing,
-    GiveUp,
-    LocatingCheckpoint,
-    MoreLost,
-    NetworkDown,
-    Overdue,
-    Preparing,
-    Recovery,
-    RecoveryBegun,
-    RecoveryEffect,
-    RecoveryEnded,
-    Settling,
-    State,
-    Step,
-    Suspecting,
-    TimePassed,
-    Training,
-)
 
-_Asking = Fencing | Overdue | Settling
-_Answering = _Asking | Accusing | AwaitingWorkers | LocatingCheckpoint
+_Asking = states.Fencing | states.Overdue | states.Settling
+_Answering = _Asking | states.Accusing | states.AwaitingWorkers | states.LocatingCheckpoint
 
 _MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
@@ -56,27 +29,29 @@ _LOOK_SHARE = 0.1
 _LONGEST_LOOK_S = 30.0
 
 
-def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
-    closed: tuple[RecoveryEffect, ...] = ()
+def begin(state: states.State, begun: states.RecoveryBegun, now_s: float) -> states.Step:
+    closed: tuple[states.RecoveryEffect, ...] = ()
     match state:
-        case Preparing() | Ended():
+        case states.Preparing() | states.Ended():
             return state, ()
-        case Suspecting():
+        case states.Suspecting():
             return begin(state.training, begun, now_s)
-        case Training():
+        case states.Training():
             recovery = _recovery(begun, now_s)
-        case Adopting():
+        case states.Adopting():
             recovery = _recovery(begun, now_s)
-            closed = (RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),)
+            closed = (
+                states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),
+            )
         case (
-            Fencing()
-            | Overdue()
-            | Settling()
-            | Accusing()
-            | AwaitingNetwork()
-            | Deciding()
-            | AwaitingWorkers()
-            | LocatingCheckpoint()
+            states.Fencing()
+            | states.Overdue()
+            | states.Settling()
+            | states.Accusing()
+            | states.AwaitingNetwork()
+            | states.Deciding()
+            | states.AwaitingWorkers()
+            | states.LocatingCheckpoint()
         ):
             recovery = _again(state.recovery, _recovery(begun, now_s, is_cut=state.recovery.awaits_network))
         case _:
@@ -86,7 +61,7 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
             t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
         )
     )
-    fencing = Fencing(
+    fencing = states.Fencing(
         recovery=recovery,
         statuses=Gathered(),
         until_s=max(now_s, begun.heard_s) + begun.control.lease_s,
@@ -99,10 +74,10 @@ def begin(state: State, begun: RecoveryBegun, now_s: float) -> Step:
     return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
 
 
-def _recovery(begun: RecoveryBegun, now_s: float, *, is_cut: bool = False) -> Recovery:
+def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False) -> states.Recovery:
     is_hang = begun.cause in (PlanCause.HANG, PlanCause.NETWORK)
     explains = is_cut or is_hang or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
-    return Recovery(
+    return states.Recovery(
         began_s=now_s,
         detect_s=begun.detect_s,
         cause=begun.cause,
@@ -119,7 +94,7 @@ def _recovery(begun: RecoveryBegun, now_s: float, *, is_cut: bool = False) -> Re
     )
 
 
-def _again(known: Recovery, begun: Recovery) -> Recovery:
+def _again(known: states.Recovery, begun: states.Recovery) -> states.Recovery:
     """A loss during a recovery belongs to it. If a hang led to the finding of a cut network, the cut is the cause."""
     is_cut = begun.loss is LossCause.CUT_OFF or begun.cause is PlanCause.NETWORK
     cause, loss = (begun if is_cut else known).why
@@ -136,9 +111,9 @@ def _again(known: Recovery, begun: Recovery) -> Recovery:
     )
 
 
-def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
+def lose_more(state: states.State, lost: states.MoreLost, now_s: float) -> states.Step:
     """Continue without these nodes; if a hang was unexplained, they are now its explanation."""
-    if not isinstance(state, Fencing | Overdue | Settling):
+    if not isinstance(state, states.Fencing | states.Overdue | states.Settling):
         return state, ()
     recovery = replace(
         _without(state.recovery, lost.nodes),
@@ -147,26 +122,29 @@ def lose_more(state: State, lost: MoreLost, now_s: float) -> Step:
         lost_s=now_s,
         explains=state.recovery.awaits_network,
     )
-    if isinstance(state, Settling):
+    if isinstance(state, states.Settling):
         state = replace(state, until_s=recovery.settles_s)
     return _go_on(replace(state, recovery=recovery), now_s)
 
 
-def answered(state: State, answer: Answered, now_s: float) -> Step:
-    if not isinstance(state, Fencing | Overdue | Settling) or answer.status.generation != state.recovery.generation:
+def answered(state: states.State, answer: states.Answered, now_s: float) -> states.Step:
+    if (
+        not isinstance(state, states.Fencing | states.Overdue | states.Settling)
+        or answer.status.generation != state.recovery.generation
+    ):
         return state, ()  # for an older fence, or a second time: its first answer is still true
     statuses = state.statuses.adding(answer.worker_ids, answer.status)
     match state:
-        case Fencing() | Settling():
-            asking: Fencing | Overdue | Settling = replace(state, statuses=statuses)
-        case Overdue():  # the others are about to answer, too
+        case states.Fencing() | states.Settling():
+            asking: states.Fencing | states.Overdue | states.Settling = replace(state, statuses=statuses)
+        case states.Overdue():  # the others are about to answer, too
             asking = replace(state, statuses=statuses, until_s=now_s + state.recovery.control.lease_s)
         case _:
             assert_never(state)
     return _go_on(asking, now_s)
 
 
-def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
+def _go_on(state: states.Fencing | states.Overdue | states.Settling, now_s: float) -> states.Step:
     """Wait for answers, then for losses that belong together, and then use the answers."""
     recovery = state.recovery
     if not recovery.asked:
@@ -175,12 +153,12 @@ def _go_on(state: Fencing | Overdue | Settling, now_s: float) -> Step:
         return state, ()
     if now_s >= recovery.settles_s:
         return use_answers(state, now_s)
-    if isinstance(state, Settling):
+    if isinstance(state, states.Settling):
         return state, ()
-    return Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
+    return states.Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
 
 
-def use_answers(state: _Asking, now_s: float) -> Step:
+def use_answers(state: _Asking, now_s: float) -> states.Step:
     """Decide; if no node is lost and nothing moves, first find out which workers others wait for or cannot reach."""
     recovery = state.recovery
     if not recovery.explains:
@@ -204,18 +182,18 @@ def use_answers(state: _Asking, now_s: float) -> Step:
         back = (notice(now_s, "info", f"the network is back after {now_s - recovery.cut_since_s:.1f} s"),)
         return deciding, (*(back if recovery.awaits_network else (explained,)), *effects)
     until_s = now_s + recovery.control.lease_s
-    accusing = Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
+    accusing = states.Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
     if stuck:
         return accusing, (explained, *end_again(stuck))
-    return accusing, (explained, GiveUp(nodes=cut_off, loss=CutOff()))
+    return accusing, (explained, states.GiveUp(nodes=cut_off, loss=CutOff()))
 
 
-def _await_network(recovery: Recovery, cut_off: tuple[str, ...], explained: Record, now_s: float) -> Step:
+def _await_network(recovery: states.Recovery, cut_off: tuple[str, ...], explained: Record, now_s: float) -> states.Step:
     """Give nobody up: so many nodes do not fail at once, and what they hold lives. Say so when it begins or changes."""
     control, since_s = recovery.control, min(recovery.cut_since_s, now_s)
     gives_up_s = since_s + control.network_timeout_s
     look_s = min(max(control.lease_s, _LOOK_SHARE * (now_s - since_s)), _LONGEST_LOOK_S)
-    effects: list[RecoveryEffect] = []
+    effects: list[states.RecoveryEffect] = []
     if cut_off != recovery.cut_off:
         effects.append(explained)
     if not recovery.awaits_network:
@@ -225,25 +203,25 @@ def _await_network(recovery: Recovery, cut_off: tuple[str, ...], explained: Reco
         )
         effects.append(notice(now_s, "warning", text))
     if now_s >= gives_up_s:
-        effects.append(NetworkDown(nodes=cut_off, waited_s=now_s - since_s))
+        effects.append(states.NetworkDown(nodes=cut_off, waited_s=now_s - since_s))
     recovery = replace(recovery, cut_off=cut_off, cut_since_s=since_s)
     until_s = max(now_s, min(now_s + look_s, gives_up_s))
-    return AwaitingNetwork(recovery=recovery, until_s=until_s), tuple(effects)
+    return states.AwaitingNetwork(recovery=recovery, until_s=until_s), tuple(effects)
 
 
-def look_again(state: AwaitingNetwork, passed: TimePassed, now_s: float) -> Step:
+def look_again(state: states.AwaitingNetwork, passed: states.TimePassed, now_s: float) -> states.Step:
     """Ask all again whom they reach, under a newer generation."""
     if passed.is_suspicious:  # it may be this master that nobody reaches
         return replace(state, until_s=now_s + state.recovery.control.lease_s), ()
-    return state, (BeginRecovery(cause=PlanCause.NETWORK),)
+    return state, (states.BeginRecovery(cause=PlanCause.NETWORK),)
 
 
-def end_again(stuck: tuple[WorkerId, ...]) -> tuple[RecoveryEffect, ...]:
+def end_again(stuck: tuple[WorkerId, ...]) -> tuple[states.RecoveryEffect, ...]:
     """A worker that ends is started again in its place."""
     return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
 
 
-def overdue(state: Overdue, passed: TimePassed, now_s: float) -> Step:
+def overdue(state: states.Overdue, passed: states.TimePassed, now_s: float) -> states.Step:
     """Workers answer at once, whatever they compute: one that does not is frozen, if its agent is not.
 
     But if most do not answer, one cause may hold them all up, and pass.
@@ -259,32 +237,39 @@ def overdue(state: Overdue, passed: TimePassed, now_s: float) -> Step:
     has_time = are_most(len(silent), num_asked) and now_s < recovery.fenced_s + limit_s
     if passed.is_suspicious or has_time:
         return replace(state, until_s=now_s + control.lease_s), ()
-    return state, (GiveUp(nodes=silent, loss=Silent(silent_s=now_s - recovery.fenced_s, is_worker=True)),)
+    return state, (states.GiveUp(nodes=silent, loss=Silent(silent_s=now_s - recovery.fenced_s, is_worker=True)),)
 
 
-def left(state: State, node: str, now_s: float) -> Step:
+def left(state: states.State, node: str, now_s: float) -> states.Step:
     match state:
-        case Preparing() | Training() | Adopting() | Suspecting() | Deciding() | Ended():
+        case (
+            states.Preparing()
+            | states.Training()
+            | states.Adopting()
+            | states.Suspecting()
+            | states.Deciding()
+            | states.Ended()
+        ):
             return state, ()
-        case Fencing() | Overdue() | Settling():
+        case states.Fencing() | states.Overdue() | states.Settling():
             return _go_on(replace(state, recovery=_without(state.recovery, (node,))), now_s)
-        case AwaitingNetwork():
+        case states.AwaitingNetwork():
             return replace(state, recovery=_without(state.recovery, (node,)), until_s=now_s), ()
-        case Accusing() | AwaitingWorkers() | LocatingCheckpoint():
+        case states.Accusing() | states.AwaitingWorkers() | states.LocatingCheckpoint():
             return to_deciding(replace(state, recovery=_without(state.recovery, (node,))))
         case _:
             assert_never(state)
 
 
-def _without(recovery: Recovery, nodes: Collection[str]) -> Recovery:
+def _without(recovery: states.Recovery, nodes: Collection[str]) -> states.Recovery:
     return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node not in nodes))
 
 
-def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> Step:
-    if isinstance(state, AwaitingWorkers | LocatingCheckpoint):
+def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> states.Step:
+    if isinstance(state, states.AwaitingWorkers | states.LocatingCheckpoint):
         is_unexplained = state.is_unexplained
-    deciding = Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
-    return deciding, (Decide(deciding=deciding),)
+    deciding = states.Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
+    return deciding, (states.Decide(deciding=deciding),)
 
 
 def _of_asked(state: _Answering) -> dict[WorkerId, Status]:

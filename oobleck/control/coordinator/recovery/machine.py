@@ -17,137 +17,275 @@ from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import reading_s
 
-from .fencing import answered, begin, end_again, left, look_again, lose_more, overdue, to_deciding, use_answers
-from .states import (
-    Accusing,
-    Adopting,
-    Answered,
-    AwaitingNetwork,
-    AwaitingWorkers,
-    BeginRecovery,
-    CheckpointReported,
-    CheckpointWanted,
-    Deciding,
-    Ended,
-    FailureSuspected,
-    Fencing,
-    HeldUp,
-    Input,
-    LocatingCheckpoint,
-    MoreLost,
-    NodeDrained,
-    NodeGone,
-    NodeReached,
-    Overdue,
-    PlanInForce,
-    PlanOrdered,
-    Preparing,
-    RecoveryBegun,
-    RecoveryEnded,
-    RunEnded,
-    Settling,
-    State,
-    Step,
-    Suspecting,
-    TimePassed,
-    Training,
-    TrainingBegun,
-    WorkersResumed,
-    WorkersWanted,
-)
+from . import fencing
+from . import states as recovery_states
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
     """In any of `states`, an input of the kind `given` may lead to any of `targets`."""
 
-    states: tuple[type[State], ...]
-    given: type[Input]
-    targets: tuple[type[State], ...]
+    states: tuple[type[recovery_states.State], ...]
+    given: type[recovery_states.Input]
+    targets: tuple[type[recovery_states.State], ...]
     """None: the state stays the same one. Its values may change, or there are effects."""
     why: str
 
 
-TRAINED = (Training, Adopting, Suspecting)
+TRAINED = (recovery_states.Training, recovery_states.Adopting, recovery_states.Suspecting)
 """Steps are committed in these."""
 FENCED = (
-    Fencing,
-    Overdue,
-    Settling,
-    Accusing,
-    AwaitingNetwork,
-    Deciding,
-    AwaitingWorkers,
-    LocatingCheckpoint,
+    recovery_states.Fencing,
+    recovery_states.Overdue,
+    recovery_states.Settling,
+    recovery_states.Accusing,
+    recovery_states.AwaitingNetwork,
+    recovery_states.Deciding,
+    recovery_states.AwaitingWorkers,
+    recovery_states.LocatingCheckpoint,
 )
 """Nothing is committed in these."""
-_ASKED = (Fencing, Overdue)
-ASKING = (*_ASKED, Settling)
+_ASKED = (recovery_states.Fencing, recovery_states.Overdue)
+ASKING = (*_ASKED, recovery_states.Settling)
 """All are asked where they stand, and nothing is done with their answers yet."""
-_SAME: tuple[type[State], ...] = ()
+_SAME: tuple[type[recovery_states.State], ...] = ()
 
 TRANSITIONS = (
-    Transition((Preparing,), TrainingBegun, (Training,), "the first plan is ordered"),
+    Transition(
+        (recovery_states.Preparing,),
+        recovery_states.TrainingBegun,
+        (recovery_states.Training,),
+        "the first plan is ordered",
+    ),
     # Training
-    Transition((Training, Adopting), FailureSuspected, (Suspecting,), "a collective failed under a survivor"),
-    Transition((Suspecting,), FailureSuspected, _SAME, "another survivor reports it"),
-    Transition((Suspecting,), TimePassed, _SAME, "nothing explains it: have all regroup"),
-    Transition(TRAINED, RecoveryBegun, (Fencing,), "a loss, or another reason for a new plan"),
-    Transition(TRAINED, RecoveryBegun, (Deciding,), "no worker is left to ask"),
+    Transition(
+        (recovery_states.Training, recovery_states.Adopting),
+        recovery_states.FailureSuspected,
+        (recovery_states.Suspecting,),
+        "a collective failed under a survivor",
+    ),
+    Transition((recovery_states.Suspecting,), recovery_states.FailureSuspected, _SAME, "another survivor reports it"),
+    Transition(
+        (recovery_states.Suspecting,), recovery_states.TimePassed, _SAME, "nothing explains it: have all regroup"
+    ),
+    Transition(
+        TRAINED, recovery_states.RecoveryBegun, (recovery_states.Fencing,), "a loss, or another reason for a new plan"
+    ),
+    Transition(TRAINED, recovery_states.RecoveryBegun, (recovery_states.Deciding,), "no worker is left to ask"),
     # Asking where all stand
-    Transition(FENCED, RecoveryBegun, (Fencing,), "another loss: ask again under a newer generation"),
-    Transition(FENCED, RecoveryBegun, (Deciding,), "no worker is left to ask"),
-    Transition(ASKING, MoreLost, _SAME, "ask nobody again; the others answer, or more losses may follow at once"),
-    Transition(_ASKED, MoreLost, (Settling,), "all others have answered; more losses may follow at once"),
-    Transition(ASKING, MoreLost, (Deciding,), "no worker is left"),
-    Transition(_ASKED, Answered, _SAME, "others have still to answer"),
-    Transition(_ASKED, Answered, (Settling,), "all have answered; more losses may follow at once"),
-    Transition(_ASKED, Answered, (Deciding,), "all have answered"),
-    Transition(_ASKED, Answered, (Accusing,), "the answers explain a hang"),
-    Transition(_ASKED, NodeDrained, _SAME, "others have still to answer"),
-    Transition(_ASKED, NodeDrained, (Settling,), "all others have answered; more losses may follow at once"),
-    Transition(_ASKED, NodeDrained, (Deciding,), "all others have answered, or there are none"),
-    Transition(_ASKED, NodeDrained, (Accusing,), "the answers of the others explain a hang"),
-    Transition(_ASKED, NodeReached, _SAME, "ask its workers again"),
-    Transition((Fencing,), TimePassed, (Overdue,), "answers are missing: they may wait unread"),
-    Transition((Overdue,), TimePassed, _SAME, "most are silent: wait for them; a few: give them up"),
-    Transition((Settling,), Answered, _SAME, "answered once more"),
-    Transition((Settling,), Answered, (Deciding,), "losses have settled"),
-    Transition((Settling,), Answered, (Accusing,), "losses have settled; the answers explain a hang"),
-    Transition((Settling,), NodeDrained, _SAME, "its answer is not needed"),
-    Transition((Settling,), NodeDrained, (Deciding,), "losses have settled, or no worker is left"),
-    Transition((Settling,), NodeDrained, (Accusing,), "losses have settled; the answers explain a hang"),
-    Transition((Settling,), TimePassed, (Deciding,), "losses have settled"),
-    Transition((Settling,), TimePassed, (Accusing,), "losses have settled; the answers explain a hang"),
-    Transition((Accusing,), TimePassed, (Deciding,), "the accused are still there: decide, and end them again"),
+    Transition(
+        FENCED,
+        recovery_states.RecoveryBegun,
+        (recovery_states.Fencing,),
+        "another loss: ask again under a newer generation",
+    ),
+    Transition(FENCED, recovery_states.RecoveryBegun, (recovery_states.Deciding,), "no worker is left to ask"),
+    Transition(
+        ASKING,
+        recovery_states.MoreLost,
+        _SAME,
+        "ask nobody again; the others answer, or more losses may follow at once",
+    ),
+    Transition(
+        _ASKED,
+        recovery_states.MoreLost,
+        (recovery_states.Settling,),
+        "all others have answered; more losses may follow at once",
+    ),
+    Transition(ASKING, recovery_states.MoreLost, (recovery_states.Deciding,), "no worker is left"),
+    Transition(_ASKED, recovery_states.Answered, _SAME, "others have still to answer"),
+    Transition(
+        _ASKED,
+        recovery_states.Answered,
+        (recovery_states.Settling,),
+        "all have answered; more losses may follow at once",
+    ),
+    Transition(_ASKED, recovery_states.Answered, (recovery_states.Deciding,), "all have answered"),
+    Transition(_ASKED, recovery_states.Answered, (recovery_states.Accusing,), "the answers explain a hang"),
+    Transition(_ASKED, recovery_states.NodeDrained, _SAME, "others have still to answer"),
+    Transition(
+        _ASKED,
+        recovery_states.NodeDrained,
+        (recovery_states.Settling,),
+        "all others have answered; more losses may follow at once",
+    ),
+    Transition(
+        _ASKED, recovery_states.NodeDrained, (recovery_states.Deciding,), "all others have answered, or there are none"
+    ),
+    Transition(
+        _ASKED, recovery_states.NodeDrained, (recovery_states.Accusing,), "the answers of the others explain a hang"
+    ),
+    Transition(_ASKED, recovery_states.NodeReached, _SAME, "ask its workers again"),
+    Transition(
+        (recovery_states.Fencing,),
+        recovery_states.TimePassed,
+        (recovery_states.Overdue,),
+        "answers are missing: they may wait unread",
+    ),
+    Transition(
+        (recovery_states.Overdue,),
+        recovery_states.TimePassed,
+        _SAME,
+        "most are silent: wait for them; a few: give them up",
+    ),
+    Transition((recovery_states.Settling,), recovery_states.Answered, _SAME, "answered once more"),
+    Transition(
+        (recovery_states.Settling,), recovery_states.Answered, (recovery_states.Deciding,), "losses have settled"
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.Answered,
+        (recovery_states.Accusing,),
+        "losses have settled; the answers explain a hang",
+    ),
+    Transition((recovery_states.Settling,), recovery_states.NodeDrained, _SAME, "its answer is not needed"),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.NodeDrained,
+        (recovery_states.Deciding,),
+        "losses have settled, or no worker is left",
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.NodeDrained,
+        (recovery_states.Accusing,),
+        "losses have settled; the answers explain a hang",
+    ),
+    Transition(
+        (recovery_states.Settling,), recovery_states.TimePassed, (recovery_states.Deciding,), "losses have settled"
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.TimePassed,
+        (recovery_states.Accusing,),
+        "losses have settled; the answers explain a hang",
+    ),
+    Transition(
+        (recovery_states.Accusing,),
+        recovery_states.TimePassed,
+        (recovery_states.Deciding,),
+        "the accused are still there: decide, and end them again",
+    ),
     # Too many do not reach each other
-    Transition(_ASKED, Answered, (AwaitingNetwork,), "more nodes are cut off than may be lost"),
-    Transition(_ASKED, NodeDrained, (AwaitingNetwork,), "more nodes are cut off than may be lost"),
-    Transition((Settling,), Answered, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
-    Transition((Settling,), NodeDrained, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
-    Transition((Settling,), TimePassed, (AwaitingNetwork,), "losses have settled; too many others are cut off"),
-    Transition((AwaitingNetwork,), TimePassed, _SAME, "have all asked again whom they reach"),
-    Transition((AwaitingNetwork,), NodeDrained, _SAME, "have the others asked again at once"),
+    Transition(
+        _ASKED, recovery_states.Answered, (recovery_states.AwaitingNetwork,), "more nodes are cut off than may be lost"
+    ),
+    Transition(
+        _ASKED,
+        recovery_states.NodeDrained,
+        (recovery_states.AwaitingNetwork,),
+        "more nodes are cut off than may be lost",
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.Answered,
+        (recovery_states.AwaitingNetwork,),
+        "losses have settled; too many others are cut off",
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.NodeDrained,
+        (recovery_states.AwaitingNetwork,),
+        "losses have settled; too many others are cut off",
+    ),
+    Transition(
+        (recovery_states.Settling,),
+        recovery_states.TimePassed,
+        (recovery_states.AwaitingNetwork,),
+        "losses have settled; too many others are cut off",
+    ),
+    Transition(
+        (recovery_states.AwaitingNetwork,), recovery_states.TimePassed, _SAME, "have all asked again whom they reach"
+    ),
+    Transition(
+        (recovery_states.AwaitingNetwork,), recovery_states.NodeDrained, _SAME, "have the others asked again at once"
+    ),
     # What is decided
-    Transition((Deciding,), PlanOrdered, (Adopting,), "all have their orders"),
-    Transition((Deciding,), WorkersWanted, (AwaitingWorkers,), "the others cannot do it alone"),
-    Transition((Deciding,), CheckpointWanted, (LocatingCheckpoint,), "a layer has no living copy"),
-    Transition((AwaitingWorkers,), NodeGone, (Deciding,), "it may be the one that was waited for"),
-    Transition((AwaitingWorkers,), TimePassed, (Deciding,), "none was ready in time"),
-    Transition((LocatingCheckpoint,), CheckpointReported, (Deciding,), "it may be the last answer"),
-    Transition((LocatingCheckpoint,), TimePassed, (Deciding,), "not all have answered in time"),
-    Transition((Accusing, AwaitingWorkers, LocatingCheckpoint), NodeDrained, (Deciding,), "decide without it"),
+    Transition(
+        (recovery_states.Deciding,), recovery_states.PlanOrdered, (recovery_states.Adopting,), "all have their orders"
+    ),
+    Transition(
+        (recovery_states.Deciding,),
+        recovery_states.WorkersWanted,
+        (recovery_states.AwaitingWorkers,),
+        "the others cannot do it alone",
+    ),
+    Transition(
+        (recovery_states.Deciding,),
+        recovery_states.CheckpointWanted,
+        (recovery_states.LocatingCheckpoint,),
+        "a layer has no living copy",
+    ),
+    Transition(
+        (recovery_states.AwaitingWorkers,),
+        recovery_states.NodeGone,
+        (recovery_states.Deciding,),
+        "it may be the one that was waited for",
+    ),
+    Transition(
+        (recovery_states.AwaitingWorkers,),
+        recovery_states.TimePassed,
+        (recovery_states.Deciding,),
+        "none was ready in time",
+    ),
+    Transition(
+        (recovery_states.LocatingCheckpoint,),
+        recovery_states.CheckpointReported,
+        (recovery_states.Deciding,),
+        "it may be the last answer",
+    ),
+    Transition(
+        (recovery_states.LocatingCheckpoint,),
+        recovery_states.TimePassed,
+        (recovery_states.Deciding,),
+        "not all have answered in time",
+    ),
+    Transition(
+        (recovery_states.Accusing, recovery_states.AwaitingWorkers, recovery_states.LocatingCheckpoint),
+        recovery_states.NodeDrained,
+        (recovery_states.Deciding,),
+        "decide without it",
+    ),
     # The new plan
-    Transition((Adopting, Suspecting), WorkersResumed, _SAME, "others have still to compute, or to report"),
-    Transition((Adopting,), WorkersResumed, (Training,), "all compute under the new plan"),
-    Transition((Adopting, Suspecting), NodeReached, _SAME, "its orders may be lost: have all regroup"),
+    Transition(
+        (recovery_states.Adopting, recovery_states.Suspecting),
+        recovery_states.WorkersResumed,
+        _SAME,
+        "others have still to compute, or to report",
+    ),
+    Transition(
+        (recovery_states.Adopting,),
+        recovery_states.WorkersResumed,
+        (recovery_states.Training,),
+        "all compute under the new plan",
+    ),
+    Transition(
+        (recovery_states.Adopting, recovery_states.Suspecting),
+        recovery_states.NodeReached,
+        _SAME,
+        "its orders may be lost: have all regroup",
+    ),
     # Anywhere
-    Transition((Suspecting, Fencing, Overdue, Settling), HeldUp, _SAME, "what was said meanwhile is read first"),
-    Transition((AwaitingNetwork,), HeldUp, _SAME, "what was said meanwhile is read first"),
-    Transition((Accusing, AwaitingWorkers, LocatingCheckpoint), HeldUp, _SAME, "what was said meanwhile is read first"),
-    Transition((Preparing,), RunEnded, (Ended,), "it cannot begin"),
-    Transition(TRAINED, RunEnded, (Ended,), "all steps are committed, or a stop was asked for"),
-    Transition(FENCED, RunEnded, (Ended,), "there is no way on"),
+    Transition(
+        (recovery_states.Suspecting, recovery_states.Fencing, recovery_states.Overdue, recovery_states.Settling),
+        recovery_states.HeldUp,
+        _SAME,
+        "what was said meanwhile is read first",
+    ),
+    Transition(
+        (recovery_states.AwaitingNetwork,), recovery_states.HeldUp, _SAME, "what was said meanwhile is read first"
+    ),
+    Transition(
+        (recovery_states.Accusing, recovery_states.AwaitingWorkers, recovery_states.LocatingCheckpoint),
+        recovery_states.HeldUp,
+        _SAME,
+        "what was said meanwhile is read first",
+    ),
+    Transition((recovery_states.Preparing,), recovery_states.RunEnded, (recovery_states.Ended,), "it cannot begin"),
+    Transition(
+        TRAINED, recovery_states.RunEnded, (recovery_states.Ended,), "all steps are committed, or a stop was asked for"
+    ),
+    Transition(FENCED, recovery_states.RunEnded, (recovery_states.Ended,), "there is no way on"),
 )
 
 
@@ -169,68 +307,85 @@ _FIND_S = 30.0
 """How long workers may look for checkpoints."""
 
 
-_PHASES: Mapping[type[State], Phase] = {
-    Preparing: Phase.PREPARING,
+_PHASES: Mapping[type[recovery_states.State], Phase] = {
+    recovery_states.Preparing: Phase.PREPARING,
     **dict.fromkeys(TRAINED, Phase.TRAINING),
     **dict.fromkeys(FENCED, Phase.FENCING),
-    Ended: Phase.ENDED,
+    recovery_states.Ended: Phase.ENDED,
 }
 """A table, since the phase is asked for several times at every event."""
 
 
-def phase(state: State) -> Phase:
+def phase(state: recovery_states.State) -> Phase:
     """Which phase a state belongs to."""
     return _PHASES[type(state)]
 
 
-def deadline(state: State) -> float:
+def deadline(state: recovery_states.State) -> float:
     """When TimePassed changes a state; infinity for never."""
     match state:
-        case Preparing() | Training() | Adopting() | Deciding() | Ended():
+        case (
+            recovery_states.Preparing()
+            | recovery_states.Training()
+            | recovery_states.Adopting()
+            | recovery_states.Deciding()
+            | recovery_states.Ended()
+        ):
             return math.inf
-        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing() | AwaitingNetwork():
+        case (
+            recovery_states.Suspecting()
+            | recovery_states.Fencing()
+            | recovery_states.Overdue()
+            | recovery_states.Settling()
+            | recovery_states.Accusing()
+            | recovery_states.AwaitingNetwork()
+        ):
             return state.until_s
-        case AwaitingWorkers():
+        case recovery_states.AwaitingWorkers():
             return state.recovery.returns_by_s
-        case LocatingCheckpoint():
+        case recovery_states.LocatingCheckpoint():
             return state.recovery.found_by_s
         case _:
             assert_never(state)
 
 
-def step(state: State, given: Input, now_s: float) -> Step:
+def step(state: recovery_states.State, given: recovery_states.Input, now_s: float) -> recovery_states.Step:
     """Return the next state, and the effects in the order in which to carry them out.
 
     An answer costs O(1), and the last one O(workers).
     """
     match given:
-        case TrainingBegun():
-            return (Training(generation=given.generation), ()) if isinstance(state, Preparing) else (state, ())
-        case RecoveryBegun():
-            return begin(state, given, now_s)
-        case MoreLost():
-            return lose_more(state, given, now_s)
-        case Answered():
-            return answered(state, given, now_s)
-        case FailureSuspected():
+        case recovery_states.TrainingBegun():
+            return (
+                (recovery_states.Training(generation=given.generation), ())
+                if isinstance(state, recovery_states.Preparing)
+                else (state, ())
+            )
+        case recovery_states.RecoveryBegun():
+            return fencing.begin(state, given, now_s)
+        case recovery_states.MoreLost():
+            return fencing.lose_more(state, given, now_s)
+        case recovery_states.Answered():
+            return fencing.answered(state, given, now_s)
+        case recovery_states.FailureSuspected():
             return _suspect(state, given, now_s), ()
-        case PlanOrdered() | WorkersWanted() | CheckpointWanted():
+        case recovery_states.PlanOrdered() | recovery_states.WorkersWanted() | recovery_states.CheckpointWanted():
             return _decided(state, given, now_s), ()
-        case CheckpointReported():
-            return to_deciding(state) if isinstance(state, LocatingCheckpoint) else (state, ())
-        case WorkersResumed():
+        case recovery_states.CheckpointReported():
+            return fencing.to_deciding(state) if isinstance(state, recovery_states.LocatingCheckpoint) else (state, ())
+        case recovery_states.WorkersResumed():
             return _resumed(state, given)
-        case NodeReached():
+        case recovery_states.NodeReached():
             return _reached(state, given.node)
-        case NodeGone():
-            return to_deciding(state) if isinstance(state, AwaitingWorkers) else (state, ())
-        case NodeDrained():
-            return left(state, given.node, now_s)
-        case TimePassed():
+        case recovery_states.NodeGone():
+            return fencing.to_deciding(state) if isinstance(state, recovery_states.AwaitingWorkers) else (state, ())
+        case recovery_states.NodeDrained():
+            return fencing.left(state, given.node, now_s)
+        case recovery_states.TimePassed():
             return (state, ()) if now_s < deadline(state) else _late(state, given, now_s)
-        case HeldUp():
+        case recovery_states.HeldUp():
             return _wait(state, given.until_s), ()
-        case RunEnded():
+        case recovery_states.RunEnded():
             return _end(state)
         case _:
             assert_never(given)
@@ -239,27 +394,29 @@ def step(state: State, given: Input, now_s: float) -> Step:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def _suspect(state: State, suspected: FailureSuspected, now_s: float) -> State:
+def _suspect(
+    state: recovery_states.State, suspected: recovery_states.FailureSuspected, now_s: float
+) -> recovery_states.State:
     until_s = now_s + reading_s(_SUSPICION_S, suspected.num_workers)
     match state:
-        case Training() | Adopting() if state.generation == suspected.generation:
-            return Suspecting(training=state, since_s=now_s, until_s=until_s)
-        case Suspecting() if state.training.generation == suspected.generation:
+        case recovery_states.Training() | recovery_states.Adopting() if state.generation == suspected.generation:
+            return recovery_states.Suspecting(training=state, since_s=now_s, until_s=until_s)
+        case recovery_states.Suspecting() if state.training.generation == suspected.generation:
             return replace(state, until_s=min(state.until_s, until_s))
         case _:
             return state
 
 
-def _reached(state: State, node: str) -> Step:
+def _reached(state: recovery_states.State, node: str) -> recovery_states.Step:
     match state:
-        case Fencing() | Overdue():
+        case recovery_states.Fencing() | recovery_states.Overdue():
             awaited = tuple(sorted(worker_id for worker_id in state.awaited if worker_id.node == node))
             return state, (SendAll(worker_ids=awaited, message=state.recovery.fence),) if awaited else ()
-        case Adopting() | Suspecting(training=Adopting()):
-            adopting = state if isinstance(state, Adopting) else state.training
-            assert isinstance(adopting, Adopting)
+        case recovery_states.Adopting() | recovery_states.Suspecting(training=recovery_states.Adopting()):
+            adopting = state if isinstance(state, recovery_states.Adopting) else state.training
+            assert isinstance(adopting, recovery_states.Adopting)
             is_awaited = any(worker_id.node == node for worker_id in adopting.awaited)
-            return state, (BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
+            return state, (recovery_states.BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
         case _:
             return state, ()
 
@@ -267,40 +424,59 @@ def _reached(state: State, node: str) -> Step:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def _late(state: State, passed: TimePassed, now_s: float) -> Step:
+def _late(state: recovery_states.State, passed: recovery_states.TimePassed, now_s: float) -> recovery_states.Step:
     """A state's deadline is over."""
     match state:
-        case Suspecting():
-            return state, (BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
-        case Fencing(recovery=recovery, statuses=statuses):
+        case recovery_states.Suspecting():
+            return state, (recovery_states.BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
+        case recovery_states.Fencing(recovery=recovery, statuses=statuses):
             until_s = now_s + reading_s(_LOOK_S, len(recovery.asked))
-            return Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
-        case Overdue():
-            return overdue(state, passed, now_s)
-        case Settling():
-            return use_answers(state, now_s)
-        case Accusing(stuck=stuck):
-            deciding, effects = to_deciding(state)
-            return deciding, (*effects, *end_again(stuck))
-        case AwaitingNetwork():
-            return look_again(state, passed, now_s)
-        case AwaitingWorkers() | LocatingCheckpoint():
-            return to_deciding(state)
-        case Preparing() | Training() | Adopting() | Deciding() | Ended():
+            return recovery_states.Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
+        case recovery_states.Overdue():
+            return fencing.overdue(state, passed, now_s)
+        case recovery_states.Settling():
+            return fencing.use_answers(state, now_s)
+        case recovery_states.Accusing(stuck=stuck):
+            deciding, effects = fencing.to_deciding(state)
+            return deciding, (*effects, *fencing.end_again(stuck))
+        case recovery_states.AwaitingNetwork():
+            return fencing.look_again(state, passed, now_s)
+        case recovery_states.AwaitingWorkers() | recovery_states.LocatingCheckpoint():
+            return fencing.to_deciding(state)
+        case (
+            recovery_states.Preparing()
+            | recovery_states.Training()
+            | recovery_states.Adopting()
+            | recovery_states.Deciding()
+            | recovery_states.Ended()
+        ):
             return state, ()
         case _:
             assert_never(state)
 
 
-def _wait(state: State, until_s: float) -> State:
+def _wait(state: recovery_states.State, until_s: float) -> recovery_states.State:
     match state:
-        case Suspecting() | Fencing() | Overdue() | Settling() | Accusing() | AwaitingNetwork():
+        case (
+            recovery_states.Suspecting()
+            | recovery_states.Fencing()
+            | recovery_states.Overdue()
+            | recovery_states.Settling()
+            | recovery_states.Accusing()
+            | recovery_states.AwaitingNetwork()
+        ):
             return replace(state, until_s=max(state.until_s, until_s))
-        case AwaitingWorkers(recovery=recovery):
+        case recovery_states.AwaitingWorkers(recovery=recovery):
             return replace(state, recovery=replace(recovery, returns_by_s=max(recovery.returns_by_s, until_s)))
-        case LocatingCheckpoint(recovery=recovery):
+        case recovery_states.LocatingCheckpoint(recovery=recovery):
             return replace(state, recovery=replace(recovery, found_by_s=max(recovery.found_by_s, until_s)))
-        case Preparing() | Training() | Adopting() | Deciding() | Ended():
+        case (
+            recovery_states.Preparing()
+            | recovery_states.Training()
+            | recovery_states.Adopting()
+            | recovery_states.Deciding()
+            | recovery_states.Ended()
+        ):
             return state
         case _:
             assert_never(state)
@@ -309,21 +485,25 @@ def _wait(state: State, until_s: float) -> State:
 # --- what was decided ------------------------------------------------------------------------------------------------
 
 
-def _decided(state: State, decided: PlanOrdered | WorkersWanted | CheckpointWanted, now_s: float) -> State:
-    if not isinstance(state, Deciding):
+def _decided(
+    state: recovery_states.State,
+    decided: recovery_states.PlanOrdered | recovery_states.WorkersWanted | recovery_states.CheckpointWanted,
+    now_s: float,
+) -> recovery_states.State:
+    if not isinstance(state, recovery_states.Deciding):
         return state
     recovery, statuses, is_unexplained = state.recovery, state.statuses, state.is_unexplained
     match decided:
-        case PlanOrdered():
-            return Adopting(recovery=recovery, ordered=decided, ordered_s=now_s)
-        case WorkersWanted():
+        case recovery_states.PlanOrdered():
+            return recovery_states.Adopting(recovery=recovery, ordered=decided, ordered_s=now_s)
+        case recovery_states.WorkersWanted():
             by_s = min(recovery.returns_by_s, now_s + recovery.control.start_timeout_s)
-            return AwaitingWorkers(
+            return recovery_states.AwaitingWorkers(
                 recovery=replace(recovery, returns_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )
-        case CheckpointWanted():
+        case recovery_states.CheckpointWanted():
             by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
-            return LocatingCheckpoint(
+            return recovery_states.LocatingCheckpoint(
                 recovery=replace(recovery, found_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )
         case _:
@@ -333,45 +513,53 @@ def _decided(state: State, decided: PlanOrdered | WorkersWanted | CheckpointWant
 # --- adopting, and the end -------------------------------------------------------------------------------------------
 
 
-def _resumed(state: State, given: WorkersResumed) -> Step:
+def _resumed(state: recovery_states.State, given: recovery_states.WorkersResumed) -> recovery_states.Step:
     """The last worker that computes under the new plan ends the recovery."""
     match state:
-        case Suspecting(training=Adopting()):
+        case recovery_states.Suspecting(training=recovery_states.Adopting()):
             training, effects = _resumed(state.training, given)
-            assert isinstance(training, Training | Adopting)
+            assert isinstance(training, recovery_states.Training | recovery_states.Adopting)
             return replace(state, training=training), effects
-        case Adopting() if state.generation == given.message.generation:
+        case recovery_states.Adopting() if state.generation == given.message.generation:
             resumed = state.resumed.adding(given.worker_ids, given.message)
             adopting = replace(state, resumed=resumed)
             if not resumed.has_all(state.ordered.worker_ids):
                 return adopting, ()
-            ended = RecoveryEnded(recovery=state.recovery, adopting=adopting)
-            return Training(generation=state.generation), (ended, PlanInForce())
+            ended = recovery_states.RecoveryEnded(recovery=state.recovery, adopting=adopting)
+            return recovery_states.Training(generation=state.generation), (ended, recovery_states.PlanInForce())
         case _:
             return state, ()
 
 
-def _end(state: State) -> Step:
+def _end(state: recovery_states.State) -> recovery_states.Step:
     overtaken_by = "the run ended before"
     match state:
-        case Preparing() | Training() | Suspecting(training=Training()):
-            return Ended(), ()
-        case Adopting():
-            return Ended(), (RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),)
-        case Suspecting():
+        case (
+            recovery_states.Preparing()
+            | recovery_states.Training()
+            | recovery_states.Suspecting(training=recovery_states.Training())
+        ):
+            return recovery_states.Ended(), ()
+        case recovery_states.Adopting():
+            return recovery_states.Ended(), (
+                recovery_states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),
+            )
+        case recovery_states.Suspecting():
             return _end(state.training)
         case (
-            Fencing()
-            | Overdue()
-            | Settling()
-            | Accusing()
-            | AwaitingNetwork()
-            | Deciding()
-            | AwaitingWorkers()
-            | LocatingCheckpoint()
+            recovery_states.Fencing()
+            | recovery_states.Overdue()
+            | recovery_states.Settling()
+            | recovery_states.Accusing()
+            | recovery_states.AwaitingNetwork()
+            | recovery_states.Deciding()
+            | recovery_states.AwaitingWorkers()
+            | recovery_states.LocatingCheckpoint()
         ):
-            return Ended(), (RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),)
-        case Ended():
+            return recovery_states.Ended(), (
+                recovery_states.RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),
+            )
+        case recovery_states.Ended():
             return state, ()
         case _:
             assert_never(state)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from oobleck.control.journal.snapshot import RunState
 
-from .entries import (
-    GenerationCause,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationRuns,
-    RankDown,
-    RanksHung,
-    ScriptStarted,
-)
+from . import entries
 
 
 class RanksView:
@@ -29,19 +21,25 @@ class RanksView:
         """All ranks have ended well."""
 
     def apply(
-        self, entry: ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded
+        self,
+        entry: entries.ScriptStarted
+        | entries.GenerationFormed
+        | entries.GenerationRuns
+        | entries.RankDown
+        | entries.RanksHung
+        | entries.GenerationEnded,
     ) -> None:
         """Take the next entry."""
         match entry:
-            case ScriptStarted(run=run):
+            case entries.ScriptStarted(run=run):
                 self.tag, self.command, self.state = run.tag, run.kinds, RunState.STARTING
-            case GenerationFormed(generation=generation, cause=cause):
+            case entries.GenerationFormed(generation=generation, cause=cause):
                 self.num_restarts += cause.is_failure
                 self.generation = generation
-            case GenerationRuns():
+            case entries.GenerationRuns():
                 self.state = RunState.TRAINING
-            case GenerationEnded(cause=cause):
+            case entries.GenerationEnded(cause=cause):
                 self.state = RunState.RECONFIGURING
-                self.is_finished = cause is GenerationCause.FINISHED
-            case RankDown() | RanksHung():
+                self.is_finished = cause is entries.GenerationCause.FINISHED
+            case entries.RankDown() | entries.RanksHung():
                 pass
