@@ -58,7 +58,7 @@ _FILES = "hosts job.yaml profile.json trace.json bytes nowhere directory empty"
 FILES = st.sampled_from([f"FILES/{name}" for name in _FILES.split()])
 VALUES = NUMBERS | DURATIONS | WORDS | SETTINGS | FILES
 
-NEVER = ("up", "check", "profile", "chaos")
+NEVER = ("up", "run", "verify", "check", "profile", "chaos")
 """Commands that may start something: tried by themselves, as far as they do not."""
 
 

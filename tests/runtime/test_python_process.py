@@ -58,7 +58,9 @@ def test_every_module_is_started_that_way() -> None:
         for line in path.read_text().splitlines()
         if starts.search(line)
     }
-    assert found == {"cli/run/options.py"}  # which reads torchrun's own -m
+    read_a_scripts_own = {"cli/run/options.py", "runtime/files/run_dir.py"}
+    show_how_it_was_started = {"training/process/rank.py", "training/process/rank_server.py"}
+    assert found == read_a_scripts_own | show_how_it_was_started
 
 
 def test_a_script_is_told_of_no_rank_that_the_surroundings_speak_of(

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,11 +23,10 @@ from oobleck.exit_codes import ExitCode
 from oobleck.job import JobSpec
 from oobleck.runtime.files import AgentDir, RunDirectory
 from oobleck.runtime.journals import read_journal
+from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.script import SCRIPT_WAITS
 from oobleck.wire import decode_json, encode_json
 
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun and Slurm's srun leave in an environment, and accelerate would follow."""
 _LAST_LINES = 15
 _BLAMES = ("oobleck: ", "Error: ")
 
@@ -155,12 +153,12 @@ class _PlainProcess:
 @contextmanager
 def _plain_process(asked: Asked, directory: Path) -> Iterator[_PlainProcess]:
     module = "oobleck.transformers.plain_host" if is_of_trainer(asked.job) else "oobleck.training.plain.job_host"
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    environment = as_no_rank(os.environ)  # accelerate would follow them
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would train on all GPUs, with larger batches
     log = directory / "plain.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            module_command(module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -190,7 +188,7 @@ class _RunOnNodes:
         """Run to the end; returns how it ended."""
         with self._log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "oobleck", "up", *self._words()],
+                module_command("oobleck", "up", *self._words()),
                 stdin=subprocess.PIPE,  # the run ends with this process
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import trio
+
 from oobleck.control.journal import Failure, failure_of_end
 from oobleck.control.protocol import Exited, Killed, end_text
 from oobleck.runtime.agent.fork_client import ForkedProcess
@@ -15,7 +17,7 @@ BY_KERNEL = Killed(signal=9, is_out_of_memory=True)
 
 
 def ended(end: Killed | Exited) -> ForkedProcess:
-    process = ForkedProcess(os.getpid())
+    process = ForkedProcess(os.getpid(), trio.lowlevel.FdStream(os.open(os.devnull, os.O_RDONLY)), is_warm=False)
     process.end = end
     return process
 
