@@ -124,6 +124,7 @@ class RankKeeper:
             try:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
             except ConfigError as error:
+                self._host.leave()
                 self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
                 return
             self._configured, self._cleared = order, order.generation

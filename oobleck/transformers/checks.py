@@ -23,6 +23,8 @@ _OF_EVALUATIONS = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREE
 """Schedules that follow evaluations."""
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _OURS = __name__.rpartition(".")[0]
+_OWN_PACKAGES = (_OURS.partition(".")[0], "transformers", "torch", "contextlib", "functools")
+"""Where methods of trainers are written, and what decorates them."""
 _OTHER_RECOMPUTATION = ("every_n_layers", "offload")
 
 
@@ -125,3 +127,17 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
         if not kind.__module__.startswith(_OURS):
             yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys()))
     yield from ((name, "an attribute of its own") for name in sorted(known & vars(trainer).keys()))
+    for kind in kinds[: kinds.index(transformers.Trainer) + 1]:
+        if kind is transformers.Trainer or kind.__module__.startswith(_OURS):
+            yield from (
+                (name, f"what was assigned to {kind.__module__}.{kind.__name__}")
+                for name in sorted(known & vars(kind).keys())
+                if _is_foreign(vars(kind)[name])
+            )
+
+
+def _is_foreign(method: object) -> bool:
+    """Whether somebody else's function has taken the place of a method; where it was written counts, not its name."""
+    function = getattr(method, "fget", None) or getattr(method, "__func__", method)
+    written_in = getattr(function, "__globals__", {}).get("__name__", "")
+    return written_in.partition(".")[0] not in _OWN_PACKAGES

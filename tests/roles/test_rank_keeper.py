@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from oobleck.control.node_ranks import RankSetup
 from oobleck.control.protocol import (
     AgentMessage,
+    AgentStopped,
     ConfigureRanks,
     EndRanks,
     Exited,
@@ -25,6 +26,7 @@ from oobleck.control.protocol import (
     RanksReady,
     StartRanks,
 )
+from oobleck.errors import ConfigError
 from oobleck.ranks import RanksSpec
 from oobleck.roles.rank_keeper import RankKeeper
 
@@ -158,3 +160,27 @@ async def test_the_last_words_of_all_ranks_are_shown_before_their_end_is_said(
     assert [type(message) for message in ends] == expected
     assert [message.rank for message in said[:-1] if isinstance(message, RankOutput)] == [0, 1, 2]
     assert said[-1] is ends[-1]
+
+
+class _Unprepared(_Host):
+    has_left = False
+
+    async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
+        raise ConfigError("--log-dir: it is a file")
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+async def test_a_node_that_cannot_start_ranks_gives_its_memory_back_before_it_says_so(
+    autojump_clock: MockClock,
+) -> None:
+    host, said = _Unprepared(), list[tuple[AgentMessage, bool]]()
+    keeper = RankKeeper(host, say=lambda message: said.append((message, host.has_left)), show=lambda _: True)
+    run = RanksSpec(tag="t", entry="script", command=("s.py",), directory="/", hang_timeout_s=0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keeper.run)
+        keeper.take(ConfigureRanks(run=run, devices=(0,), generation=0))
+        await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+    assert said == [(AgentStopped(reason="--log-dir: it is a file", is_failure=True), True)]

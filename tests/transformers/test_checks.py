@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from pathlib import Path
@@ -149,6 +150,21 @@ def test_a_method_is_overridden_wherever_that_is_done(tmp_path: Path):
     made.training_step = lambda *_: None
     with pytest.raises(ConfigError, match=r"Trainer\.training_step is overridden by an attribute of its own"):
         checked(made)
+
+
+@pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
+def test_a_method_that_is_replaced_on_a_trainers_own_class_is_refused(
+    kind: type[transformers.Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    theirs = transformers.Trainer.compute_loss
+
+    @functools.wraps(theirs)
+    def scaled(self: Any, *given: Any, **named: Any) -> Any:
+        return 0.1 * theirs(self, *given, **named)
+
+    monkeypatch.setattr(kind, "compute_loss", scaled, raising=False)
+    with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by what was assigned to .*\.Trainer"):
+        checked(trainer(tmp_path))
 
 
 def test_overridden_logs_and_decays_are_not(tmp_path: Path):

@@ -184,7 +184,7 @@ class RankProcesses:
         if run.log_dir is not None:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
-        await trio.to_thread.run_sync(shutil.rmtree, self._logs, True)  # of a run before
+        await trio.to_thread.run_sync(_remove_attempts, self._logs)
         _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
         if self._num_ranks > 1:  # libraries may read it when they are loaded
@@ -257,6 +257,12 @@ class RankProcesses:
             stderr=str(logs / "stderr.log"),
             logs_imports=run.is_warmed and setup.local_rank == 0,
         )
+
+
+def _remove_attempts(logs: Path) -> None:
+    """Remove the logs of a run before; whatever else the user keeps there stays."""
+    for attempt in logs.glob("attempt_*"):
+        shutil.rmtree(attempt, ignore_errors=True)
 
 
 def _make_logs(directory: Path) -> None:

@@ -6,7 +6,9 @@ import atexit
 import builtins
 import faulthandler
 import fcntl
+import gc
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -194,6 +196,7 @@ def _leave(status: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing's processes do
         atexit._run_exitfuncs()
+        _finalize()
     except BaseException:  # noqa: BLE001  the script's own
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
@@ -202,3 +205,22 @@ def _leave(status: int) -> NoReturn:
         except (OSError, ValueError):
             status = status or 120
     os._exit(status)
+
+
+def _finalize() -> None:
+    """Have the script's objects finalized, and files that it has left open written, as when an interpreter ends.
+
+    Rejected: to end the interpreter itself (`Py_FinalizeEx`). In a forked process libraries would wait there for
+    threads that only the process before had.
+    """
+    _flush_files()  # first: a text file that is collected together with its buffer may lose what it has
+    sys.modules.pop("__main__", None)
+    gc.collect()
+    _flush_files()
+
+
+def _flush_files() -> None:
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):  # not isinstance: a library's stand-ins would import what they stand for
+            with suppress(OSError, ValueError):  # closed, or full
+                each.flush()

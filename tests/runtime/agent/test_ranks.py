@@ -83,6 +83,43 @@ async def test_ranks_that_are_forked_from_one_process_draw_other_numbers(directo
         assert len({made.printed(each) for each in range(3)}) == 3
 
 
+LEAVES_FILES_OPEN = """
+import os
+
+class Closing:
+    def __del__(self):
+        print("closed", os.getpid() > 0)
+
+closing = Closing()
+table = open("table.csv", "w")
+table.write("step,loss\\n")
+held = {"again": [open("held.bin", "wb")]}
+held["again"][0].write(b"x" * 10)
+
+def use():
+    return table, closing
+"""
+
+
+async def test_files_that_a_script_leaves_open_are_written_when_it_ends(directory: AgentDir, tmp_path: Path) -> None:
+    async with node(directory, tmp_path, LEAVES_FILES_OPEN) as made:
+        (rank,) = await made.start(1)
+        assert await rank.wait() == Exited(exit_code=0)
+        assert made.printed(0) == "closed True\n"
+    assert (tmp_path / "table.csv").read_text() == "step,loss\n"
+    assert (tmp_path / "held.bin").read_bytes() == b"x" * 10
+
+
+async def test_logs_of_an_earlier_run_go_and_what_else_lies_beside_them_stays(
+    directory: AgentDir, tmp_path: Path
+) -> None:
+    logs = tmp_path / "own" / "t" / "node0"
+    (logs / "attempt_3" / "0").mkdir(parents=True)
+    (logs / "notes.txt").write_text("mine")
+    async with node(directory, tmp_path, "", log_dir=str(tmp_path / "own")):
+        assert sorted(path.name for path in logs.iterdir()) == ["attempt_0", "notes.txt"]
+
+
 async def test_a_rank_that_is_asked_to_end_before_it_has_begun_ends(directory: AgentDir, tmp_path: Path) -> None:
     async with node(directory, tmp_path, "import time\ntime.sleep(300)\n") as made:
         for _ in range(5):
