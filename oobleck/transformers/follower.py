@@ -22,12 +22,14 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
-from oobleck.errors import CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.writing import write_whole
 
 from .epochs import Epochs
 from .job import inner_model
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class RunFollower:
@@ -43,6 +45,8 @@ class RunFollower:
         self._losses: list[float] = []
         """Of the steps since the last log."""
         self._total_loss = 0.0
+        self._problem = ""
+        """What a callback has changed that workers know nothing of."""
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks were told of."""
         trainer.is_in_train = True
@@ -73,8 +77,13 @@ class RunFollower:
             traceback.print_exc()
 
     def finish(self, checkpoints: Path) -> TrainOutput:
-        """Load the trained weights, and return what `train()` returns. Raises CorruptCheckpoint."""
+        """Load the trained weights, and return what `train()` returns.
+
+        Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with.
+        """
         trainer = self._trainer
+        if self._problem:
+            raise ConfigError(self._problem)
         self._load(checkpoints)
         if self._first_step is None:
             self._remember(checkpoints)
@@ -212,9 +221,30 @@ class RunFollower:
                 told(trainer.args, trainer.state, trainer.control, recovery=entry, text=journal.sentence(entry))
 
     def _call(self, event: str) -> None:
-        trainer = self._trainer
+        trainer, before = self._trainer, self._handed_over()
         with torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+        if event == "on_train_end" or self._problem:
+            return
+        now = self._handed_over()
+        if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            self._problem = (
+                f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
+                "train(), and see no change; leave it out, or do it before train()"
+            )
+            trainer.control.should_training_stop = True
+
+    def _handed_over(self) -> dict[str, object]:
+        """Return what workers have from the script: parameters, and plain values of arguments and samples."""
+        trainer = self._trainer
+        known: dict[str, object] = {
+            f"the parameter {name}": (id(parameter), parameter._version, parameter.requires_grad)
+            for name, parameter in inner_model(trainer.model).named_parameters()
+        }
+        for owner, what in ((trainer.args, "args"), (trainer.train_dataset, "train_dataset")):
+            values = getattr(owner, "__dict__", {})
+            known |= {f"{what}.{name}": value for name, value in values.items() if isinstance(value, _PLAIN)}
+        return known
 
 
 def _state_file(checkpoints: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
-from oobleck.errors import CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.checkpoint.conversion import import_model
 from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
 from oobleck.training.model import LiveModel, ModelStructure
@@ -210,6 +211,53 @@ def test_a_callback_that_fails_is_reported_and_training_continues(tmp_path: Path
     told(made, step(1, 5.0), step(2, 5.0))
     assert capsys.readouterr().err.count("ValueError: is ill") == 2
     assert made.state.global_step == 2
+
+
+def _unfreezes(made: Any) -> None:
+    next(made.model.parameters()).requires_grad_(False)
+
+
+def _averages(made: Any) -> None:
+    next(made.model.parameters()).mul_(0.5)
+
+
+def _makes_harder(made: Any) -> None:
+    made.train_dataset.level += 1
+
+
+def _warms_up(made: Any) -> None:
+    made.args.learning_rate = 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_unfreezes, r"the parameter .*wte"),
+        (_averages, r"the parameter .*wte"),
+        (_makes_harder, r"train_dataset\.level"),
+        (_warms_up, r"args\.learning_rate"),
+    ],
+)
+def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_named(
+    change: Callable[[Any], None], named: str, tmp_path: Path
+):
+    class Samples(list[Any]):
+        level = 0
+
+    class Changing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            if state.global_step == 1:
+                change(made)
+
+    samples = Samples(rows(8))
+    samples.level = 1
+    made = trainer(tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9)
+    follower = told(made, step(1, 5.0))
+    assert not follower.wants_stop
+    follower.take(step(2, 5.0))
+    assert follower.wants_stop
+    with pytest.raises(ConfigError, match=f"on_step_begin changes {named}"):
+        follower.finish(tmp_path)
 
 
 # --- trackers, as they are ----------------------------------------------------------------------------------------
