@@ -1,4 +1,4 @@
-"""What a model's own loss is: tried on its head, with made-up hidden states and weights.
+"""What a model's own loss is, or a script's: tried on the head, with made-up hidden states and weights.
 
 transformers gives a model the number of items in a batch, to divide the sum of its losses by. Many classes do not look
 at that and return the mean over the labels that they are given; some shift labels, some do not. A step is made of many
@@ -22,8 +22,7 @@ from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
 from .layered_model import LayeredModel
-from .loss_share import Loss, fault_of_loss, is_near, unfit_loss
-from .losses import LossRule
+from .losses import Loss, LossRule, fault_of_loss, is_near, unfit_loss
 from .models import StageModel
 from .structure import LossOfOutputs, ModelStructure
 

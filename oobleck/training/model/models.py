@@ -28,8 +28,7 @@ from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import compile_forward, recompute_activations
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
-from .loss_share import fault_of_loss, unfit_loss
-from .losses import causal_lm_loss, label_loss
+from .losses import causal_lm_loss, fault_of_loss, label_loss, unfit_loss
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
