@@ -21,8 +21,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError
+from oobleck.job import OptimizerSpec
 from oobleck.script import Job
 from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
+from oobleck.training.optim import Optimizer
 
 from .epochs import EpochOrder, Epochs
 from .lengths import longest_row
@@ -70,11 +72,12 @@ class TrainerJob(Job):
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
-        """Take the model apart, try its loss, and draw an epoch's order, as workers do.
+        """Take the model apart, try its loss and the optimizer, and draw an epoch's order, as workers do.
 
         Raises ConfigError for what cannot be trained.
         """
         self._order().check()
+        Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)

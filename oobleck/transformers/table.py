@@ -208,7 +208,7 @@ INIT_ARGUMENTS: Mapping[str, Rule] = {
     "eval_dataset": _honoured("one, with a length; a dictionary of several is refused while `eval_strategy` is on"),
     "processing_class": _honoured(),
     "model_init": _honoured("called with the seed set, wherever the script runs"),
-    "compute_loss_func": _honoured("it must return a sum divided by `num_items_in_batch`, which is tried"),
+    "compute_loss_func": _honoured("it must return a sum over samples divided by `num_items_in_batch`, which is tried"),
     "compute_metrics": Rule(Fate.AFTERWARDS, "evaluations while training runs have `eval_loss` alone"),
     "callbacks": _honoured("in the script's own process; there are no gradients to see"),
     "optimizers": _refused("leave it out, and give optimizer_cls_and_kwargs: workers make their own"),

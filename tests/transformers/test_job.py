@@ -73,6 +73,32 @@ def test_means_of_batches_that_are_accumulated_are_not_weighed_otherwise_without
         trainer(tmp_path, **accumulated).job().check()
 
 
+def weighted_by_hardness(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+    return (losses.softmax(0).detach() * losses).sum() * losses.numel() / num_items_in_batch
+
+
+def test_a_loss_that_does_not_add_up_is_refused_before_anything_is_launched(tmp_path: Path):
+    with pytest.raises(ConfigError, match="weighted_by_hardness must return a sum divided by num_items_in_batch"):
+        trainer(tmp_path, compute_loss_func=weighted_by_hardness).job().check()
+
+
+def test_smoothed_labels_add_up(tmp_path: Path):
+    trainer(tmp_path, label_smoothing_factor=0.1).job().check()
+
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.5)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_depends_on_the_plan_is_refused_before_anything_is_launched(tmp_path: Path):
+    with pytest.raises(ConfigError, match="Clipping updates a parameter differently"):
+        trainer(tmp_path, optimizer_cls_and_kwargs=(Clipping, {"lr": 0.3})).job().check()
+
+
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_launched(tmp_path: Path):
     config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=VOCAB_SIZE)
     job = trainer(tmp_path, model=transformers.T5ForConditionalGeneration(config)).job()

@@ -57,7 +57,7 @@ class LayeredModel(nn.Module):
         self.blocks = nn.ModuleList(layers[1:-1])
         self.head = layers[-1]
         self.config = _config(vocab_size)
-        self._loss = loss
+        self.loss = loss
         self._taken = [_further_arguments(layer) for layer in layers]
         """By layer."""
         self.train()
@@ -90,8 +90,8 @@ class LayeredModel(nn.Module):
     ) -> SimpleNamespace:
         output = self.head(self.hidden_states(input_ids, options), **self._options_of(-1, options))
         num_items = labels[:, 1:].numel() if num_items_in_batch is None else num_items_in_batch
-        if self._loss is not None:
-            return SimpleNamespace(loss=self._loss(output, labels, num_items))
+        if self.loss is not None:
+            return SimpleNamespace(loss=self.loss(output, labels, num_items))
         return SimpleNamespace(loss=causal_lm_loss(output, labels, output.shape[-1], num_items))
 
     def _init_weights(self, module: nn.Module) -> None:

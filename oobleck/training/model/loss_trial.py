@@ -1,4 +1,4 @@
-"""What a model's own loss is: tried on its head, with made-up hidden states and weights.
+"""What a model's own loss is, or a script's: tried on the head, with made-up hidden states and weights.
 
 transformers gives a model the number of items in a batch, to divide the sum of its losses by. Many classes do not look
 at that and return the mean over the labels that they are given; some shift labels, some do not. A step is made of many
@@ -9,19 +9,22 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.job import Task
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
-from .losses import LossRule
+from .layered_model import LayeredModel
+from .losses import Loss, LossRule, fault_of_loss, is_near, unfit_loss
 from .models import StageModel
-from .structure import ModelStructure
+from .structure import LossOfOutputs, ModelStructure
 
 _LENGTH, _LABELS = 6, 16
 """Tokens of a sample, and how many different ones there are."""
@@ -29,24 +32,109 @@ _NUM_SET = 1 << 16
 """Weights of a parameter that are not zero, at most: the rest of a large head costs no memory."""
 _NUM_ITEMS = 64
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
-_TOLERANCE = 1e-3
+_NUM_SAMPLES = 4
+"""For a loss that a script brings: enough that classes are not as frequent among some as among all."""
 
 
 def with_tried_loss(structure: ModelStructure) -> ModelStructure:
-    """Return the structure with what its model's own loss is, where that is what it is trained with.
+    """Return the structure with what is known of the loss that it is trained with: its model's own, or a script's.
 
     Takes as long as building the model without memory. Raises ConfigError for a loss of which it cannot be known what
     each microbatch adds to it.
     """
-    if structure.compute_loss is not None or structure.task != "causal_lm":
+    if structure.compute_loss is not None:
+        return _with_tried_function(structure, structure.compute_loss)
+    if structure.task != "causal_lm":
         return structure
-    stage = StageModel(structure, dtype=torch.float32, device="cpu")
-    if not isinstance(stage.model, PreTrainedModel):
-        return structure  # a list of layers, whose loss is given a number to divide by
-    head = structure.num_layers - 1
-    stage.adopt(head, head + 1, _weights(structure, head))
+    stage = _head_of(structure)
+    if isinstance(stage.model, LayeredModel):
+        if (loss := stage.model.loss) is not None:
+            head = _Captured()
+            stage.model.loss = head.take
+            if head.is_run(stage) and (fault := _fault(loss, head)):
+                raise ConfigError(unfit_loss(loss, fault, argument="num_items"))
+        return structure
     with stage.evaluating(), torch.no_grad(), drawing_from(0):  # its layers seed the generator
         return replace(structure, loss_rule=_Trial(stage).rule())
+
+
+def _with_tried_function(structure: ModelStructure, compute: LossOfOutputs) -> ModelStructure:
+    """The structure with its `compute_loss` tried, unless that takes more than made-up outputs."""
+
+    def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items))
+
+    head = _Captured()
+    stage = _head_of(replace(structure, compute_loss=head.take, has_tried_loss=True))
+    if not head.is_run(stage) or (fault := _fault(loss_of, head)) is None:
+        return structure
+    if fault:
+        raise ConfigError(unfit_loss(compute, fault))
+    return replace(structure, has_tried_loss=True)
+
+
+def _head_of(structure: ModelStructure) -> StageModel:
+    """The last layer, with made-up weights."""
+    stage = StageModel(structure, dtype=torch.float32, device="cpu")
+    head = structure.num_layers - 1
+    stage.adopt(head, head + 1, _weights(structure, head))
+    return stage
+
+
+class _Captured:
+    """What a loss is given by a head, taken in its place."""
+
+    outputs: Any
+    labels: torch.Tensor
+
+    def take(self, outputs: Any, labels: torch.Tensor, *_count: int, **_named: object) -> torch.Tensor:
+        self.outputs, self.labels = outputs, labels.clone()
+        return torch.zeros(())
+
+    def is_run(self, stage: StageModel) -> bool:
+        """Run the head on made-up hidden states. False where it takes more than these."""
+        structure = stage.structure
+        generator = torch.Generator().manual_seed(1)
+        length = min(_LENGTH, structure.sequence_length)
+        ids = torch.randint(min(_LABELS, structure.config.vocab_size), (_NUM_SAMPLES, length), generator=generator)
+        hidden = torch.randn((_NUM_SAMPLES, length, structure.hidden_size), generator=generator)
+        batch = Batch(input_ids=ids, labels=_labels(structure.task, ids))
+        with stage.evaluating(), torch.no_grad(), drawing_from(0), suppress(Exception):  # somebody else's code
+            stage.forward(batch, hidden, num_items=_NUM_ITEMS, key=_KEY)
+            return True
+        return False
+
+
+def _fault(loss: Loss, head: _Captured) -> str | None:
+    """What is wrong with a loss, the empty string if nothing; None where it cannot be tried."""
+
+    def number_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        with drawing_from(0):  # as often as it likes, without a trace in the script
+            value = loss(outputs, labels, num_items)
+        if not value.isfinite():
+            raise ArithmeticError("made-up values have no loss")
+        return value
+
+    labels = head.labels
+    try:
+        fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+    except Exception:  # noqa: BLE001  # it is somebody else's code, and may fail in any way
+        return None
+    if fault is None and labels.ndim > 1:
+        labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
+        with suppress(Exception):  # a loss that knows no ignored labels
+            fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+    return fault or ""
+
+
+def _labels(task: Task, ids: torch.Tensor) -> torch.Tensor:
+    """Two classes, of which the first sample has more of one, and the others of the other."""
+    if task == "sequence_classification":
+        return torch.tensor([0, 1, 1, 0])
+    labels = torch.ones_like(ids)
+    labels[0] = 0
+    labels[:, -1] = 1 - labels[:, -1]
+    return labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +172,12 @@ class _Trial:
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
         alone = self._loss(one), self._loss(other)
         counts_first = self._loss(other.with_other_first_label()) != alone[1]
-        if _is_near(2 * halved, together) and _is_near(sum(alone), together):
+        if is_near(2 * halved, together) and is_near(sum(alone), together):
             return LossRule(counts_first=counts_first)
         first = 0 if counts_first else 1
         counts = [int((each.batch.labels[:, first:] != IGNORED_LABEL).sum()) for each in (one, other)]
         mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
-        if _is_near(halved, together) and _is_near(mean, together):
+        if is_near(halved, together) and is_near(mean, together):
             return LossRule(is_mean=True, counts_first=counts_first)
         raise ConfigError(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
@@ -121,11 +209,9 @@ def _weights(structure: ModelStructure, layer: int) -> Mapping[str, torch.Tensor
     made = {}
     for name in structure.layer_parameters(layer):
         shape = structure.shapes[name]
+        # Logits far apart, and so the losses of tokens: of equal ones any mean is a sum divided by a number.
+        spread = 0.1 if len(shape) < 2 else 4 / shape[-1] ** 0.5
         made[name] = value = torch.from_numpy(np.zeros(shape, dtype=np.float32))  # pages that are not written are free
         some = value.view(-1)[:_NUM_SET]
-        some.copy_(torch.randn(some.shape, generator=generator) * 0.1 + (len(shape) == 1))
+        some.copy_(torch.randn(some.shape, generator=generator) * spread + (len(shape) == 1))
     return made
-
-
-def _is_near(value: float, other: float) -> bool:
-    return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))

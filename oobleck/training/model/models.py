@@ -28,7 +28,7 @@ from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import compile_forward, recompute_activations
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .live_model import LiveWeights
-from .losses import causal_lm_loss, label_loss
+from .losses import causal_lm_loss, fault_of_loss, label_loss, unfit_loss
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .signature import arguments_of
 from .structure import LossOfOutputs, ModelStructure, Site
@@ -79,7 +79,7 @@ class StageModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
-        self._tried_loss = False
+        self._tried_loss = structure.has_tried_loss
         has_own_loss = "_loss_function" in vars(self.model)
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
@@ -275,21 +275,16 @@ class StageModel:
         return loss
 
     def _loss_by(self, compute: LossOfOutputs, outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-        """A script's own loss. What is divided by a number of items here is corrected when all are counted, so it must
-        be proportional to that: the first one is tried. Raises ConfigError."""
-        counted = torch.tensor(num_items, device=labels.device)
-        loss = compute(outputs, labels, num_items_in_batch=counted)
+        """A script's own loss. Raises ConfigError for one that does not add up, where that is not known yet."""
+
+        def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+            return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
+
         if not self._tried_loss:
-            with torch.no_grad():
-                half = compute(outputs, labels, num_items_in_batch=2 * counted)
-            if not torch.allclose(2 * half, loss.detach(), rtol=1e-3):
-                raise ConfigError(
-                    "compute_loss_func: it must return a sum divided by num_items_in_batch, as samples are spread over "
-                    "nodes; of twice as many items it returns "
-                    f"{float(half):g}, and of these {float(loss.detach()):g}"
-                )
+            if (fault := fault_of_loss(loss_of, outputs, labels, num_items=num_items)) is not None:
+                raise ConfigError(unfit_loss(compute, fault))
             self._tried_loss = True
-        return loss
+        return loss_of(outputs, labels, num_items)
 
     def _others(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What a batch brings beside tokens and labels, numbers in the precision of this stage."""

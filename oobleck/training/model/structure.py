@@ -89,6 +89,8 @@ class ModelStructure:
     """Whether what is built has its buffers' values; else they follow from the model's rules."""
     compute_loss: LossOfOutputs | None = None
     """What takes the place of the model's own loss."""
+    has_tried_loss: bool = False
+    """Whether that is known to add up, as `with_tried_loss` finds out; else its first microbatch tells."""
     loss_rule: LossRule = field(default_factory=LossRule)
     """What the model's own loss is, as `with_tried_loss` finds out."""
     adapters: Adapters | None

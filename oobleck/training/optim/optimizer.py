@@ -65,7 +65,9 @@ class Optimizer:
             probe = optimizer_state.make_probe(device)
             optimizer = self._make(self._groups({"probe": probe}))
             self._peak = optimizer.param_groups[0]["lr"]
-            self._layouts[device] = optimizer_state.layout_of(optimizer, probe)
+            layout = optimizer_state.layout_of(optimizer, probe)
+            optimizer_state.require_independent(lambda probes: self._make(self._groups(probes)), device)
+            self._layouts[device] = layout
         return self._layouts[device]
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ steps. The count is no part of what travels: every parameter takes part in every
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ STEP = "step"
 """What torch's optimizers call their count of steps."""
 
 _PROBE_SHAPE = (2, 3)
+_PROBE_SHAPES = {"probe": _PROBE_SHAPE, "other": (5, 7)}
+_GRADIENT_SCALES = (1.0, 1e4)
+"""Of the steps of a trial: large enough for what clips them to do so."""
+_SAME = 1e-4
+"""How near updates are that differ by rounding alone: fused and not, or several parameters in one kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +79,40 @@ def layout_of(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> StateLay
     return StateLayout(entries=tuple(entries), step_device=None if step is None else device)
 
 
-def make_probe(device: torch.device) -> nn.Parameter:
+def make_probe(device: torch.device, shape: tuple[int, int] = _PROBE_SHAPE) -> nn.Parameter:
     """Return a parameter to try an optimizer on."""
-    return nn.Parameter(torch.ones(_PROBE_SHAPE, device=device))
+    return nn.Parameter(torch.ones(shape, device=device))
+
+
+def require_independent(
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], device: torch.device
+) -> None:
+    """Require that a parameter's updates do not depend on the others that the optimizer from `make` looks after.
+
+    Workers hold different layers, so such an optimizer would train differently with each plan. Raises ConfigError.
+    """
+    kind, together = _updated(make, tuple(_PROBE_SHAPES), device)
+    for name, value in together.items():
+        _, alone = _updated(make, (name,), device)
+        if not torch.allclose(value, alone[name], rtol=_SAME, atol=_SAME * float((alone[name] - 1).abs().max())):
+            raise ConfigError(
+                f"optimizer.optim: {kind} updates a parameter differently when it looks after others too, as where it "
+                "clips the norm of all gradients itself; workers hold different layers each, so results would depend "
+                "on the plan. Leave that to max_grad_norm, or choose another, as adamw or sgd"
+            )
+
+
+def _updated(
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], names: Sequence[str], device: torch.device
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """The optimizer's class, and parameters of ones after some steps, which have the same gradients every time."""
+    parameters = {name: make_probe(device, _PROBE_SHAPES[name]) for name in names}
+    optimizer = make(parameters)
+    for scale in _GRADIENT_SCALES:
+        for parameter in parameters.values():
+            parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
+        optimizer.step()
+    return type(optimizer).__name__, {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 def initial_state(

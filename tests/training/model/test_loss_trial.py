@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MambaConfig,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 from oobleck.errors import ConfigError
@@ -142,3 +151,122 @@ def replaced(whole: Batch, row: int) -> Batch:
 def test_a_loss_that_does_not_add_up_is_refused_by_the_name_of_its_class(kind: type[OfOwn]) -> None:
     with pytest.raises(ConfigError, match=f"{kind.__name__} returns a loss of which it is not known"):
         tried(kind(GPT2))
+
+
+def token_losses(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits = outputs["logits"] if not isinstance(outputs, torch.Tensor) else outputs
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return token_losses(outputs, labels).sum() / num_items_in_batch
+
+
+def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return token_losses(outputs, labels).mean()
+
+
+def hardest(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    losses = token_losses(outputs, labels)
+    return (losses.softmax(0).detach() * losses).sum() * losses.numel() / num_items_in_batch
+
+
+def balanced(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    counted = labels[:, 1:].flatten()
+    weights = 1 / (counted[:, None] == counted).sum(1)
+    return (weights * token_losses(outputs, labels)).sum() / num_items_in_batch
+
+
+def mean_of_counted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    counted = labels[:, 1:] != IGNORED_LABEL
+    return token_losses(outputs, labels).sum() / counted.sum() * counted.numel() / num_items_in_batch
+
+
+UNFIT = [mean, hardest, balanced, mean_of_counted]
+
+
+class Counting:
+    """A loss that knows how often it was called."""
+
+    calls = 0
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return summed(outputs, labels, num_items_in_batch)
+
+
+def with_loss(loss: Any, model: Any = None) -> ModelStructure:
+    live = LiveModel.skeleton_of(model or small("gpt2"))
+    return ModelStructure.from_live(live, compute_loss=loss, sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize("loss", UNFIT)
+def test_a_function_whose_microbatches_do_not_add_up_is_refused_by_its_name(loss: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"compute_loss_func: {loss.__name__} must return a sum divided by num_items"
+    ):
+        with_tried_loss(with_loss(loss))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bart"])
+def test_a_function_that_adds_up_is_taken_and_called_once_for_a_microbatch(kind: str) -> None:
+    loss = Counting()
+    structure = with_tried_loss(with_loss(loss, small(kind)))
+    stage = StageModel(structure, dtype=torch.float64, device="cpu")
+    stage.adopt(0, structure.num_layers, {})
+    before = loss.calls
+    ids = torch.ones(2, LENGTH, dtype=torch.int64)
+    stage.forward(Batch(input_ids=ids, labels=ids), None, num_items=9, key=KEY)
+    assert loss.calls == before + 1
+
+
+def test_a_function_that_classifies_samples_is_tried_too() -> None:
+    model = BertForSequenceClassification(
+        BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=40)
+    )
+
+    def by_frequency(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        weights = 1 / (labels[:, None] == labels).sum(1)
+        losses = functional.cross_entropy(outputs.logits, labels, reduction="none")
+        return (weights * losses).sum() / num_items_in_batch
+
+    def plain(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    assert with_tried_loss(with_loss(plain, model)).has_tried_loss
+    with pytest.raises(ConfigError, match="by_frequency must return a sum"):
+        with_tried_loss(with_loss(by_frequency, model))
+
+
+def test_a_function_that_made_up_outputs_do_not_suit_is_tried_on_its_first_microbatch() -> None:
+    def picky(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        if labels.max() < 2:
+            raise ValueError("no such labels")
+        return hardest(outputs, labels, num_items_in_batch)
+
+    structure = with_tried_loss(with_loss(picky))
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    state = {name: torch.rand(shape) for name, shape in structure.shapes.items()}
+    stage = StageModel(structure, dtype=torch.float32, device="cpu")
+    stage.adopt(0, structure.num_layers, state)
+    with pytest.raises(ConfigError, match="picky must return a sum"):
+        stage.forward(Batch(input_ids=ids, labels=ids), None, num_items=9, key=KEY)
+
+
+def layers() -> list[torch.nn.Module]:
+    return [torch.nn.Embedding(VOCAB_SIZE, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, VOCAB_SIZE)]
+
+
+@pytest.mark.parametrize("loss", UNFIT)
+def test_a_loss_of_layers_whose_microbatches_do_not_add_up_is_refused_by_its_name(loss: Any) -> None:
+    structure = ModelStructure.from_factory(layers, loss=loss, vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
+    with pytest.raises(
+        ConfigError, match=rf"the script's loss: {loss.__name__} must return a sum divided by num_items,"
+    ):
+        with_tried_loss(structure)
+
+
+@pytest.mark.parametrize("loss", [summed, None])
+def test_a_loss_of_layers_that_adds_up_is_taken(loss: Any) -> None:
+    structure = ModelStructure.from_factory(layers, loss=loss, vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
+    assert with_tried_loss(structure) == structure

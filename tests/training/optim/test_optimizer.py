@@ -216,6 +216,63 @@ def test_a_factory_and_a_schedule_of_ones_own():
         torch.testing.assert_close(parameter, before[each] - 0.125 * _gradients(1)[each], rtol=1e-12, atol=0)
 
 
+class Clipping(torch.optim.SGD):
+    """Clips the norm of all gradients that it has."""
+
+    limit = 0.5
+
+    def step(self, closure: Any = None) -> Any:
+        given = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        nn.utils.clip_grad_norm_(given, self.limit)
+        return super().step(closure)
+
+
+class ClippingRarely(Clipping):
+    limit = 100.0
+
+
+class ClippingEach(torch.optim.SGD):
+    """Clips the norm of each parameter's gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                nn.utils.clip_grad_norm_([each], 0.5)
+        return super().step(closure)
+
+
+class Measuring(torch.optim.SGD):
+    """Makes updates smaller by the norm of all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        given = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.cat([each.detach().flatten() for each in given]).norm()
+        for each in given:
+            if each.grad is not None:
+                each.grad /= norm
+        return super().step(closure)
+
+
+def _layout_with(kind: Any, **arguments: Any) -> Any:
+    return Optimizer(SPEC, max_steps=9, factory=lambda groups: kind(groups, **arguments)).layout()
+
+
+@pytest.mark.parametrize("kind", [Clipping, ClippingRarely, Measuring])
+def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused_by_name(kind: Any):
+    with pytest.raises(ConfigError, match=rf"optimizer.optim: {kind.__name__} updates a parameter differently"):
+        _layout_with(kind, lr=0.3)
+
+
+def test_an_optimizer_that_clips_each_parameter_alone_is_fine():
+    assert not _layout_with(ClippingEach, lr=0.3).entries
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_torchs_optimizers_fit_in_whichever_way_they_are_computed(kind: Any, options: dict[str, bool]):
+    _layout_with(kind, lr=0.3, weight_decay=0.1, **options)
+
+
 def test_unfit_optimizers_are_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"'lion' .*adamw.*sgd"):
         Optimizer(OptimizerSpec(optim="lion"), max_steps=9)
