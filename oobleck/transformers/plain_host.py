@@ -20,8 +20,6 @@ from oobleck.training.randomness import seed_scripts
 
 from .plain_trainer import Observation, plain_trainer
 
-__all__: list[str] = []
-
 _OURS = "oobleck.transformers"
 
 

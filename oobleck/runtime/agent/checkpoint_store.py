@@ -16,14 +16,12 @@ import trio
 from oobleck.control.protocol import StoragePaths, run_of
 from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
 from oobleck.job import CheckpointSpec
-from oobleck.runtime.files import ONLY_COPY, AgentDir, ProcessId, private_directory
+from oobleck.runtime.files import MEMORY_OWNER, ONLY_COPY, AgentDir, ProcessId, private_directory
 from oobleck.storage import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
 from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
 from oobleck.writing import write_whole
 
-_OWNER = "agent.pid"
-"""Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
 _ANY_DEVICE = "device*"
 _STALE_ONLY_COPY_S = 7 * 86_400.0
 _STALE_S = 86_400.0
@@ -48,9 +46,9 @@ class NodeCheckpoints:
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)
         try:
-            write_whole(self._memory / _OWNER, f"{ProcessId.of(os.getpid())}\n")
+            write_whole(self._memory / MEMORY_OWNER, f"{ProcessId.of(os.getpid())}\n")
         except OSError as error:
-            raise ConfigError(f"shared memory: {self._memory / _OWNER}: {error.strerror}") from error
+            raise ConfigError(f"shared memory: {self._memory / MEMORY_OWNER}: {error.strerror}") from error
         remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
@@ -148,5 +146,5 @@ def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
 
 
 def _has_living_agents(run_memory: Path) -> bool:
-    owners = map(ProcessId.read, run_memory.glob(f"*/{_OWNER}"))
+    owners = map(ProcessId.read, run_memory.glob(f"*/{MEMORY_OWNER}"))
     return any(owner.lives for owner in owners if owner is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .agent_dir import (
+    MEMORY_OWNER,
     ONLY_COPY,
     AgentDir,
     answer_command,
@@ -32,6 +33,7 @@ __all__ = [
     "LAUNCHED_DIRECTORY",
     "MAX_DATA_BYTES",
     "MAX_SOCKET_PATH_BYTES",
+    "MEMORY_OWNER",
     "ONLY_COPY",
     "AgentDir",
     "LineFile",

@@ -23,6 +23,8 @@ from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, tempora
 from .process_id import ProcessId
 
 _MEMORY = "/dev/shm"  # noqa: S108  memory that outlives its processes; the directory in it is ours alone
+MEMORY_OWNER = "agent.pid"
+"""Which process answers for what lies in a directory in memory; where its other files are depends on TMPDIR."""
 ONLY_COPY = "only-copy"
 """A file in there that says that it has what no disk has."""
 _MAX_NAME_CHARS = 24
@@ -191,7 +193,15 @@ def clean_command(run_id: str, node: str) -> str:
     # A fork server without agents ends, unless somebody has stopped it.
     left = f"rm -f fork.lock; kill -CONT $({_pids('fork')}) || rm -f fork.pid fork.sock fork.warm"
     remove = f'(cd {job} && {{ {has_nodes} || {{ {left}; }}; }}); rmdir {job}; cd / && rmdir "$base"'
-    return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; true")
+    return _in_shell(f"{_end(run_id, node)}; {_OURS} && {{ {remove}; }}; {_forget_if_empty(run_id, node)}; true")
+
+
+def _forget_if_empty(run_id: str, node: str) -> str:
+    """Give back memory in which nothing was ever saved: that of a node on which nothing could start."""
+    run = shlex.quote(run_id)
+    memory = f"{run}/{shlex.quote(_directory_name(node))}"
+    remove = f'[ "$(ls -A {memory})" = {MEMORY_OWNER} ] && rm -r {memory}; rmdir {run}; cd / && rmdir "$base"'
+    return f"base={_MEMORY}/oobleck-$(id -u); {_ENTER_BASE} && {{ {remove}; }}"
 
 
 def forget_command(run_id: str, node: str, *, keeps_only_copy: bool = False) -> str:

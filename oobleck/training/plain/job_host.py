@@ -7,7 +7,5 @@ import sys
 from .host import serve
 from .job_loop import train_job
 
-__all__: list[str] = []
-
 if __name__ == "__main__":
     sys.exit(serve(train_job))

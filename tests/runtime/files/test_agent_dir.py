@@ -14,6 +14,7 @@ import pytest
 
 from oobleck.errors import ConfigError
 from oobleck.runtime.files.agent_dir import (
+    MEMORY_OWNER,
     ONLY_COPY,
     AgentDir,
     clean_command,
@@ -283,6 +284,20 @@ def test_memory_goes_unless_it_is_marked_as_the_only_copy_and_that_counts() -> N
     assert [memory.exists() for memory in (marked, other)] == [True, False]
     assert shell(forget_command(run, "node1")) == 0
     assert not marked.parent.exists()
+
+
+def test_cleaning_gives_back_memory_in_which_nothing_was_saved_and_no_other() -> None:
+    run = f"test-{os.getpid()}"
+    unused, used = AgentDir(run, "node1").memory, AgentDir(run, "node2").memory
+    for memory in (unused, used):
+        memory.mkdir(parents=True, mode=0o700)
+        (memory / MEMORY_OWNER).touch()
+    (used / "rank0.slots").touch()
+    for node in ("node1", "node2"):
+        assert shell(clean_command(run, node)) == 0
+    assert [memory.exists() for memory in (unused, used)] == [False, True]
+    assert shell(forget_command(run, "node2")) == 0
+    assert not used.parent.exists()
 
 
 def test_what_somebody_has_put_in_our_place_is_neither_used_nor_touched(
