@@ -165,3 +165,4 @@ def test_a_script_that_fails_by_itself_is_told_from_one_that_differs(verifier: V
     assert verified.exit_code == ExitCode.FAILED
     assert verified.answer["verdict"] == "failed"
     assert "KeyError: 'mine'" in verified.answer["problem"]
+    (verifier.directory / "output").rmdir()  # a Trainer makes it when it is made; nothing is in it
