@@ -36,7 +36,7 @@ def drawing() -> str:
 
 def _arrows() -> Iterator[tuple[str, Transition, str]]:
     for row in TRANSITIONS:
-        sources = [f"any{_GROUPS[row.states]}"] if row.states in _GROUPS else [state.__name__ for state in row.states]
+        sources = [f"any{_GROUPS[row.before]}"] if row.before in _GROUPS else [state.__name__ for state in row.before]
         for source in sources:
             for target in row.targets:
                 yield source, row, target.__name__
@@ -46,8 +46,8 @@ def table() -> str:
     """Return all transitions, in their order."""
     lines = ["| in | on | to | because |", "|---|---|---|---|"]
     for row in TRANSITIONS:
-        group = _GROUPS.get(row.states)
-        sources = f"any of {group}" if group else ", ".join(state.__name__ for state in row.states)
+        group = _GROUPS.get(row.before)
+        sources = f"any of {group}" if group else ", ".join(state.__name__ for state in row.before)
         targets = ", ".join(target.__name__ for target in row.targets) or "the same"
         lines.append(f"| {sources} | {row.given.__name__} | {targets} | {row.why} |")
     return "\n".join(lines)

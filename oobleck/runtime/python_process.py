@@ -1,6 +1,6 @@
 """How processes of ours are started: the interpreter, where it looks for modules, and which variables it finds.
 
-Python puts the current directory before all others where it is told `-m`, and a shell on a node starts in the home
+Python puts the current directory before all others when started with `-m`, and a shell on a node starts in the home
 directory: a file `random.py` there would be ours. With `-P` only what is installed, and what PYTHONPATH names, counts;
 a script's own directory is added where the script runs.
 """

@@ -42,7 +42,7 @@ class EpochThings:
     def __init__(self, job: JobSpec, dataset: Dataset) -> None:
         self._job = job
         self._dataset = dataset
-        self._entered = 0  # with what is told before the first step
+        self._entered = 0  # with the report before the first step
 
     def enter(self, step: int) -> tuple[int, Things] | None:
         """Return the epoch of a step and what is to be told of it, once for each epoch after the first."""

@@ -85,7 +85,7 @@ class Gathering:
     """Of the generation to come."""
     since_s: float
     tells_s: float
-    """When it is told next how many nodes are missing, if any are."""
+    """When to report next how many nodes are missing, if any are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

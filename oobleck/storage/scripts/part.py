@@ -147,7 +147,7 @@ def find_parts(
 ) -> Iterator[Part]:
     """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at.
 
-    `tell` is told of notes that cannot be read, with their files.
+    `tell` receives the notes that cannot be read, with their files.
     """
     for slot in _slots(memory) if memory is not None else ():
         if (note := note_of(slot)) is not None:

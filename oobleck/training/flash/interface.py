@@ -57,7 +57,7 @@ class _Process:
         )
 
     def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[scripts.Part]:
-        """All that can be read here; `tell` is told of what cannot. Raises UsageError where it is another script's."""
+        """All that can be read here; `tell` receives what cannot. Raises UsageError where it is another script's."""
         found = list(scripts.find_parts(self.memory, self.directory, tell=tell))
         for part in found:
             self.identity.check_script(part.note, str(self.directory))

@@ -201,7 +201,7 @@ def serve(
     *,
     forker: Callable[[ForkServerSide], Forker] | None = None,
 ) -> None:
-    """Fork processes that do `work` until the last client has left; then remove the socket, and what lies beside it.
+    """Fork processes that do `work` until the last client has left; then remove the socket and its neighbours.
 
     `forker` makes another process that may fork in this one's place.
     """

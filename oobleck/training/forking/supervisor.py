@@ -85,7 +85,7 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
 def leave_ends_to_agents() -> None:
     """Ignore what reaches all processes at once: a terminal's Ctrl-C, and the notice that Slurm gives a whole step.
 
-    The agent is told as well, and knows what has to be done before its workers may end.
+    The agent gets them as well, and knows what has to be done before its workers may end.
     """
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)

@@ -53,7 +53,7 @@ class Warmer:
     ) -> None:
         """`log` is the descriptor of what ranks import, `warmth` a file that is there while the process is ready.
 
-        `server` is told what made ranks start cold.
+        `server` receives what made ranks start cold.
         """
         self._log = LogReader(log)
         self._file = log

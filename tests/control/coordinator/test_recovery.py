@@ -182,7 +182,7 @@ def allowed(state: State, given: Input, after: State) -> list[tuple[int, type[St
     return [
         (index, type(after))
         for index, row in enumerate(TRANSITIONS)
-        if isinstance(state, row.states) and row.given is type(given)
+        if isinstance(state, row.before) and row.given is type(given)
         if isinstance(after, row.targets or (type(state),))
     ]
 
@@ -201,7 +201,7 @@ def test_every_state_does_with_every_input_what_the_table_says_and_nothing_else(
     listed = {
         (index, state, target)
         for index, row in enumerate(TRANSITIONS)
-        for state in row.states
+        for state in row.before
         for target in row.targets or (state,)
     }
     dead = [(state.__name__, TRANSITIONS[index], target.__name__) for index, state, target in listed - reached]
@@ -217,7 +217,7 @@ def test_the_table_has_a_row_for_each_input_and_a_way_to_each_state():
 def test_no_change_is_listed_twice_for_one_reason():
     """Two rows for one change would hide that one of them is dead."""
     listed = [
-        (state, row.given, target) for row in TRANSITIONS for state in row.states for target in row.targets or (state,)
+        (state, row.given, target) for row in TRANSITIONS for state in row.before for target in row.targets or (state,)
     ]
     assert len(listed) == len(set(listed))
 

@@ -189,7 +189,7 @@ def use_answers(state: _Asking, now_s: float) -> states.Step:
 
 
 def _await_network(recovery: states.Recovery, cut_off: tuple[str, ...], explained: Record, now_s: float) -> states.Step:
-    """Give nobody up: so many nodes do not fail at once, and what they hold lives. Say so when it begins or changes."""
+    """Give no node up: this many do not fail at once, and what they hold lives. Say so when it begins or changes."""
     control, since_s = recovery.control, min(recovery.cut_since_s, now_s)
     gives_up_s = since_s + control.network_timeout_s
     look_s = min(max(control.lease_s, _LOOK_SHARE * (now_s - since_s)), _LONGEST_LOOK_S)

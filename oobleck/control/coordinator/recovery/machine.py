@@ -17,275 +17,250 @@ from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 from oobleck.control.membership import reading_s
 
-from . import fencing
-from . import states as recovery_states
+from . import fencing, states
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """In any of `states`, an input of the kind `given` may lead to any of `targets`."""
+    """In any of `before`, an input of the kind `given` may lead to any of `targets`."""
 
-    states: tuple[type[recovery_states.State], ...]
-    given: type[recovery_states.Input]
-    targets: tuple[type[recovery_states.State], ...]
+    before: tuple[type[states.State], ...]
+    given: type[states.Input]
+    targets: tuple[type[states.State], ...]
     """None: the state stays the same one. Its values may change, or there are effects."""
     why: str
 
 
-TRAINED = (recovery_states.Training, recovery_states.Adopting, recovery_states.Suspecting)
+TRAINED = (states.Training, states.Adopting, states.Suspecting)
 """Steps are committed in these."""
 FENCED = (
-    recovery_states.Fencing,
-    recovery_states.Overdue,
-    recovery_states.Settling,
-    recovery_states.Accusing,
-    recovery_states.AwaitingNetwork,
-    recovery_states.Deciding,
-    recovery_states.AwaitingWorkers,
-    recovery_states.LocatingCheckpoint,
+    states.Fencing,
+    states.Overdue,
+    states.Settling,
+    states.Accusing,
+    states.AwaitingNetwork,
+    states.Deciding,
+    states.AwaitingWorkers,
+    states.LocatingCheckpoint,
 )
 """Nothing is committed in these."""
-_ASKED = (recovery_states.Fencing, recovery_states.Overdue)
-ASKING = (*_ASKED, recovery_states.Settling)
+_ASKED = (states.Fencing, states.Overdue)
+ASKING = (*_ASKED, states.Settling)
 """All are asked where they stand, and nothing is done with their answers yet."""
-_SAME: tuple[type[recovery_states.State], ...] = ()
+_SAME: tuple[type[states.State], ...] = ()
 
 TRANSITIONS = (
     Transition(
-        (recovery_states.Preparing,),
-        recovery_states.TrainingBegun,
-        (recovery_states.Training,),
+        (states.Preparing,),
+        states.TrainingBegun,
+        (states.Training,),
         "the first plan is ordered",
     ),
     # Training
     Transition(
-        (recovery_states.Training, recovery_states.Adopting),
-        recovery_states.FailureSuspected,
-        (recovery_states.Suspecting,),
+        (states.Training, states.Adopting),
+        states.FailureSuspected,
+        (states.Suspecting,),
         "a collective failed under a survivor",
     ),
-    Transition((recovery_states.Suspecting,), recovery_states.FailureSuspected, _SAME, "another survivor reports it"),
-    Transition(
-        (recovery_states.Suspecting,), recovery_states.TimePassed, _SAME, "nothing explains it: have all regroup"
-    ),
-    Transition(
-        TRAINED, recovery_states.RecoveryBegun, (recovery_states.Fencing,), "a loss, or another reason for a new plan"
-    ),
-    Transition(TRAINED, recovery_states.RecoveryBegun, (recovery_states.Deciding,), "no worker is left to ask"),
+    Transition((states.Suspecting,), states.FailureSuspected, _SAME, "another survivor reports it"),
+    Transition((states.Suspecting,), states.TimePassed, _SAME, "nothing explains it: have all regroup"),
+    Transition(TRAINED, states.RecoveryBegun, (states.Fencing,), "a loss, or another reason for a new plan"),
+    Transition(TRAINED, states.RecoveryBegun, (states.Deciding,), "no worker is left to ask"),
     # Asking where all stand
     Transition(
         FENCED,
-        recovery_states.RecoveryBegun,
-        (recovery_states.Fencing,),
+        states.RecoveryBegun,
+        (states.Fencing,),
         "another loss: ask again under a newer generation",
     ),
-    Transition(FENCED, recovery_states.RecoveryBegun, (recovery_states.Deciding,), "no worker is left to ask"),
+    Transition(FENCED, states.RecoveryBegun, (states.Deciding,), "no worker is left to ask"),
     Transition(
         ASKING,
-        recovery_states.MoreLost,
+        states.MoreLost,
         _SAME,
         "ask nobody again; the others answer, or more losses may follow at once",
     ),
     Transition(
         _ASKED,
-        recovery_states.MoreLost,
-        (recovery_states.Settling,),
+        states.MoreLost,
+        (states.Settling,),
         "all others have answered; more losses may follow at once",
     ),
-    Transition(ASKING, recovery_states.MoreLost, (recovery_states.Deciding,), "no worker is left"),
-    Transition(_ASKED, recovery_states.Answered, _SAME, "others have still to answer"),
+    Transition(ASKING, states.MoreLost, (states.Deciding,), "no worker is left"),
+    Transition(_ASKED, states.Answered, _SAME, "others have still to answer"),
     Transition(
         _ASKED,
-        recovery_states.Answered,
-        (recovery_states.Settling,),
+        states.Answered,
+        (states.Settling,),
         "all have answered; more losses may follow at once",
     ),
-    Transition(_ASKED, recovery_states.Answered, (recovery_states.Deciding,), "all have answered"),
-    Transition(_ASKED, recovery_states.Answered, (recovery_states.Accusing,), "the answers explain a hang"),
-    Transition(_ASKED, recovery_states.NodeDrained, _SAME, "others have still to answer"),
+    Transition(_ASKED, states.Answered, (states.Deciding,), "all have answered"),
+    Transition(_ASKED, states.Answered, (states.Accusing,), "the answers explain a hang"),
+    Transition(_ASKED, states.NodeDrained, _SAME, "others have still to answer"),
     Transition(
         _ASKED,
-        recovery_states.NodeDrained,
-        (recovery_states.Settling,),
+        states.NodeDrained,
+        (states.Settling,),
         "all others have answered; more losses may follow at once",
     ),
+    Transition(_ASKED, states.NodeDrained, (states.Deciding,), "all others have answered, or there are none"),
+    Transition(_ASKED, states.NodeDrained, (states.Accusing,), "the answers of the others explain a hang"),
+    Transition(_ASKED, states.NodeReached, _SAME, "ask its workers again"),
     Transition(
-        _ASKED, recovery_states.NodeDrained, (recovery_states.Deciding,), "all others have answered, or there are none"
-    ),
-    Transition(
-        _ASKED, recovery_states.NodeDrained, (recovery_states.Accusing,), "the answers of the others explain a hang"
-    ),
-    Transition(_ASKED, recovery_states.NodeReached, _SAME, "ask its workers again"),
-    Transition(
-        (recovery_states.Fencing,),
-        recovery_states.TimePassed,
-        (recovery_states.Overdue,),
+        (states.Fencing,),
+        states.TimePassed,
+        (states.Overdue,),
         "answers are missing: they may wait unread",
     ),
     Transition(
-        (recovery_states.Overdue,),
-        recovery_states.TimePassed,
+        (states.Overdue,),
+        states.TimePassed,
         _SAME,
         "most are silent: wait for them; a few: give them up",
     ),
-    Transition((recovery_states.Settling,), recovery_states.Answered, _SAME, "answered once more"),
+    Transition((states.Settling,), states.Answered, _SAME, "answered once more"),
+    Transition((states.Settling,), states.Answered, (states.Deciding,), "losses have settled"),
     Transition(
-        (recovery_states.Settling,), recovery_states.Answered, (recovery_states.Deciding,), "losses have settled"
-    ),
-    Transition(
-        (recovery_states.Settling,),
-        recovery_states.Answered,
-        (recovery_states.Accusing,),
+        (states.Settling,),
+        states.Answered,
+        (states.Accusing,),
         "losses have settled; the answers explain a hang",
     ),
-    Transition((recovery_states.Settling,), recovery_states.NodeDrained, _SAME, "its answer is not needed"),
+    Transition((states.Settling,), states.NodeDrained, _SAME, "its answer is not needed"),
     Transition(
-        (recovery_states.Settling,),
-        recovery_states.NodeDrained,
-        (recovery_states.Deciding,),
+        (states.Settling,),
+        states.NodeDrained,
+        (states.Deciding,),
         "losses have settled, or no worker is left",
     ),
     Transition(
-        (recovery_states.Settling,),
-        recovery_states.NodeDrained,
-        (recovery_states.Accusing,),
+        (states.Settling,),
+        states.NodeDrained,
+        (states.Accusing,),
+        "losses have settled; the answers explain a hang",
+    ),
+    Transition((states.Settling,), states.TimePassed, (states.Deciding,), "losses have settled"),
+    Transition(
+        (states.Settling,),
+        states.TimePassed,
+        (states.Accusing,),
         "losses have settled; the answers explain a hang",
     ),
     Transition(
-        (recovery_states.Settling,), recovery_states.TimePassed, (recovery_states.Deciding,), "losses have settled"
-    ),
-    Transition(
-        (recovery_states.Settling,),
-        recovery_states.TimePassed,
-        (recovery_states.Accusing,),
-        "losses have settled; the answers explain a hang",
-    ),
-    Transition(
-        (recovery_states.Accusing,),
-        recovery_states.TimePassed,
-        (recovery_states.Deciding,),
+        (states.Accusing,),
+        states.TimePassed,
+        (states.Deciding,),
         "the accused are still there: decide, and end them again",
     ),
     # Too many do not reach each other
-    Transition(
-        _ASKED, recovery_states.Answered, (recovery_states.AwaitingNetwork,), "more nodes are cut off than may be lost"
-    ),
+    Transition(_ASKED, states.Answered, (states.AwaitingNetwork,), "more nodes are cut off than may be lost"),
     Transition(
         _ASKED,
-        recovery_states.NodeDrained,
-        (recovery_states.AwaitingNetwork,),
+        states.NodeDrained,
+        (states.AwaitingNetwork,),
         "more nodes are cut off than may be lost",
     ),
     Transition(
-        (recovery_states.Settling,),
-        recovery_states.Answered,
-        (recovery_states.AwaitingNetwork,),
+        (states.Settling,),
+        states.Answered,
+        (states.AwaitingNetwork,),
         "losses have settled; too many others are cut off",
     ),
     Transition(
-        (recovery_states.Settling,),
-        recovery_states.NodeDrained,
-        (recovery_states.AwaitingNetwork,),
+        (states.Settling,),
+        states.NodeDrained,
+        (states.AwaitingNetwork,),
         "losses have settled; too many others are cut off",
     ),
     Transition(
-        (recovery_states.Settling,),
-        recovery_states.TimePassed,
-        (recovery_states.AwaitingNetwork,),
+        (states.Settling,),
+        states.TimePassed,
+        (states.AwaitingNetwork,),
         "losses have settled; too many others are cut off",
     ),
-    Transition(
-        (recovery_states.AwaitingNetwork,), recovery_states.TimePassed, _SAME, "have all asked again whom they reach"
-    ),
-    Transition(
-        (recovery_states.AwaitingNetwork,), recovery_states.NodeDrained, _SAME, "have the others asked again at once"
-    ),
+    Transition((states.AwaitingNetwork,), states.TimePassed, _SAME, "have all asked again whom they reach"),
+    Transition((states.AwaitingNetwork,), states.NodeDrained, _SAME, "have the others asked again at once"),
     # What is decided
+    Transition((states.Deciding,), states.PlanOrdered, (states.Adopting,), "all have their orders"),
     Transition(
-        (recovery_states.Deciding,), recovery_states.PlanOrdered, (recovery_states.Adopting,), "all have their orders"
-    ),
-    Transition(
-        (recovery_states.Deciding,),
-        recovery_states.WorkersWanted,
-        (recovery_states.AwaitingWorkers,),
+        (states.Deciding,),
+        states.WorkersWanted,
+        (states.AwaitingWorkers,),
         "the others cannot do it alone",
     ),
     Transition(
-        (recovery_states.Deciding,),
-        recovery_states.CheckpointWanted,
-        (recovery_states.LocatingCheckpoint,),
+        (states.Deciding,),
+        states.CheckpointWanted,
+        (states.LocatingCheckpoint,),
         "a layer has no living copy",
     ),
     Transition(
-        (recovery_states.AwaitingWorkers,),
-        recovery_states.NodeGone,
-        (recovery_states.Deciding,),
+        (states.AwaitingWorkers,),
+        states.NodeGone,
+        (states.Deciding,),
         "it may be the one that was waited for",
     ),
     Transition(
-        (recovery_states.AwaitingWorkers,),
-        recovery_states.TimePassed,
-        (recovery_states.Deciding,),
+        (states.AwaitingWorkers,),
+        states.TimePassed,
+        (states.Deciding,),
         "none was ready in time",
     ),
     Transition(
-        (recovery_states.LocatingCheckpoint,),
-        recovery_states.CheckpointReported,
-        (recovery_states.Deciding,),
+        (states.LocatingCheckpoint,),
+        states.CheckpointReported,
+        (states.Deciding,),
         "it may be the last answer",
     ),
     Transition(
-        (recovery_states.LocatingCheckpoint,),
-        recovery_states.TimePassed,
-        (recovery_states.Deciding,),
+        (states.LocatingCheckpoint,),
+        states.TimePassed,
+        (states.Deciding,),
         "not all have answered in time",
     ),
     Transition(
-        (recovery_states.Accusing, recovery_states.AwaitingWorkers, recovery_states.LocatingCheckpoint),
-        recovery_states.NodeDrained,
-        (recovery_states.Deciding,),
+        (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint),
+        states.NodeDrained,
+        (states.Deciding,),
         "decide without it",
     ),
     # The new plan
     Transition(
-        (recovery_states.Adopting, recovery_states.Suspecting),
-        recovery_states.WorkersResumed,
+        (states.Adopting, states.Suspecting),
+        states.WorkersResumed,
         _SAME,
         "others have still to compute, or to report",
     ),
     Transition(
-        (recovery_states.Adopting,),
-        recovery_states.WorkersResumed,
-        (recovery_states.Training,),
+        (states.Adopting,),
+        states.WorkersResumed,
+        (states.Training,),
         "all compute under the new plan",
     ),
     Transition(
-        (recovery_states.Adopting, recovery_states.Suspecting),
-        recovery_states.NodeReached,
+        (states.Adopting, states.Suspecting),
+        states.NodeReached,
         _SAME,
         "its orders may be lost: have all regroup",
     ),
     # Anywhere
     Transition(
-        (recovery_states.Suspecting, recovery_states.Fencing, recovery_states.Overdue, recovery_states.Settling),
-        recovery_states.HeldUp,
+        (states.Suspecting, states.Fencing, states.Overdue, states.Settling),
+        states.HeldUp,
         _SAME,
         "what was said meanwhile is read first",
     ),
+    Transition((states.AwaitingNetwork,), states.HeldUp, _SAME, "what was said meanwhile is read first"),
     Transition(
-        (recovery_states.AwaitingNetwork,), recovery_states.HeldUp, _SAME, "what was said meanwhile is read first"
-    ),
-    Transition(
-        (recovery_states.Accusing, recovery_states.AwaitingWorkers, recovery_states.LocatingCheckpoint),
-        recovery_states.HeldUp,
+        (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint),
+        states.HeldUp,
         _SAME,
         "what was said meanwhile is read first",
     ),
-    Transition((recovery_states.Preparing,), recovery_states.RunEnded, (recovery_states.Ended,), "it cannot begin"),
-    Transition(
-        TRAINED, recovery_states.RunEnded, (recovery_states.Ended,), "all steps are committed, or a stop was asked for"
-    ),
-    Transition(FENCED, recovery_states.RunEnded, (recovery_states.Ended,), "there is no way on"),
+    Transition((states.Preparing,), states.RunEnded, (states.Ended,), "it cannot begin"),
+    Transition(TRAINED, states.RunEnded, (states.Ended,), "all steps are committed, or a stop was asked for"),
+    Transition(FENCED, states.RunEnded, (states.Ended,), "there is no way on"),
 )
 
 
@@ -307,85 +282,79 @@ _FIND_S = 30.0
 """How long workers may look for checkpoints."""
 
 
-_PHASES: Mapping[type[recovery_states.State], Phase] = {
-    recovery_states.Preparing: Phase.PREPARING,
+_PHASES: Mapping[type[states.State], Phase] = {
+    states.Preparing: Phase.PREPARING,
     **dict.fromkeys(TRAINED, Phase.TRAINING),
     **dict.fromkeys(FENCED, Phase.FENCING),
-    recovery_states.Ended: Phase.ENDED,
+    states.Ended: Phase.ENDED,
 }
 """A table, since the phase is asked for several times at every event."""
 
 
-def phase(state: recovery_states.State) -> Phase:
+def phase(state: states.State) -> Phase:
     """Which phase a state belongs to."""
     return _PHASES[type(state)]
 
 
-def deadline(state: recovery_states.State) -> float:
+def deadline(state: states.State) -> float:
     """When TimePassed changes a state; infinity for never."""
     match state:
-        case (
-            recovery_states.Preparing()
-            | recovery_states.Training()
-            | recovery_states.Adopting()
-            | recovery_states.Deciding()
-            | recovery_states.Ended()
-        ):
+        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
             return math.inf
         case (
-            recovery_states.Suspecting()
-            | recovery_states.Fencing()
-            | recovery_states.Overdue()
-            | recovery_states.Settling()
-            | recovery_states.Accusing()
-            | recovery_states.AwaitingNetwork()
+            states.Suspecting()
+            | states.Fencing()
+            | states.Overdue()
+            | states.Settling()
+            | states.Accusing()
+            | states.AwaitingNetwork()
         ):
             return state.until_s
-        case recovery_states.AwaitingWorkers():
+        case states.AwaitingWorkers():
             return state.recovery.returns_by_s
-        case recovery_states.LocatingCheckpoint():
+        case states.LocatingCheckpoint():
             return state.recovery.found_by_s
         case _:
             assert_never(state)
 
 
-def step(state: recovery_states.State, given: recovery_states.Input, now_s: float) -> recovery_states.Step:
+def step(state: states.State, given: states.Input, now_s: float) -> states.Step:
     """Return the next state, and the effects in the order in which to carry them out.
 
     An answer costs O(1), and the last one O(workers).
     """
     match given:
-        case recovery_states.TrainingBegun():
+        case states.TrainingBegun():
             return (
-                (recovery_states.Training(generation=given.generation), ())
-                if isinstance(state, recovery_states.Preparing)
+                (states.Training(generation=given.generation), ())
+                if isinstance(state, states.Preparing)
                 else (state, ())
             )
-        case recovery_states.RecoveryBegun():
+        case states.RecoveryBegun():
             return fencing.begin(state, given, now_s)
-        case recovery_states.MoreLost():
+        case states.MoreLost():
             return fencing.lose_more(state, given, now_s)
-        case recovery_states.Answered():
+        case states.Answered():
             return fencing.answered(state, given, now_s)
-        case recovery_states.FailureSuspected():
+        case states.FailureSuspected():
             return _suspect(state, given, now_s), ()
-        case recovery_states.PlanOrdered() | recovery_states.WorkersWanted() | recovery_states.CheckpointWanted():
+        case states.PlanOrdered() | states.WorkersWanted() | states.CheckpointWanted():
             return _decided(state, given, now_s), ()
-        case recovery_states.CheckpointReported():
-            return fencing.to_deciding(state) if isinstance(state, recovery_states.LocatingCheckpoint) else (state, ())
-        case recovery_states.WorkersResumed():
+        case states.CheckpointReported():
+            return fencing.to_deciding(state) if isinstance(state, states.LocatingCheckpoint) else (state, ())
+        case states.WorkersResumed():
             return _resumed(state, given)
-        case recovery_states.NodeReached():
+        case states.NodeReached():
             return _reached(state, given.node)
-        case recovery_states.NodeGone():
-            return fencing.to_deciding(state) if isinstance(state, recovery_states.AwaitingWorkers) else (state, ())
-        case recovery_states.NodeDrained():
+        case states.NodeGone():
+            return fencing.to_deciding(state) if isinstance(state, states.AwaitingWorkers) else (state, ())
+        case states.NodeDrained():
             return fencing.left(state, given.node, now_s)
-        case recovery_states.TimePassed():
+        case states.TimePassed():
             return (state, ()) if now_s < deadline(state) else _late(state, given, now_s)
-        case recovery_states.HeldUp():
+        case states.HeldUp():
             return _wait(state, given.until_s), ()
-        case recovery_states.RunEnded():
+        case states.RunEnded():
             return _end(state)
         case _:
             assert_never(given)
@@ -394,29 +363,27 @@ def step(state: recovery_states.State, given: recovery_states.Input, now_s: floa
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def _suspect(
-    state: recovery_states.State, suspected: recovery_states.FailureSuspected, now_s: float
-) -> recovery_states.State:
+def _suspect(state: states.State, suspected: states.FailureSuspected, now_s: float) -> states.State:
     until_s = now_s + reading_s(_SUSPICION_S, suspected.num_workers)
     match state:
-        case recovery_states.Training() | recovery_states.Adopting() if state.generation == suspected.generation:
-            return recovery_states.Suspecting(training=state, since_s=now_s, until_s=until_s)
-        case recovery_states.Suspecting() if state.training.generation == suspected.generation:
+        case states.Training() | states.Adopting() if state.generation == suspected.generation:
+            return states.Suspecting(training=state, since_s=now_s, until_s=until_s)
+        case states.Suspecting() if state.training.generation == suspected.generation:
             return replace(state, until_s=min(state.until_s, until_s))
         case _:
             return state
 
 
-def _reached(state: recovery_states.State, node: str) -> recovery_states.Step:
+def _reached(state: states.State, node: str) -> states.Step:
     match state:
-        case recovery_states.Fencing() | recovery_states.Overdue():
+        case states.Fencing() | states.Overdue():
             awaited = tuple(sorted(worker_id for worker_id in state.awaited if worker_id.node == node))
             return state, (SendAll(worker_ids=awaited, message=state.recovery.fence),) if awaited else ()
-        case recovery_states.Adopting() | recovery_states.Suspecting(training=recovery_states.Adopting()):
-            adopting = state if isinstance(state, recovery_states.Adopting) else state.training
-            assert isinstance(adopting, recovery_states.Adopting)
+        case states.Adopting() | states.Suspecting(training=states.Adopting()):
+            adopting = state if isinstance(state, states.Adopting) else state.training
+            assert isinstance(adopting, states.Adopting)
             is_awaited = any(worker_id.node == node for worker_id in adopting.awaited)
-            return state, (recovery_states.BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
+            return state, (states.BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
         case _:
             return state, ()
 
@@ -424,59 +391,47 @@ def _reached(state: recovery_states.State, node: str) -> recovery_states.Step:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def _late(state: recovery_states.State, passed: recovery_states.TimePassed, now_s: float) -> recovery_states.Step:
+def _late(state: states.State, passed: states.TimePassed, now_s: float) -> states.Step:
     """A state's deadline is over."""
     match state:
-        case recovery_states.Suspecting():
-            return state, (recovery_states.BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
-        case recovery_states.Fencing(recovery=recovery, statuses=statuses):
+        case states.Suspecting():
+            return state, (states.BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
+        case states.Fencing(recovery=recovery, statuses=statuses):
             until_s = now_s + reading_s(_LOOK_S, len(recovery.asked))
-            return recovery_states.Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
-        case recovery_states.Overdue():
+            return states.Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
+        case states.Overdue():
             return fencing.overdue(state, passed, now_s)
-        case recovery_states.Settling():
+        case states.Settling():
             return fencing.use_answers(state, now_s)
-        case recovery_states.Accusing(stuck=stuck):
+        case states.Accusing(stuck=stuck):
             deciding, effects = fencing.to_deciding(state)
             return deciding, (*effects, *fencing.end_again(stuck))
-        case recovery_states.AwaitingNetwork():
+        case states.AwaitingNetwork():
             return fencing.look_again(state, passed, now_s)
-        case recovery_states.AwaitingWorkers() | recovery_states.LocatingCheckpoint():
+        case states.AwaitingWorkers() | states.LocatingCheckpoint():
             return fencing.to_deciding(state)
-        case (
-            recovery_states.Preparing()
-            | recovery_states.Training()
-            | recovery_states.Adopting()
-            | recovery_states.Deciding()
-            | recovery_states.Ended()
-        ):
+        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
             return state, ()
         case _:
             assert_never(state)
 
 
-def _wait(state: recovery_states.State, until_s: float) -> recovery_states.State:
+def _wait(state: states.State, until_s: float) -> states.State:
     match state:
         case (
-            recovery_states.Suspecting()
-            | recovery_states.Fencing()
-            | recovery_states.Overdue()
-            | recovery_states.Settling()
-            | recovery_states.Accusing()
-            | recovery_states.AwaitingNetwork()
+            states.Suspecting()
+            | states.Fencing()
+            | states.Overdue()
+            | states.Settling()
+            | states.Accusing()
+            | states.AwaitingNetwork()
         ):
             return replace(state, until_s=max(state.until_s, until_s))
-        case recovery_states.AwaitingWorkers(recovery=recovery):
+        case states.AwaitingWorkers(recovery=recovery):
             return replace(state, recovery=replace(recovery, returns_by_s=max(recovery.returns_by_s, until_s)))
-        case recovery_states.LocatingCheckpoint(recovery=recovery):
+        case states.LocatingCheckpoint(recovery=recovery):
             return replace(state, recovery=replace(recovery, found_by_s=max(recovery.found_by_s, until_s)))
-        case (
-            recovery_states.Preparing()
-            | recovery_states.Training()
-            | recovery_states.Adopting()
-            | recovery_states.Deciding()
-            | recovery_states.Ended()
-        ):
+        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
             return state
         case _:
             assert_never(state)
@@ -486,24 +441,24 @@ def _wait(state: recovery_states.State, until_s: float) -> recovery_states.State
 
 
 def _decided(
-    state: recovery_states.State,
-    decided: recovery_states.PlanOrdered | recovery_states.WorkersWanted | recovery_states.CheckpointWanted,
+    state: states.State,
+    decided: states.PlanOrdered | states.WorkersWanted | states.CheckpointWanted,
     now_s: float,
-) -> recovery_states.State:
-    if not isinstance(state, recovery_states.Deciding):
+) -> states.State:
+    if not isinstance(state, states.Deciding):
         return state
     recovery, statuses, is_unexplained = state.recovery, state.statuses, state.is_unexplained
     match decided:
-        case recovery_states.PlanOrdered():
-            return recovery_states.Adopting(recovery=recovery, ordered=decided, ordered_s=now_s)
-        case recovery_states.WorkersWanted():
+        case states.PlanOrdered():
+            return states.Adopting(recovery=recovery, ordered=decided, ordered_s=now_s)
+        case states.WorkersWanted():
             by_s = min(recovery.returns_by_s, now_s + recovery.control.start_timeout_s)
-            return recovery_states.AwaitingWorkers(
+            return states.AwaitingWorkers(
                 recovery=replace(recovery, returns_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )
-        case recovery_states.CheckpointWanted():
+        case states.CheckpointWanted():
             by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
-            return recovery_states.LocatingCheckpoint(
+            return states.LocatingCheckpoint(
                 recovery=replace(recovery, found_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
             )
         case _:
@@ -513,53 +468,49 @@ def _decided(
 # --- adopting, and the end -------------------------------------------------------------------------------------------
 
 
-def _resumed(state: recovery_states.State, given: recovery_states.WorkersResumed) -> recovery_states.Step:
+def _resumed(state: states.State, given: states.WorkersResumed) -> states.Step:
     """The last worker that computes under the new plan ends the recovery."""
     match state:
-        case recovery_states.Suspecting(training=recovery_states.Adopting()):
+        case states.Suspecting(training=states.Adopting()):
             training, effects = _resumed(state.training, given)
-            assert isinstance(training, recovery_states.Training | recovery_states.Adopting)
+            assert isinstance(training, states.Training | states.Adopting)
             return replace(state, training=training), effects
-        case recovery_states.Adopting() if state.generation == given.message.generation:
+        case states.Adopting() if state.generation == given.message.generation:
             resumed = state.resumed.adding(given.worker_ids, given.message)
             adopting = replace(state, resumed=resumed)
             if not resumed.has_all(state.ordered.worker_ids):
                 return adopting, ()
-            ended = recovery_states.RecoveryEnded(recovery=state.recovery, adopting=adopting)
-            return recovery_states.Training(generation=state.generation), (ended, recovery_states.PlanInForce())
+            ended = states.RecoveryEnded(recovery=state.recovery, adopting=adopting)
+            return states.Training(generation=state.generation), (ended, states.PlanInForce())
         case _:
             return state, ()
 
 
-def _end(state: recovery_states.State) -> recovery_states.Step:
+def _end(state: states.State) -> states.Step:
     overtaken_by = "the run ended before"
     match state:
-        case (
-            recovery_states.Preparing()
-            | recovery_states.Training()
-            | recovery_states.Suspecting(training=recovery_states.Training())
-        ):
-            return recovery_states.Ended(), ()
-        case recovery_states.Adopting():
-            return recovery_states.Ended(), (
-                recovery_states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),
+        case states.Preparing() | states.Training() | states.Suspecting(training=states.Training()):
+            return states.Ended(), ()
+        case states.Adopting():
+            return states.Ended(), (
+                states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),
             )
-        case recovery_states.Suspecting():
+        case states.Suspecting():
             return _end(state.training)
         case (
-            recovery_states.Fencing()
-            | recovery_states.Overdue()
-            | recovery_states.Settling()
-            | recovery_states.Accusing()
-            | recovery_states.AwaitingNetwork()
-            | recovery_states.Deciding()
-            | recovery_states.AwaitingWorkers()
-            | recovery_states.LocatingCheckpoint()
+            states.Fencing()
+            | states.Overdue()
+            | states.Settling()
+            | states.Accusing()
+            | states.AwaitingNetwork()
+            | states.Deciding()
+            | states.AwaitingWorkers()
+            | states.LocatingCheckpoint()
         ):
-            return recovery_states.Ended(), (
-                recovery_states.RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),
+            return states.Ended(), (
+                states.RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),
             )
-        case recovery_states.Ended():
+        case states.Ended():
             return state, ()
         case _:
             assert_never(state)
