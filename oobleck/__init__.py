@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .script import Job
+from .host.script import Job
 
 if TYPE_CHECKING:
     from .cli.launch import Event, Run, launch

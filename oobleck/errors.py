@@ -22,6 +22,8 @@ Bugs of our own are assertions, not members of this tree.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 _SHOWN_CHARS = 200
 
 
@@ -126,3 +128,43 @@ def shown(value: object) -> str:
     except ValueError:  # a number of more digits than Python writes
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+
+
+# --- how commands end ----------------------------------------------------------------------------------------
+
+
+class ExitCode(IntEnum):
+    """The exit statuses; 64 to 78 are named as in BSD's sysexits, 130 and 143 as a shell names signals."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    DIFFERENT = 3
+    NOT_SAVED = 74
+    RESUMABLE = 75
+    CONFIG = 78
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+EXIT_CODES_TEXT = """\b
+Exit codes:
+  0         done
+  1         the job failed, or the answer could not be written
+  2         wrong usage
+  3         `oobleck verify` has found a difference
+  74        ended as it should, but its last save failed
+  75        stopped, and can be resumed
+  78        a file or a plan that cannot be used
+  130, 143  ended by Ctrl-C or SIGTERM"""
+
+
+def exit_code_of(error: OobleckError) -> ExitCode:
+    """The exit status that an error of ours ends a command with."""
+    match error:
+        case ConfigError():
+            return ExitCode.CONFIG
+        case UsageError():
+            return ExitCode.USAGE
+        case _:
+            return ExitCode.FAILED

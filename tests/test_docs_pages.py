@@ -15,9 +15,9 @@ from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import main
 from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause
 from oobleck.control.journal.snapshot import NodeState, RunState
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
+from oobleck.host.script import run_script
 from oobleck.job import ScriptSpec
-from oobleck.script import run_script
 from tests.documented import PAGES
 
 ROOT = Path(__file__).parents[1]

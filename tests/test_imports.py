@@ -15,58 +15,37 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oobleck"
 
-_VALUES = {"bounds", "errors", "exit_codes", "job", "json_table", "plan", "ranks"}
+_VALUES = {"errors", "job", "json_table", "plan"}
 _PURE = _VALUES | {"planner", "schedule", "control"}
 _WORLD = _PURE | {"wire", "roles"}
 
 MAY_IMPORT = {
-    "bounds": {"errors"},
     "errors": set(),
-    "exit_codes": {"errors"},
-    "job": {"bounds", "errors"},
+    "job": {"errors"},
     "json_table": {"errors"},
     "plan": {"errors"},
-    "ranks": {"bounds", "job"},
-    "handover": set(),
-    "machine": {"control"},
-    "script": {"errors", "handover", "job"},
-    "streams": set(),
-    "user_path": {"errors"},
-    "writing": set(),
     "planner": _VALUES,
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
+    "host": {"errors", "job", "control"},
     "wire": _PURE,
     "storage": _PURE | {"wire"},
     "checkpoint": {"training"},
     "roles": _PURE | {"wire"},
-    "training": _VALUES
-    | {
-        "handover",
-        "machine",
-        "script",
-        "streams",
-        "user_path",
-        "writing",
-        "planner",
-        "schedule",
-        "control",
-        "wire",
-        "storage",
-    },
-    "runtime": _WORLD | {"storage", "machine", "user_path", "writing"},
-    "transformers": _PURE | {"handover", "script", "training", "writing"},
+    "training": _PURE | {"host", "wire", "storage"},
+    "runtime": _WORLD | {"host", "storage"},
+    "transformers": _PURE | {"host", "training"},
     "sim": _WORLD,
-    "ui": _PURE | {"streams"},
-    "cli": _WORLD | {"machine", "script", "streams", "user_path", "writing", "storage", "runtime", "sim", "ui"},
+    "ui": _PURE | {"host"},
+    "cli": _WORLD | {"host", "storage", "runtime", "sim", "ui"},
     "__main__": {"cli"},
-    "__init__": {"cli", "script"},  # cli once a run is started: a test below holds that nothing of it is loaded before
+    "__init__": {"cli", "host"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
 
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
 
-PURE_FLOORS = ("bounds", "errors", "exit_codes", "job", "json_table", "plan", "ranks", "planner", "schedule", "control")
+PURE_FLOORS = ("errors", "job", "json_table", "plan", "planner", "schedule", "control")
 
 # The world, as far as the standard library reaches into it.
 IMPURE = {

@@ -36,11 +36,11 @@ F_LOSSES = "tests/control/test_commit.py::test_losing_f_nodes_never_ends_a_run"
 IN_COMMITS = "tests/control/test_commit.py::test_workers_that_die_in_the_middle_of_a_commit_break_no_promise"
 RESTARTS = "tests/control/test_commit.py::test_workers_that_end_and_come_back_break_no_promise"
 FORGOTTEN = (
-    "tests/control/coordinator/test_coordinator.py"
+    "tests/control/training/test_coordinator.py"
     "::test_a_step_that_a_whole_pipeline_failed_in_is_forgotten_and_never_finished"
 )
-ANSWERS = "tests/control/commit/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
-CLAIMS = "tests/control/commit/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
+ANSWERS = "tests/control/steps/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
+CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
@@ -73,8 +73,8 @@ class Mutation:
     """What `oobleck verify` is given to find it: options, and a kind of `tests/e2e/verified_script.py`."""
 
 
-FOLLOWER = "oobleck/control/commit/follower.py"
-AGREEMENT = "oobleck/control/commit/agreement.py"
+FOLLOWER = "oobleck/control/steps/follower.py"
+AGREEMENT = "oobleck/control/steps/agreement.py"
 ALL_HAVE_TOLD = (
     "        if known.neighbours is None or known.own is None or known.missing:\n"
     "            return ()\n"
@@ -86,15 +86,15 @@ MUTATIONS = (
     Mutation(
         name="stale_answers",
         what="answers to an older fence are not dropped",
-        file="oobleck/control/coordinator/recovery/fencing.py",
+        file="oobleck/control/recovery/fencing.py",
         old="        or answer.status.generation != state.recovery.generation\n",
         new="",
-        caught_by="tests/control/coordinator/test_coordinator.py::test_answers_to_an_older_fence_are_ignored",
+        caught_by="tests/control/training/test_coordinator.py::test_answers_to_an_older_fence_are_ignored",
     ),
     Mutation(
         name="slow_is_stuck",
         what="a step that takes longer than its limit is a hang, whatever its workers do",
-        file="oobleck/control/coordinator/hang_watch.py",
+        file="oobleck/control/training/hang_watch.py",
         old="        if not comes_on or stuck_workers(answers, busy):\n",
         new="        if running_s >= 0:\n",
         caught_by=PATIENT,
@@ -102,7 +102,7 @@ MUTATIONS = (
     Mutation(
         name="cut_off_is_lost",
         what="nodes that do not reach each other are given up, however many they are and whatever they hold",
-        file="oobleck/control/coordinator/recovery/fencing.py",
+        file="oobleck/control/recovery/fencing.py",
         old=" or is_network_down(statuses, cut_off, recovery.fault_threshold):",
         new=":",
         caught_by=OUTAGES,
@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation(
         name="dead_holders",
         what="lost nodes stay in the plan, and layers are read from them",
-        file="oobleck/control/coordinator/deciding.py",
+        file="oobleck/control/training/deciding.py",
         old="lost=frozenset(self._members.without_part(in_force)),",
         new="lost=frozenset(),",
         caught_by=KILLS,
@@ -118,10 +118,10 @@ MUTATIONS = (
     Mutation(
         name="unfenced_commit",
         what="a worker applies a step after a fence",
-        file="oobleck/control/commit/commit_state.py",
+        file="oobleck/control/steps/commit_state.py",
         old="        with self._lock:\n            self._check_fence()\n            self._move_to(record)",
         new="        with self._lock:\n            self._move_to(record)",
-        caught_by="tests/control/commit/test_commit_state.py::test_a_step_is_applied_before_the_fence_or_not_at_all",
+        caught_by="tests/control/steps/test_commit_state.py::test_a_step_is_applied_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="commit_without_agreement",
@@ -185,7 +185,7 @@ MUTATIONS = (
     Mutation(
         name="unfenced_section",
         what="a section is committed after the worker has answered that it is not",
-        file="oobleck/control/commit/commit_state.py",
+        file="oobleck/control/steps/commit_state.py",
         old="            self._check_fence()\n            self._commit_section(record)",
         new="            self._commit_section(record)",
         caught_by=ANSWERS,
@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         name="section_left_behind",
         what="a worker with the sums of a section that others have committed is not ordered to commit it",
-        file="oobleck/control/commit/generations.py",
+        file="oobleck/control/steps/plan_history.py",
         old="_record(verdict, partial) if verdict.is_section_behind else None",
         new="None",
         caught_by=SECTIONS,
@@ -209,26 +209,26 @@ MUTATIONS = (
     Mutation(
         name="behind_but_trusted",
         what="layers are read from workers that missed a section which others have committed",
-        file="oobleck/control/commit/judgement.py",
+        file="oobleck/control/steps/judgement.py",
         old="    missed = {key for key in alike if sections[key] != section and key not in behind_section}\n",
         new="    missed = set()\n",
-        caught_by="tests/control/commit/test_judgement.py::test_who_missed_a_section_holds_nothing",
+        caught_by="tests/control/steps/test_judgement.py::test_who_missed_a_section_holds_nothing",
     ),
     Mutation(
         name="unfenced_reduction",
         what="a worker joins a commit although its answer said that it has no reduced gradients",
-        file="oobleck/control/commit/commit_state.py",
+        file="oobleck/control/steps/commit_state.py",
         old="            self._check_fence()\n            self._reduced = step",
         new="            self._reduced = step",
-        caught_by="tests/control/commit/test_commit_state.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
+        caught_by="tests/control/steps/test_commit_state.py::test_gradients_are_reduced_before_the_fence_or_not_at_all",
     ),
     Mutation(
         name="unnamed_loss",
         what="workers whose pipeline lost a node after the fence wait for it, for their order does not stop them",
-        file="oobleck/control/commit/commit_state.py",
+        file="oobleck/control/steps/commit_state.py",
         old="                    self._note_lost(update.lost)",
         new="                    pass",
-        caught_by="tests/control/commit/test_commit_state.py"
+        caught_by="tests/control/steps/test_commit_state.py"
         "::test_an_order_stops_a_pipeline_that_lost_a_node_after_the_fence",
     ),
     Mutation(
@@ -250,7 +250,7 @@ MUTATIONS = (
     Mutation(
         name="forgotten_step",
         what="a step that workers were ordered to forget is finished after all",
-        file="oobleck/control/commit/generations.py",
+        file="oobleck/control/steps/plan_history.py",
         old="verdict.adopted is None or verdict.adopted < self._forgot or",
         new="verdict.adopted is None or",
         caught_by=FORGOTTEN,
@@ -258,7 +258,7 @@ MUTATIONS = (
     Mutation(
         name="broken_segments",
         what="segments stay with a pipeline that has broken since they were assigned",
-        file="oobleck/control/commit/judgement.py",
+        file="oobleck/control/steps/judgement.py",
         old="kept = tuple(segment for segment in segments if segment.pipeline in whole)",
         new="kept = tuple(segments)",
         caught_by=KILLS,
@@ -266,7 +266,7 @@ MUTATIONS = (
     Mutation(
         name="dealt_twice",
         what="microbatches that were assigned before are assigned again",
-        file="oobleck/control/commit/judgement.py",
+        file="oobleck/control/steps/judgement.py",
         old="done = {microbatch for segment in kept for microbatch in segment.microbatches}",
         new="done: set[int] = set()",
         caught_by=KILLS,
@@ -274,7 +274,7 @@ MUTATIONS = (
     Mutation(
         name="half_a_program",
         what="a pipeline that failed in the middle of a step is ordered to finish it",
-        file="oobleck/control/commit/generations.py",
+        file="oobleck/control/steps/plan_history.py",
         old="if not failed <= {None, *broken}:",
         new="if not failed <= {None, *broken, *failed}:",
         caught_by=FORGOTTEN,
@@ -282,7 +282,7 @@ MUTATIONS = (
     Mutation(
         name="nobody_catches_up",
         what="workers that have not applied a step that others have are not ordered to",
-        file="oobleck/control/commit/judgement.py",
+        file="oobleck/control/steps/judgement.py",
         old="catch_up=newest if behind else None,",
         new="catch_up=None,",
         caught_by=COMMIT,
@@ -290,7 +290,7 @@ MUTATIONS = (
     Mutation(
         name="reused_groups",
         what="the group of a pipeline that was stopped in the middle of a step is kept",
-        file="oobleck/control/commit/generations.py",
+        file="oobleck/control/steps/plan_history.py",
         old="                if lost.isdisjoint(pipeline.nodes)\n            }",
         new="            }",
         caught_by=RESTARTS,
@@ -298,7 +298,7 @@ MUTATIONS = (
     Mutation(
         name="open_sums_kept",
         what="a group is kept although one of its members has sent its part in a sum that others never asked for",
-        file="oobleck/control/commit/groups.py",
+        file="oobleck/control/steps/groups.py",
         old="is None or status.has_open_groups or status.adopted",
         new="is None or status.adopted",
         caught_by=SECTIONS,
@@ -306,7 +306,7 @@ MUTATIONS = (
     Mutation(
         name="unformed_kept",
         what="a group is kept although one of its members has not formed it yet",
-        file="oobleck/control/commit/commit_state.py",
+        file="oobleck/control/steps/commit_state.py",
         old="has_open_groups=self._open_sums or self._forming,",
         new="has_open_groups=self._open_sums,",
         caught_by=KILLS,
@@ -322,7 +322,7 @@ MUTATIONS = (
     Mutation(
         name="unformed_section",
         what="a worker posts a section's sums before it has formed their groups",
-        file="oobleck/control/commit/partial_commit.py",
+        file="oobleck/control/steps/partial_commit.py",
         old="            yield from self.await_groups()\n",
         new="            pass\n",
         caught_by=SECTIONS,
@@ -330,15 +330,15 @@ MUTATIONS = (
     Mutation(
         name="unknown_groups_kept",
         what="groups are kept with a worker that has not adopted the newest plan",
-        file="oobleck/control/commit/groups.py",
+        file="oobleck/control/steps/groups.py",
         old=" or status.has_open_groups or status.adopted != newest\n",
         new=" or status.has_open_groups\n",
-        caught_by="tests/control/commit/test_groups.py::test_whose_groups_cannot_be_kept",
+        caught_by="tests/control/steps/test_groups.py::test_whose_groups_cannot_be_kept",
     ),
     Mutation(
         name="lost_evaluation",
         what="a step is finished before an interrupted evaluation that comes first",
-        file="oobleck/control/coordinator/replanning.py",
+        file="oobleck/control/training/replanning.py",
         old="return has_records and not evaluates_first and",
         new="return has_records and",
         caught_by="tests/control/test_evaluation.py::test_a_plan_takes_effect_where_an_evaluation_was_broken_off",
@@ -346,11 +346,11 @@ MUTATIONS = (
     Mutation(
         name="needless_repetition",
         what="a step is run again although finishing it is faster",
-        file="oobleck/control/coordinator/replanning.py",
+        file="oobleck/control/training/replanning.py",
         old="if finish_s <= again_s + _WORTH_FORGETTING_S:",
         new="if finish_s <= 0:",
         caught_by=(
-            "tests/control/coordinator/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"
+            "tests/control/training/test_coordinator.py::test_a_step_is_finished_unless_all_survivors_run_it_again_in_less_time"
         ),
     ),
     Mutation(
@@ -420,7 +420,7 @@ MUTATIONS = (
     Mutation(
         name="endless_lease",
         what="a silent node is never given up",
-        file="oobleck/control/membership/leases.py",
+        file="oobleck/control/nodes/leases.py",
         old="        lapses_s = max(last_s + self._control.lease_s, self._spared_until_s)\n",
         new="        lapses_s = max(last_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,
@@ -428,15 +428,15 @@ MUTATIONS = (
     Mutation(
         name="unsettled_takeover",
         what="a master takes over without a fence although orders may not have arrived",
-        file="oobleck/control/coordinator/takeover.py",
+        file="oobleck/control/training/takeover.py",
         old="    if not replayed.is_settled:\n",
         new="    if False:\n",
-        caught_by="tests/control/coordinator/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
+        caught_by="tests/control/training/test_coordinator.py::test_orders_that_nobody_may_have_received_are_given_again",
     ),
     Mutation(
         name="no_restart",
         what="a worker that ended is not restarted",
-        file="oobleck/control/coordinator/worker_lifecycle.py",
+        file="oobleck/control/training/worker_lifecycle.py",
         old="            requests.StartAgain(worker_id=worker_id),\n",
         new="",
         caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
@@ -444,7 +444,7 @@ MUTATIONS = (
     Mutation(
         name="slow_for_ever",
         what="a slow node that was left out is never tried again",
-        file="oobleck/control/coordinator/replanning.py",
+        file="oobleck/control/training/replanning.py",
         old="        return self._slow_retry.due_s\n",
         new='        return float("inf")\n',
         caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_rests_and_is_taken_back_once_it_is_well",
@@ -492,7 +492,7 @@ MUTATIONS = (
     Mutation(
         name="section_kept_back",
         what="a section that was not committed is not returned to the gradients",
-        file="oobleck/control/commit/partial_commit.py",
+        file="oobleck/control/steps/partial_commit.py",
         old="            yield worker_effects.GiveBack(section.number)\n",
         new="",
         caught_by=SECTIONS,
@@ -647,7 +647,7 @@ MUTATIONS = (
     Mutation(
         name="tokens_of_committed_sections_forgotten",
         what="a plan in the middle of a step does not say how many tokens count in what is committed",
-        file="oobleck/control/commit/generations.py",
+        file="oobleck/control/steps/plan_history.py",
         old="            num_items=verdict.partial.num_items,\n",
         new="",
         caught_by="tests/control/test_partial_commits.py::test_what_is_committed_of_a_step_is_not_run_again",

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from oobleck.control.coordinator.recovery import FENCED, TRAINED, TRANSITIONS, Transition
-from oobleck.control.coordinator.recovery.states import State
+from oobleck.control.recovery import FENCED, TRAINED, TRANSITIONS, Transition
+from oobleck.control.recovery.states import State
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/recovery_states.py -->\n", "<!-- end -->\n"

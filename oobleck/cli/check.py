@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.errors import UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, UsageError
 from oobleck.json_table import to_json
 
 from . import inputs

@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 
 from oobleck.control.journal import JobStarted
-from oobleck.errors import ConfigError, CorruptCheckpoint, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
-from oobleck.user_path import expand_user
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from oobleck.errors import UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
-from oobleck.user_path import expand_user
 
 BaseDirOption = Annotated[
     Path | None,

@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from oobleck.control.coordinator import check_kinds, fixed_schedule, one_kind_planner, planner_settings
 from oobleck.control.scaling import first_target
+from oobleck.control.training import check_kinds, fixed_schedule, one_kind_planner, planner_settings
 from oobleck.errors import ConfigError, UsageError, UserError
+from oobleck.host.machine import this_machine
+from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
-from oobleck.machine import this_machine
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.storage.directory import MANIFEST_NAME, CheckpointDirectory
-from oobleck.user_path import expand_user
 
 from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report

@@ -19,9 +19,9 @@ def keys(
 
     The master needs both. Nodes need node.json alone, and must not have the other.
     """
+    from oobleck.host.user_path import expand_user
     from oobleck.runtime.launchers import make_key_files
     from oobleck.runtime.node_process import parse_place
-    from oobleck.user_path import expand_user
 
     parse_place(master)
     typer.echo(f"nodes need {make_key_files(expand_user(directory), master=master)}")

@@ -17,9 +17,8 @@ from typing import Annotated
 import typer
 
 from oobleck import __version__
-from oobleck.errors import ConfigError, OobleckError
-from oobleck.exit_codes import EXIT_CODES_TEXT, ExitCode, exit_code_of
-from oobleck.streams import Output, as_output, open_standard_streams, settle
+from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of
+from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
 Examples = tuple[tuple[str, str], ...]
 """CliCommand lines, each with what it is for."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oobleck.errors import UsageError
-from oobleck.writing import write_in_place
+from oobleck.host.writing import write_in_place
 
 
 def picture_writer(path: Path) -> Callable[[str], None]:

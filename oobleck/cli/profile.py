@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.writing import write_in_place
+from oobleck.host.writing import write_in_place
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import (

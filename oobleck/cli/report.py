@@ -9,9 +9,9 @@ import typer
 
 from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
 from oobleck.errors import UsageError
+from oobleck.host.writing import write_in_place
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
-from oobleck.writing import write_in_place
 
 from .common_options import BaseDirOption, base_dir_of, one_run
 from .events import RunArgument, RunTagOption

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.host.writing import write_in_place
 from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
-from oobleck.writing import write_in_place
 
 from .common_options import JsonOption
 from .inputs import (

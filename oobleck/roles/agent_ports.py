@@ -14,7 +14,7 @@ import trio
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup
 from oobleck.job import CheckpointSpec, JobSpec
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 
 
 class MasterConnection(Protocol):

@@ -12,11 +12,11 @@ import trio
 from oobleck.control import events as control_events
 from oobleck.control import journal as entries
 from oobleck.control import protocol
-from oobleck.control.membership import saying_farewell_s
+from oobleck.control.nodes import saying_farewell_s
 from oobleck.control.relays import RelayDesk
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
 from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache

@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 import trio
 
 from oobleck import __version__
-from oobleck.control.membership import starting_s
 from oobleck.control.node_check import Health
+from oobleck.control.nodes import starting_s
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec

@@ -18,8 +18,8 @@ import trio
 
 from oobleck.control.journal import JournalEntry, Metrics, MetricSample, StepDone
 from oobleck.errors import UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.json_table import to_json
-from oobleck.user_path import expand_user
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
 from .listening import serve_clients

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import trio
 
-from oobleck.errors import ConfigError, NodeUnreachable, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, ExitCode, NodeUnreachable, UsageError
 
 from .agent import AGENT_MODULE
 from .descriptors import raise_descriptor_limit

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from oobleck.control.speed import LINK_KEYS
 from oobleck.errors import ConfigError
+from oobleck.host.writing import write_whole
 from oobleck.planner import Profile
 from oobleck.planner.profiles import link_from_json
-from oobleck.writing import write_whole
 
 _log = logging.getLogger("oobleck.up")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError, DataError
+from oobleck.host.script import SCRIPT_STREAM, run_script
 from oobleck.job import JobSpec
-from oobleck.script import SCRIPT_STREAM, run_script
 from oobleck.training.data import (
     CollatedSamples,
     Dataset,

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from oobleck.control.membership import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, WEIGHTS, version_of
+from oobleck.control.nodes import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, WEIGHTS, version_of
 from oobleck.control.protocol import Things
 from oobleck.job import JobSpec
 from oobleck.training.assembly import Assembly

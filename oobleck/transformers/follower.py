@@ -23,8 +23,8 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
-from oobleck.writing import write_whole
 
 from .epochs import Epochs
 from .job import inner_model

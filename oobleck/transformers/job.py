@@ -21,8 +21,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError
+from oobleck.host.script import Job
 from oobleck.job import OptimizerSpec
-from oobleck.script import Job
 from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
 from oobleck.training.optim import Optimizer
 

@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 
 import oobleck
 from oobleck.errors import UsageError, UserError
-from oobleck.script import SCRIPT_WAITS
+from oobleck.host.script import SCRIPT_WAITS
 
 if TYPE_CHECKING:
     from .trainer import Trainer

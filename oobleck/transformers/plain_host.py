@@ -13,8 +13,8 @@ import types
 
 import oobleck
 from oobleck.control.verification import PlainAccount, PlainJob
-from oobleck.handover import TrainReached
-from oobleck.script import never_trained, run_as_main
+from oobleck.host.handover import TrainReached
+from oobleck.host.script import never_trained, run_as_main
 from oobleck.training.plain import Recorder, serve
 from oobleck.training.randomness import seed_scripts
 

@@ -20,7 +20,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.errors import ConfigError
-from oobleck.handover import TrainReached
+from oobleck.host.handover import TrainReached
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
 from oobleck.training.randomness import drawing_alike

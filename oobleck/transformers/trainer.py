@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from oobleck.errors import UsageError
-from oobleck.handover import is_received, take_over
+from oobleck.host.handover import is_received, take_over
 from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 
 from .checks import check_trainer, default_arguments

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from oobleck.control.journal import JournalEntry, RunView
-from oobleck.streams import Output
+from oobleck.host.streams import Output
 
 from .dashboard import Dashboard
 from .lines import LineFormatter

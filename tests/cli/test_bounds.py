@@ -11,12 +11,12 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from oobleck.bounds import Bounds, bounds_of
 from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec
+from oobleck.job.bounds import Bounds, bounds_of
 from oobleck.runtime.files.input_file import read_input
 
 # --- the numbers of a job ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from oobleck.cli.main import main
 from oobleck.control.journal import JobStarted
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import CheckpointSpec, JobSpec
 from oobleck.runtime.journals import JournalWriter
 from oobleck.storage import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.planner import device_sheet, estimate_profile, model_shape, profile_to_json
 from tests.documented import command_path, documented_commands
 from tests.e2e.shown_commands import ON_A_RUN

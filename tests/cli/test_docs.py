@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.bounds import bounds_of
 from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
+from oobleck.job.bounds import bounds_of
 from oobleck.runtime.files import run_dir
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text(encoding="utf-8")

@@ -16,8 +16,7 @@ from oobleck.cli.dry_run import dry_run as show_dry_run
 from oobleck.cli.inputs import VirtualOnes, parse_scaling, read_source
 from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
-from oobleck.errors import ConfigError, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, ExitCode, UsageError
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
 from oobleck.runtime.processes.model_outline import ModelOutline, outline_of
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import COMMANDS, CliCommand, main
-from oobleck.errors import UserError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, UserError
 from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.planner.profiles.devices import device_sheet
 from oobleck.planner.profiles.estimate import estimate_profile

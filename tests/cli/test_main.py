@@ -13,6 +13,7 @@ from oobleck import __version__
 from oobleck.cli.main import COMMANDS, CliCommand, main
 from oobleck.errors import (
     ConfigError,
+    ExitCode,
     NodeUnreachable,
     OobleckError,
     PeerError,
@@ -20,8 +21,8 @@ from oobleck.errors import (
     Unrecoverable,
     UsageError,
     UserError,
+    exit_code_of,
 )
-from oobleck.exit_codes import ExitCode, exit_code_of
 
 ROOT = Path(__file__).parents[2]
 

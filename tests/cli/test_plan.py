@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.planner import Profile, profile_to_json
 from oobleck.planner.profiles.estimate import ASSUMED_SHARE_OF_PEAK
 from oobleck.ui.formatting import bytes_text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.planner import profile_from_json
 
 JOB = """\

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from oobleck import __version__
-from oobleck.control.coordinator.coordinator import Coordinator
 from oobleck.control.events.inputs import (
     Command,
     End,
@@ -35,10 +34,11 @@ from oobleck.control.protocol import (
     WorkerReady,
     WorkerStarted,
 )
+from oobleck.control.training.coordinator import Coordinator
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
-from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
+from tests.control.steps.test_judgement import record
 
 LOST = ConnectionLost()
 PID = 8

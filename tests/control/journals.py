@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from oobleck.control.coordinator import ReplayedRun
 from oobleck.control.journal import (
     Action,
     ConnectionLost,
@@ -29,9 +28,10 @@ from oobleck.control.journal import (
 )
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.replay import RunBooks
+from oobleck.control.training import ReplayedRun
 from oobleck.job import JobSpec, NodeSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
-from oobleck.ranks import RanksSpec
 
 
 def template(num_nodes: int, num_layers: int = 8, devices: int = 1) -> PipelineTemplate:

@@ -12,8 +12,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.coordinator.coordinator import Coordinator
-from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import (
     AddRequested,
     Command,
@@ -63,7 +61,9 @@ from oobleck.control.protocol import (
     WorkerReady,
     WorkerStarted,
 )
-from oobleck.exit_codes import ExitCode
+from oobleck.control.recovery import Phase
+from oobleck.control.training.coordinator import Coordinator
+from oobleck.errors import ExitCode
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from oobleck.control.checkpoints import saving_shares
-from oobleck.control.commit import Save, SaveEnd
 from oobleck.control.protocol import SavedState, StateSaved, checkpoint_name
+from oobleck.control.steps import Save, SaveEnd
 from oobleck.planner import WorkerId
 
 __all__ = ["Saver"]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from oobleck.control.commit.commit_state import Interrupted, PeerLost
-from oobleck.control.commit.groups import PlaceInPlan
-from oobleck.control.commit.worker_effects import Compute
 from oobleck.control.protocol import WorkerMessage
+from oobleck.control.steps.commit_state import Interrupted, PeerLost
+from oobleck.control.steps.groups import PlaceInPlan
+from oobleck.control.steps.worker_effects import Compute
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, Wire, compile_schedule

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.protocol import AgentMessage, PeerFailed, StepCommitted
 from tests.control.bench import Bench, ready
-from tests.control.commit.test_judgement import record
 from tests.control.model import Shape
+from tests.control.steps.test_judgement import record
 from tests.examples import examples
 from tests.wire.strategies import built
 

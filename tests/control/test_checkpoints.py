@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import ProfileFound, Send, StopRequested
 from oobleck.control.journal import (
     Action,
@@ -44,13 +43,14 @@ from oobleck.control.protocol import (
     checkpoint_name,
     run_digest,
 )
-from oobleck.exit_codes import ExitCode
+from oobleck.control.recovery import Phase
+from oobleck.errors import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import WorkerId, profile_to_json
 from tests.control.bench import PID, Bench, ready, sends
-from tests.control.commit.test_judgement import record
 from tests.control.journals import replay_run
 from tests.control.model import Shape
+from tests.control.steps.test_judgement import record
 
 SHAPE = Shape(num_nodes=2, num_pipelines=2, max_steps=100)
 """Two nodes, each a pipeline: both hold all four layers."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.commit.progress import Progress
 from oobleck.control.journal import Evaluated, NodeLost, PlanAdopted, PlanCause, RecoveryStarted
 from oobleck.control.protocol import Evaluating, EvaluationDone, PlanUpdate
+from oobleck.control.steps.progress import Progress
 from tests.control.bench import Bench, record
 from tests.control.journals import replay_run
 from tests.control.model import Shape

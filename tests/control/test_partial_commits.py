@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.commit.judgement import NO_SECTION
 from oobleck.control.journal import PlanAdopted, RecoveryDone
 from oobleck.control.plans.sections import shares_of
 from oobleck.control.protocol import NOTHING, PartialStep, SectionRecord
-from tests.control.coordinator.test_coordinator import LONG, answer_all, held, training
+from oobleck.control.steps.judgement import NO_SECTION
 from tests.control.journals import replay_run
+from tests.control.training.test_coordinator import LONG, answer_all, held, training
 
 SECTIONS = replace(LONG, reductions=8)
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from oobleck.control.journal import WorkerUp
-from oobleck.control.membership import Membership, check_device, is_of_training, is_of_worker_that_ends
+from oobleck.control.nodes import Membership, check_device, is_of_training, is_of_worker_that_ends
 from oobleck.control.protocol import (
     AgentMessage,
     CheckpointsFound,

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import ProfileFound, Send
 from oobleck.control.journal import (
     Action,
@@ -37,12 +36,13 @@ from oobleck.control.protocol import (
     WorkerExited,
     checkpoint_name,
 )
+from oobleck.control.recovery import Phase
 from oobleck.job import CheckpointSpec
 from oobleck.planner import profile_to_json
 from tests.control import test_checkpoints
 from tests.control.bench import Bench, ready
-from tests.control.commit.test_judgement import record
-from tests.control.coordinator.test_coordinator import PAIRS, SINGLES, answer_all, held, training
+from tests.control.steps.test_judgement import record
+from tests.control.training.test_coordinator import PAIRS, SINGLES, answer_all, held, training
 
 NODES = ("n0", "n1", "n2")
 SIGKILL = Killed(signal=9)

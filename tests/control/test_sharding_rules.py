@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from oobleck.control.commit.progress import Progress
 from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, DataEffects, Sharding, ShardRemains
 from oobleck.control.events import ExpectSteps, Record, Send, SendAll
@@ -27,8 +26,8 @@ from oobleck.control.protocol import (
     StepRecords,
     digest_of_shards,
 )
-from oobleck.errors import PeerError
-from oobleck.exit_codes import ExitCode
+from oobleck.control.steps.progress import Progress
+from oobleck.errors import ExitCode, PeerError
 from oobleck.job import DataSpec, JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 

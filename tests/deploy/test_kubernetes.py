@@ -15,7 +15,7 @@ import oobleck
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.inputs.node_source import read_source
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.runtime.launchers import make_key_files, read_keys, read_pass
 from tests.kubernetes_manifests import (
     ROOT,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.cli.inputs.job_file import load_job
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 
 from .harness import TAG, Outcome, Runner, Up, oobleck
 from .reference import each_reference_loss

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
 from oobleck.runtime.files.run_dir import RunDirectory

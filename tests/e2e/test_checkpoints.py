@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oobleck.cli.inputs.job_file import load_job
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.storage import CheckpointDirectory
 from tests.disks import fill, small_disk
 

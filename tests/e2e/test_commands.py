@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 
 from .elastic import ENDLESS, PACED
 from .harness import TAG, Runner, Up

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.runtime.files.run_dir import RunDirectory
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 

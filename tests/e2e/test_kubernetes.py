@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from tests.kubernetes_api import FakeAPI, event, pod, serve_kubernetes_api
 from tests.kubernetes_manifests import command_of, environment_of
 

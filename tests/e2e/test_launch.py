@@ -16,8 +16,7 @@ import yaml
 
 import oobleck
 from oobleck.control.journal import RunState
-from oobleck.errors import RunFailed, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, RunFailed, UsageError
 
 from .harness import RUN_TIMEOUT_S, TAG, Outcome, Runner
 from .paced_job import optimizer

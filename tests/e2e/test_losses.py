@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from oobleck.cli.inputs.job_file import load_job
-from oobleck.control.coordinator.planning import schedules_for
 from oobleck.control.journal import PlanAdopted, ProfileKnown
+from oobleck.control.training.planning import schedules_for
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
 from oobleck.runtime.journals.journal_reading import follow_journal

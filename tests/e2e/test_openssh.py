@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oobleck.machine import this_machine
+from oobleck.host.machine import this_machine
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
 
 from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
@@ -96,7 +96,7 @@ def test_ssh_connections_that_all_end_cost_no_node(
     assert runner.left_over() == []
 
 
-@pytest.mark.slow  # tests/control/membership/test_machines.py has what is decided, tests/roles what is told
+@pytest.mark.slow  # tests/control/nodes/test_machines.py has what is decided, tests/roles what is told
 def test_nodes_that_are_one_machine_by_several_names_share_its_cores(
     runner: Runner, hosts: tuple[str, ...], home: Path
 ) -> None:

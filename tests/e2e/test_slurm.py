@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.runtime.launchers import SlurmJobs
 from tests.processes import words_of
 from tests.slurm import Slurm, needs_slurm, serve_slurm

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 
 from .harness import processes_with
 

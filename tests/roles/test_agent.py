@@ -50,8 +50,8 @@ from oobleck.roles.agent_ports import CheckpointStore
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.schedule import ScheduleKind
-from tests.control.commit.test_judgement import record, status
 from tests.control.journals import plan
+from tests.control.steps.test_judgement import record, status
 from tests.roles.virtual import CONTROL, GREETING, AgentLink, VirtualHost, configure, make_agent
 
 

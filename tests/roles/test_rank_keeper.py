@@ -27,7 +27,7 @@ from oobleck.control.protocol import (
     StartRanks,
 )
 from oobleck.errors import ConfigError
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.roles.rank_keeper import RankKeeper
 
 _LAST_WORDS = "saved\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.errors import ConfigError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, ExitCode
 from oobleck.runtime.descriptors import require_descriptors
 
 _RAISE = """\

@@ -9,7 +9,6 @@ from itertools import takewhile
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oobleck.control.coordinator.coordinator import Coordinator
 from oobleck.control.journal import (
     Action,
     JobEnded,
@@ -23,6 +22,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
 )
+from oobleck.control.training.coordinator import Coordinator
 from oobleck.sim.cluster.cluster import PYTHON_VERSION
 from oobleck.sim.cluster.run import run_cluster
 from oobleck.sim.sweep.settings import SweepSettings

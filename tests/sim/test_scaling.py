@@ -22,7 +22,7 @@ from oobleck.control.journal import (
     StepsDone,
 )
 from oobleck.control.journal.summary import summarize
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import ScalingSpec
 from oobleck.planner import NodeKind, Profile
 from oobleck.sim.sweep.settings import SweepSettings

@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 
-from oobleck.control.commit import GroupKey
 from oobleck.control.protocol import WorkerAddress
+from oobleck.control.steps import GroupKey
 from oobleck.planner import WorkerId
 from tests.training.table import LinkedTable
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from oobleck.control.membership import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, version_of
+from oobleck.control.nodes import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, version_of
 from oobleck.job import DataSpec, JobSpec, ModelSpec, ScriptSpec
 from oobleck.training.assembly import assemble
 from oobleck.training.data import Dataset

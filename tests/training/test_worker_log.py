@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from oobleck.control.commit import Apply, Interrupted, ReportResumed, TakeSums
+from oobleck.control.steps import Apply, Interrupted, ReportResumed, TakeSums
 from oobleck.planner import WorkerId
 from oobleck.training.step.effect_log import logged
 from oobleck.training.worker_log import WorkerLog
-from tests.control.commit.test_judgement import record
+from tests.control.steps.test_judgement import record
 
 WORKER = WorkerId(node="node1", device=0)
 

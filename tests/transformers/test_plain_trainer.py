@@ -12,7 +12,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from oobleck.control.verification import PlainJob
 from oobleck.errors import ConfigError
-from oobleck.handover import TrainReached
+from oobleck.host.handover import TrainReached
 from oobleck.job import JobSpec
 from oobleck.training.randomness import seed_scripts
 from oobleck.transformers.plain_trainer import Observation, plain_trainer

@@ -11,7 +11,7 @@ from pathlib import Path
 import trio
 
 from oobleck.control.journal.view import RunView
-from oobleck.streams import lasting
+from oobleck.host.streams import lasting
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, wants_dashboard
 from tests.control.journals import run_with_a_loss
 

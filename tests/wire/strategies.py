@@ -17,7 +17,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from oobleck.bounds import Bounds, bounds_of
 from oobleck.control.protocol import Shard
 from oobleck.errors import ConfigError
 from oobleck.job import (
@@ -31,8 +30,9 @@ from oobleck.job import (
     ScalingSpec,
     check_model_numbers,
 )
+from oobleck.job.bounds import Bounds, bounds_of
+from oobleck.job.ranks import RanksSpec
 from oobleck.planner import Pipeline, PipelineTemplate, StageTemplate, WorkerId
-from oobleck.ranks import RanksSpec
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
-from oobleck.control.commit import Committee, hops_up
 from oobleck.control.protocol import PartUp, Subject, Tally, Topic, TotalDown, Totals
+from oobleck.control.steps import Committee, hops_up
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import PeerAgreements, PeerLinks, Waiter, open_device
 from tools.smoke import parse_arguments

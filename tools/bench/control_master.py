@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from oobleck.cli.inputs import read_job
 from oobleck.cli.wiring.past import read_past
-from oobleck.control.coordinator import Coordinator
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.control.replay import RunBooks
+from oobleck.control.training import Coordinator
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel

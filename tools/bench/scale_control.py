@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from oobleck import __version__
-from oobleck.control.coordinator import Coordinator
 from oobleck.control.events import (
     Command,
     Event,
@@ -52,6 +51,7 @@ from oobleck.control.protocol import (
     WorkerAddress,
     WorkerReady,
 )
+from oobleck.control.training import Coordinator
 from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec
 from oobleck.planner import (
     WorkerId,

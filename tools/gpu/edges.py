@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch._C._distributed_c10d import Store
 
-from oobleck.control.commit import GroupKey
 from oobleck.control.protocol import GroupValue, PeerMessage
+from oobleck.control.steps import GroupKey
 from oobleck.planner import WorkerId
 from oobleck.training.comm import Group, GroupTable, PeerLinks, Waiter, use_device
 from oobleck.training.comm.nccl_groups import NcclLibrary, TorchNccl

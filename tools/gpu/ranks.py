@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
 from oobleck.control.protocol import GroupValue, PeerMessage, WorkerAddress
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 from oobleck.training.comm import GroupTable, PeerLinks, Waiter, choose_device, use_device
 from oobleck.training.comm.nccl_groups import TorchNccl

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from oobleck.errors import OobleckError, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, OobleckError, UsageError
 from oobleck.runtime.control_client import ControlRequest, NoActiveRun, StatusRequest, StopRequest, request
 from oobleck.runtime.files import ProcessId, RunDirectory
 from oobleck.runtime.processes import restart_master

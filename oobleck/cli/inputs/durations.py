@@ -6,8 +6,8 @@ import re
 
 import typer
 
-from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import shown
+from oobleck.job.bounds import MAX_SECONDS
 
 _UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|h|d|)")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oobleck.host.script import SCRIPT_WAITS, has_job
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
-from oobleck.script import SCRIPT_WAITS, has_job
 
 from .job_file import apply_overrides, default_job, load_job, parse_override
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, MAX_NODES, NodeSpec
 from oobleck.runtime.files import read_input
-from oobleck.user_path import expand_user
 
 from .hostfile import parse_hostfile
 from .kinds_option import KindCount

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from oobleck.bounds import bounds_of
 from oobleck.job import DataSpec, JobSpec
+from oobleck.job.bounds import bounds_of
 
 from .durations import duration_s
 

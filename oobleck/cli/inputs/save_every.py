@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import UsageError
 from oobleck.job import CheckpointSpec
+from oobleck.job.bounds import MAX_SECONDS
 
 from .durations import parse_duration
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError, UsageError, shown
+from oobleck.host.script import Job
+from oobleck.host.user_path import expand_user
+from oobleck.host.writing import write_whole
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
-from oobleck.script import Job
-from oobleck.user_path import expand_user
-from oobleck.writing import write_whole
 
 from .script_text import script_text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oobleck.cli.common_options import base_dir_of
 from oobleck.errors import ConfigError
-from oobleck.script import Job, is_running_script
+from oobleck.host.script import Job, is_running_script
 
 from .job_words import job_words
 from .master import MasterProcess

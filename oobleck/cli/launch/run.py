@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
-from oobleck.errors import ConfigError, OobleckError, PeerError, RunFailed, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, ExitCode, OobleckError, PeerError, RunFailed, UsageError
 from oobleck.runtime import control_client
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import follow_journal, read_journal

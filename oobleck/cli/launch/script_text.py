@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from oobleck.errors import ConfigError
-from oobleck.script import Job
+from oobleck.host.script import Job
 
 from .cells import cell_text, is_of_a_cell
 
@@ -28,7 +28,7 @@ import importlib
 import json
 import sys
 
-from oobleck.script import Job, module_of
+from oobleck.host.script import Job, module_of
 
 '''
 _MAIN = "__main__"

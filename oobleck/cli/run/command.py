@@ -11,15 +11,15 @@ from typing import Annotated
 
 import typer
 
-from oobleck.bounds import bounds_of, require
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
 from oobleck.errors import ConfigError, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.job import ControlSpec
-from oobleck.ranks import DEFAULT_RESTARTS, RanksSpec
+from oobleck.job.bounds import bounds_of, require
+from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_tag
 from oobleck.storage.scripts import identity_of
-from oobleck.user_path import expand_user
 
 from .options import LAUNCHER_OPTIONS, USED, CommandLine, HelpAsked, options_text, parse_command_line
 

@@ -14,7 +14,7 @@ from typing import Literal, NoReturn
 
 from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES
-from oobleck.ranks import RankStreams, Redirection
+from oobleck.job.ranks import RankStreams, Redirection
 
 LAUNCHER_OPTIONS = {
     "--hostfile": ("FILE", "nodes, one per line; in place of HOSTFILE before the script"),

@@ -20,13 +20,15 @@ from rich.console import Console
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
 from oobleck.control.events import End, NodeLeftOut, Remark
-from oobleck.control.generations import RanksCoordinator
 from oobleck.control.journal import JournalGap, sentence
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
-from oobleck.exit_codes import ExitCode
+from oobleck.control.scripts import RanksCoordinator
+from oobleck.errors import ExitCode
+from oobleck.host.streams import Output, lasting
+from oobleck.host.user_path import expand_user
 from oobleck.job import NodeSpec
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import SSHCluster
@@ -39,9 +41,7 @@ from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
-from oobleck.streams import Output, lasting
 from oobleck.ui.live import say
-from oobleck.user_path import expand_user
 
 _MOST_WAITING = 4096
 _LOOK_S = 0.02

@@ -17,9 +17,9 @@ import typer
 from oobleck.cli import inputs
 from oobleck.cli.common_options import BaseDirOption, JsonOption, base_dir_of
 from oobleck.errors import ConfigError, ResourceLost, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
-from oobleck.user_path import expand_user
 
 if TYPE_CHECKING:
     from oobleck.runtime.metrics_output import MetricsAddress

@@ -21,12 +21,15 @@ from rich.console import Console
 
 from oobleck.cli import wiring
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
-from oobleck.control.coordinator import Coordinator, ReplayedRun, finished_text
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
 from oobleck.control.replay import FinishedRun, RunBooks
-from oobleck.errors import CorruptCheckpoint, OobleckError, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.control.training import Coordinator, ReplayedRun, finished_text
+from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError
+from oobleck.host.script import SCRIPT_WAITS
+from oobleck.host.streams import Output, lasting
+from oobleck.host.user_path import expand_user
+from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
@@ -43,13 +46,9 @@ from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.ssh import open_ssh_loop
-from oobleck.script import SCRIPT_WAITS
 from oobleck.storage import CheckpointDirectory
-from oobleck.streams import Output, lasting
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
-from oobleck.user_path import expand_user
-from oobleck.writing import write_in_place
 
 _log = logging.getLogger("oobleck.up")
 

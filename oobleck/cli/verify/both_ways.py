@@ -18,13 +18,12 @@ from pathlib import Path
 from oobleck.control import verification
 from oobleck.control.journal import JobEnded, StepDone
 from oobleck.control.verification import compare
-from oobleck.errors import ConfigError, ResourceLost
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ConfigError, ExitCode, ResourceLost
+from oobleck.host.script import SCRIPT_WAITS
 from oobleck.job import JobSpec
 from oobleck.runtime.files import AgentDir, RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.python_process import as_no_rank, module_command
-from oobleck.script import SCRIPT_WAITS
 from oobleck.wire import decode_json, encode_json
 
 _LAST_LINES = 15

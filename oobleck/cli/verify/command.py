@@ -12,8 +12,7 @@ import typer
 
 from oobleck.cli.common_options import JsonOption
 from oobleck.cli.inputs import read_job
-from oobleck.errors import UsageError, UserError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, UsageError, UserError
 from oobleck.job import JobSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from oobleck.control.verification import Comparison, StepAccount, TensorsCompared, tolerance_of
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 
 from .both_ways import Asked, Outcome
 

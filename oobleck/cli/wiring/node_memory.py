@@ -7,8 +7,8 @@ from functools import partial
 
 import trio
 
-from oobleck.control.membership import saying_farewell_s
-from oobleck.exit_codes import ExitCode
+from oobleck.control.nodes import saying_farewell_s
+from oobleck.errors import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import LiveCluster
 

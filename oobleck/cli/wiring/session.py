@@ -13,14 +13,13 @@ import trio
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
 from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone, TerminationNoticed
 from oobleck.control.replay import RunBooks
-from oobleck.errors import NodeUnreachable, UsageError
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode, NodeUnreachable, UsageError
+from oobleck.host.streams import Output
 from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime import control_client
 from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
-from oobleck.streams import Output
 from oobleck.ui.lines import LineFormatter
 from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
 from oobleck.wire import to_builtins

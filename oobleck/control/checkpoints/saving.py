@@ -16,7 +16,7 @@ from dataclasses import replace
 from oobleck.control import protocol
 from oobleck.control.events import Record, Send, notice
 from oobleck.control.journal import CheckpointSaved, SaveFailed
-from oobleck.control.membership import Membership
+from oobleck.control.nodes import Membership
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 

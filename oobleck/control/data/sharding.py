@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.control import events, protocol
-from oobleck.control.commit import Progress
 from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from oobleck.control.steps import Progress
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.control.journal import Notice
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId
 
 from .inputs import Record

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId
 
 from . import node_entries

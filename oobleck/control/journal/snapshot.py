@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 
 
 class RunState(StrEnum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import assert_never
 
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 

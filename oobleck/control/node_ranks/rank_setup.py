@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.control.protocol import StartRanks
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

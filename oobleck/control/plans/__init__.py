@@ -1,9 +1,11 @@
-"""What follows from a plan, and what changes from one to the next: the orders of each worker."""
+"""What follows from a plan, and what changes from one to the next: the orders of each worker;
+and the key of the profile that a plan was made for."""
 
 from __future__ import annotations
 
 from .orders import orders_of, update_of
 from .plan_delta import WrongBase, apply_change, change_between, difference, rebuild
+from .profile_key import profile_key
 from .sections import (
     PARTIAL_COMMIT_COPIES,
     apportion,
@@ -23,6 +25,7 @@ __all__ = [
     "difference",
     "num_sections_of",
     "orders_of",
+    "profile_key",
     "rebuild",
     "sections_wanted",
     "shares_of",

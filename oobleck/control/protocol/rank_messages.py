@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 
 from .ends import ProcessEnd
 

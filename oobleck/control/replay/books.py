@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from oobleck.control import journal
-from oobleck.control.coordinator import Replay, ReplayedRun, ReplayImage
+from oobleck.control.training import Replay, ReplayedRun, ReplayImage
 
 from .finished import FinishedRun, finished_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oobleck.control.journal import CheckpointSaved, JobEnded, JobStarted
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
 
 

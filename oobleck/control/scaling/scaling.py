@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from oobleck.control.commit import Progress
 from oobleck.control.events import Record, notice
 from oobleck.control.journal import RecoveryDone, ScalingDecided
-from oobleck.control.membership import Membership
+from oobleck.control.nodes import Membership
 from oobleck.control.protocol import CommitRecord
+from oobleck.control.steps import Progress
 from oobleck.job import JobSpec
 from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from oobleck.control.events import Command, LinkFound, LookUpLink, Send, StoreLink, notice
-from oobleck.control.membership import Member, Membership
+from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import JobSpec

@@ -23,7 +23,8 @@ import trio
 from oobleck import __version__
 from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
-from oobleck.machine import this_machine
+from oobleck.host.machine import this_machine
+from oobleck.host.writing import write_in_place
 from oobleck.roles.agent import Agent
 from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
@@ -33,7 +34,6 @@ from oobleck.runtime.listening import accept as accept_client
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.wire import FrameDecoder
-from oobleck.writing import write_in_place
 
 from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice

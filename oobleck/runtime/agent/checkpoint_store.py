@@ -15,12 +15,12 @@ import trio
 
 from oobleck.control.protocol import StoragePaths, run_of
 from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
+from oobleck.host.user_path import expand_user
+from oobleck.host.writing import write_whole
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import MEMORY_OWNER, ONLY_COPY, AgentDir, ProcessId, private_directory
 from oobleck.storage import CheckpointDirectory, Manifest, SavedState, Shard, Slot, find_slots
-from oobleck.user_path import expand_user
 from oobleck.wire import decode_json
-from oobleck.writing import write_whole
 
 _ANY_DEVICE = "device*"
 _STALE_ONLY_COPY_S = 7 * 86_400.0

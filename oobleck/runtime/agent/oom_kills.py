@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from oobleck.control.protocol import Killed, ProcessEnd
-from oobleck.machine import num_oom_kills
+from oobleck.host.machine import num_oom_kills
 
 from .fork_client import ForkedProcess
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import trio
 
 from oobleck.errors import CorruptCheckpoint
+from oobleck.host.user_path import expand_user
 from oobleck.job import CheckpointSpec
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.storage import FlashMemory, Slot, memory_files, scripts
-from oobleck.user_path import expand_user
 
 from .checkpoint_store import NodeCheckpoints
 

@@ -16,7 +16,7 @@ import trio
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import ConfigError, WorkersUnavailable
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import module_command
 from oobleck.storage.scripts import START_VARIABLE

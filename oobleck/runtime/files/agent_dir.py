@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import WorkersUnavailable
-from oobleck.writing import write_whole
+from oobleck.host.writing import write_whole
 
 from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, temporary_directory
 from .process_id import ProcessId

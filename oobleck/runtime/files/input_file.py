@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.user_path import expand_user
+from oobleck.host.user_path import expand_user
 
 MAX_TEXT_BYTES = 4 << 20
 """Of what people write: jobs, hostfiles, scripts. The longest hostfile that is allowed has half of it."""

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.user_path import expand_user
-from oobleck.writing import write_whole
+from oobleck.host.user_path import expand_user
+from oobleck.host.writing import write_whole
 
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId

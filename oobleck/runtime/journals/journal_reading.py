@@ -8,8 +8,8 @@ from pathlib import Path
 
 from oobleck.control.journal import JobEnded, JournalEntry, PlanUnpacker
 from oobleck.errors import ConfigError, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.runtime.files import RunDirectory
-from oobleck.user_path import expand_user
 
 from .journal_file import decode_line
 

@@ -19,12 +19,12 @@ import asyncssh
 import trio
 
 from oobleck.errors import ConfigError, NodeUnreachable, PeerError, UsageError
+from oobleck.host.writing import write_whole
 from oobleck.job import NodeSpec
 from oobleck.runtime import ssh
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import private_directory
 from oobleck.wire import decode_json, encode_json
-from oobleck.writing import write_whole
 
 from .launcher import Arrived, Leaving, NodeChange, Reported
 from .listed import Parser

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from oobleck.errors import ConfigError, ResourceLost
+from oobleck.host.writing import write_in_place
 from oobleck.runtime.python_process import module_command
-from oobleck.writing import write_in_place
 
 _TOKENIZER = "tokenizer.json"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from oobleck.control.commit import Agreements, CommitState, Committee, Letter
 from oobleck.control.protocol import CommitMessage, Subject, Totals
+from oobleck.control.steps import Agreements, CommitState, Committee, Letter
 from oobleck.planner import WorkerId
 
 from .fabric import Fabric, Wait

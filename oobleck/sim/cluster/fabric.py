@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from oobleck.control.commit import Committee, GroupKey
 from oobleck.control.protocol import Subject, WorkerAddress
+from oobleck.control.steps import Committee, GroupKey
 from oobleck.planner import WorkerId
 
 _AGREEMENTS = 64

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.control.commit import CommitState, Committee, GroupKey
 from oobleck.control.protocol import WorkerAddress
+from oobleck.control.steps import CommitState, Committee, GroupKey
 from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Fabric, Violation, Wait, label

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from oobleck.control.commit import Save, SaveEnd
 from oobleck.control.protocol import WorkerMessage
+from oobleck.control.steps import Save, SaveEnd
 
 from .agreements import Carry
 from .fabric import Fabric

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oobleck.control import commit
+from oobleck.control import steps
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
 from oobleck.planner import ExecutionPlan
@@ -45,12 +45,12 @@ class Programs:
     def __init__(
         self,
         fabric: Fabric,
-        commit_state: commit.CommitState,
-        partial_commit: commit.PartialCommit,
+        commit_state: steps.CommitState,
+        partial_commit: steps.PartialCommit,
         *,
         tempo: Tempo,
         clock: Callable[[], float],
-        carry_out: Callable[[commit.WorkerEffects], Moves],
+        carry_out: Callable[[steps.WorkerEffects], Moves],
     ) -> None:
         """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
         self.worker_id = commit_state.worker_id
@@ -58,7 +58,7 @@ class Programs:
         self.commit_state = commit_state
         self.partial_commit = partial_commit
         self.carry_out = carry_out
-        self.spoiled: set[commit.GroupKey] = set()
+        self.spoiled: set[steps.GroupKey] = set()
         """Groups whose traffic was given up half-way: their messages cannot be distinguished any more."""
         self._tempo = tempo
         self._clock = clock
@@ -67,7 +67,7 @@ class Programs:
         self._busy_in_step: list[tuple[float, float]] = []
         self._pace = PaceMeter(commit_state.worker_id.device, clock())
 
-    def execute(self, work: Work, seat: commit.PlaceInPlan, program: commit.Compute) -> Moves:
+    def execute(self, work: Work, seat: steps.PlaceInPlan, program: steps.Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
 
         At the end of each section but the last, what is done is to be committed.
@@ -92,7 +92,7 @@ class Programs:
                 done, began_s = stop, ends_s
                 if not is_last:
                     yield from self.carry_out(self.partial_commit.begin(work.step))
-        except (commit.Interrupted, commit.PeerLost):
+        except (steps.Interrupted, steps.PeerLost):
             self.spoiled.add(seat.lane_key)
             self._end()
             raise
@@ -100,7 +100,7 @@ class Programs:
         self._busy_in_step.append((running.began_s, self._clock()))
         self._pace.add(compute_s, len(microbatches))
 
-    def _run_section(self, work: Work, seat: commit.PlaceInPlan, takes_s: float) -> Moves:
+    def _run_section(self, work: Work, seat: steps.PlaceInPlan, takes_s: float) -> Moves:
         """Compute for a while; with a section on its way, look after it now and then."""
         stopped = self.commit_state.is_pipeline_stopped
         parts = 3 if self.partial_commit.section is not None and self.partial_commit.section.failure is None else 1

@@ -9,10 +9,10 @@ from functools import partial
 
 import trio
 
-from oobleck.control.coordinator import Coordinator, ReplayedRun
 from oobleck.control.events import Command, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.control.training import Coordinator, ReplayedRun
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from oobleck.control.commit import CommitState, Committee, GroupKey, SectionTotals
 from oobleck.control.protocol import SectionRecord, Subject, Tally, Topic, Totals
+from oobleck.control.steps import CommitState, Committee, GroupKey, SectionTotals
 
 from .agreements import VirtualAgreements
 from .fabric import Contribution, Fabric, Violation, Wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import assert_never
 
-from oobleck.control import commit
+from oobleck.control import steps
 from oobleck.control.protocol import CommitRecord, RecordRun, Tally, Totals
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan
@@ -21,14 +21,14 @@ from .records import Records
 from .sections import SectionSums
 
 StepEffect = (
-    commit.BeginStep
-    | commit.Compute
-    | commit.Reduce
-    | commit.Agree
-    | commit.Apply
-    | commit.ForgetStep
-    | commit.Evaluate
-    | commit.SectionEffect
+    steps.BeginStep
+    | steps.Compute
+    | steps.Reduce
+    | steps.Agree
+    | steps.Apply
+    | steps.ForgetStep
+    | steps.Evaluate
+    | steps.SectionEffect
 )
 
 
@@ -39,7 +39,7 @@ class StepDriver:
         self,
         job: JobSpec,
         ports: WorkerPorts,
-        commit_state: commit.CommitState,
+        commit_state: steps.CommitState,
         *,
         groups: GroupTable,
         agreements: VirtualAgreements,
@@ -47,7 +47,7 @@ class StepDriver:
         records: Records,
         programs: Programs,
     ) -> None:
-        self.seat: commit.PlaceInPlan | None = None
+        self.seat: steps.PlaceInPlan | None = None
         """In the plan in force; None for a spare."""
         self.reduced: dict[int, tuple[int, ...]] = {}
         """The sums that the step is applied with, once they are here."""
@@ -62,7 +62,7 @@ class StepDriver:
         self._records = records
         self._programs = programs
         self._sections = SectionSums(commit_state, ports.fabric, groups, agreements, layers)
-        self._buckets: tuple[commit.Committee, tuple[Bucket, ...]] | None = None
+        self._buckets: tuple[steps.Committee, tuple[Bucket, ...]] | None = None
         """The groups in which the gradients of its layers are summed, those of the newest committee."""
         self._work: Work | None = None
         self._reduce_s = self._committing_s = 0.0
@@ -71,7 +71,7 @@ class StepDriver:
         self._posted_s: float | None = None
         """When this worker had done its part of the step."""
 
-    def adopt(self, plan: ExecutionPlan, seat: commit.PlaceInPlan | None, committee: commit.Committee | None) -> None:
+    def adopt(self, plan: ExecutionPlan, seat: steps.PlaceInPlan | None, committee: steps.Committee | None) -> None:
         """Take steps under another plan from now on."""
         if self.seat is None:
             self._step_began_s, self._posted_s = self._ports.clock(), None  # it has rested until now
@@ -82,40 +82,40 @@ class StepDriver:
         if committee is not None:
             self._sections.adopt(self._buckets_of(committee), committee, tells=self._tells)
 
-    def groups_of(self, committee: commit.Committee) -> list[commit.GroupKey]:
+    def groups_of(self, committee: steps.Committee) -> list[steps.GroupKey]:
         """The groups in which the gradients of its layers are summed."""
         return [key for key, _ in self._buckets_of(committee)]
 
-    def _buckets_of(self, committee: commit.Committee) -> tuple[Bucket, ...]:
+    def _buckets_of(self, committee: steps.Committee) -> tuple[Bucket, ...]:
         if self._buckets is None or self._buckets[0] is not committee:
             self._buckets = committee, buckets_of(committee, self._commit_state.worker_id)
         return self._buckets[1]
 
-    def do(self, effect: StepEffect) -> Generator[Wait, None, commit.EffectOutcome]:
+    def do(self, effect: StepEffect) -> Generator[Wait, None, steps.EffectOutcome]:
         match effect:
-            case commit.BeginStep(step=step):
+            case steps.BeginStep(step=step):
                 yield from self._begin_step(step)
-            case commit.Compute():
+            case steps.Compute():
                 yield from self._compute(effect)
-            case commit.Reduce():
+            case steps.Reduce():
                 yield from self._reduce(effect)
-            case commit.Agree():
+            case steps.Agree():
                 return (yield from self._agree(effect))
-            case commit.Apply(record=record):
+            case steps.Apply(record=record):
                 yield from self._apply(record)
-            case commit.ForgetStep():
+            case steps.ForgetStep():
                 self._work, self.reduced = None, {}
                 self._programs.forget_step()
-            case commit.Evaluate():
+            case steps.Evaluate():
                 return (yield from self._evaluate(effect))
             case (
-                commit.PostSection()
-                | commit.TakeSums()
-                | commit.PostTotals()
-                | commit.TakeTotals()
-                | commit.Fold()
-                | commit.AwaitSection()
-                | commit.GiveBack()
+                steps.PostSection()
+                | steps.TakeSums()
+                | steps.PostTotals()
+                | steps.TakeTotals()
+                | steps.Fold()
+                | steps.AwaitSection()
+                | steps.GiveBack()
             ):
                 return (yield from self._move_section(effect))
             case _:
@@ -131,13 +131,13 @@ class StepDriver:
             )
         self._work = Work(step)
 
-    def _compute(self, program: commit.Compute) -> Moves:
+    def _compute(self, program: steps.Compute) -> Moves:
         assert self._work is not None
         assert self.seat is not None
         self._records.read(program.step)
         yield from self._programs.execute(self._work, self.seat, program)
 
-    def _reduce(self, effect: commit.Reduce) -> Moves:
+    def _reduce(self, effect: steps.Reduce) -> Moves:
         assert self._work is not None
         mine, step = tuple(self._work.microbatches), effect.step
         runs = hash(self._records.runs_of(step))
@@ -154,7 +154,7 @@ class StepDriver:
             takes_s = 0.0  # those of the first one cover all
         yield from pause("reduced")
 
-    def _agree(self, effect: commit.Agree) -> Generator[Wait, None, commit.Agreed]:
+    def _agree(self, effect: steps.Agree) -> Generator[Wait, None, steps.Agreed]:
         assert self._work is not None
         yield from pause("about to commit")
         committee, step, saver = effect.committee, effect.step, self._ports.saver
@@ -169,7 +169,7 @@ class StepDriver:
         yield from pause("agreed to commit")
         stops, saves, took_s = total.numbers
         record = self._record(step, committee.generation, duration_s=took_s / len(committee.members))
-        return commit.Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
+        return steps.Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
 
     @property
     def _tells(self) -> bool:
@@ -199,32 +199,32 @@ class StepDriver:
         if (pace := self._programs.take_pace()) is not None:
             self._ports.say(pace)
 
-    def _evaluate(self, effect: commit.Evaluate) -> Generator[Wait, None, commit.Evaluation]:
+    def _evaluate(self, effect: steps.Evaluate) -> Generator[Wait, None, steps.Evaluation]:
         """All sum their losses, which takes no time here."""
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
         self._step_began_s, self._posted_s = self._ports.clock(), None
-        return commit.Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
+        return steps.Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
-    def _move_section(self, effect: commit.SectionEffect) -> Generator[Wait, None, commit.EffectOutcome]:
+    def _move_section(self, effect: steps.SectionEffect) -> Generator[Wait, None, steps.EffectOutcome]:
         match effect:
-            case commit.PostSection(step=step, number=number):
+            case steps.PostSection(step=step, number=number):
                 yield from pause("about to post a section")
                 assert self._work is not None
                 mine, self._work.microbatches = tuple(self._work.microbatches), []
                 self._sections.post(number, step, mine)
-            case commit.TakeSums():
+            case steps.TakeSums():
                 return (yield from self._sections.take_sums())
-            case commit.PostTotals():
+            case steps.PostTotals():
                 yield from self._sections.post_totals()
-            case commit.TakeTotals():
+            case steps.TakeTotals():
                 return (yield from self._sections.take_totals())
-            case commit.Fold(record=record):
+            case steps.Fold(record=record):
                 self._sections.fold(record)
-            case commit.AwaitSection():
+            case steps.AwaitSection():
                 yield self._sections.arrival()
-            case commit.GiveBack():
+            case steps.GiveBack():
                 mine = self._sections.give_back()
                 if self._work is not None:
                     self._work.microbatches += mine

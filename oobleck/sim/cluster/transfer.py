@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from oobleck.control.commit import CommitState, GroupKey, transfer_key
 from oobleck.control.protocol import PlanUpdate
+from oobleck.control.steps import CommitState, GroupKey, transfer_key
 from oobleck.planner import LayerTransfer
 
 from .fabric import Fabric, Violation, Wait

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import assert_never
 
-from oobleck.control import commit, protocol
+from oobleck.control import protocol, steps
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
@@ -38,7 +38,7 @@ class VirtualWorker:
     ) -> None:
         """`shards` are those of the job where others than endless ones are wanted."""
         self.worker_id = worker_id
-        self.commit_state = commit.CommitState(worker_id, ports.announce, lock=nullcontext())
+        self.commit_state = steps.CommitState(worker_id, ports.announce, lock=nullcontext())
         self.is_stuck = False
         """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         self._ports = ports
@@ -47,13 +47,13 @@ class VirtualWorker:
         self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
         self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
-        self._follower = commit.Follower(
+        self._follower = steps.Follower(
             job,
             self.commit_state,
             records=self._records if self._records.are_needed else None,
             evaluates=True,
         )
-        agreements = commit.Agreements(worker_id, lock=nullcontext())
+        agreements = steps.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports.fabric, ports.carry)
         self._programs = self.programs(
             ports.fabric,
@@ -168,17 +168,17 @@ class VirtualWorker:
 
     def step(self) -> None:
         """Continue to the next point where the training thread may be preempted or has to wait."""
-        self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(commit.Interrupted())
+        self.wait = next(self._thread) if self.wait.ready() else self._thread.throw(steps.Interrupted())
 
     def fail(self) -> None:
         """End the wait with an error of the network."""
-        self.wait = self._thread.throw(commit.PeerLost(self.wait.what))
+        self.wait = self._thread.throw(steps.PeerLost(self.wait.what))
 
     # --- the training thread: effects become moves -------------------------------------------------------------
 
-    def _carry_out(self, effects: commit.WorkerEffects) -> Moves:
+    def _carry_out(self, effects: steps.WorkerEffects) -> Moves:
         """Carry out effects in order; the follower handles what fails."""
-        outcome: commit.EffectOutcome = None
+        outcome: steps.EffectOutcome = None
         failure: Exception | None = None
         while True:
             try:
@@ -188,69 +188,69 @@ class VirtualWorker:
             outcome, failure = None, None
             try:
                 outcome = yield from self._do(effect)
-            except commit.FAILURES as error:
+            except steps.FAILURES as error:
                 failure = error
 
-    def _do(self, effect: commit.WorkerEffect) -> Generator[Wait, None, commit.EffectOutcome]:
+    def _do(self, effect: steps.WorkerEffect) -> Generator[Wait, None, steps.EffectOutcome]:
         match effect:
             case (
-                commit.BeginStep()
-                | commit.Compute()
-                | commit.Reduce()
-                | commit.Agree()
-                | commit.Apply()
-                | commit.ForgetStep()
-                | commit.Evaluate()
+                steps.BeginStep()
+                | steps.Compute()
+                | steps.Reduce()
+                | steps.Agree()
+                | steps.Apply()
+                | steps.ForgetStep()
+                | steps.Evaluate()
             ):
                 return (yield from self._step.do(effect))
             case (
-                commit.PostSection()
-                | commit.TakeSums()
-                | commit.PostTotals()
-                | commit.TakeTotals()
-                | commit.Fold()
-                | commit.AwaitSection()
-                | commit.GiveBack()
+                steps.PostSection()
+                | steps.TakeSums()
+                | steps.PostTotals()
+                | steps.TakeTotals()
+                | steps.Fold()
+                | steps.AwaitSection()
+                | steps.GiveBack()
             ):
                 return (yield from self._step.do(effect))
-            case commit.Say(message=message):
+            case steps.Say(message=message):
                 if isinstance(message, protocol.PeerFailed | protocol.RecordsFailed):
                     yield from pause("report")
                 self._ports.say(message)
-            case commit.ShareLossScale(committee=committee):
+            case steps.ShareLossScale(committee=committee):
                 if committee is not None and self._job.dtype == "float16":
                     yield from self._agreements.total(committee, effect.subject, protocol.Totals(()))
-            case commit.Save() | commit.SaveEnd():
+            case steps.Save() | steps.SaveEnd():
                 if self._ports.saver is not None:
                     self._ports.saver.save(effect)
-            case commit.PrepareToSave() | commit.CompareReplicas():
+            case steps.PrepareToSave() | steps.CompareReplicas():
                 pass  # layers have no numbers
-            case commit.ReportResumed(generation=generation):
+            case steps.ReportResumed(generation=generation):
                 self._report_resumed(generation)
-            case commit.ReportFinished():
+            case steps.ReportFinished():
                 self._ports.say(protocol.Finished(device=self.worker_id.device, applied=self.commit_state.applied))
-            case commit.AwaitPlanUpdate():
+            case steps.AwaitPlanUpdate():
                 return (yield from self._await_update())
-            case commit.AwaitRecords(step=step):
+            case steps.AwaitRecords(step=step):
                 yield Wait(
                     f"the records of step {step}",
                     lambda: self._records.is_told(step) or self._records.over_after(step - 1) is not None,
                     self.commit_state.is_fenced,
                 )
-            case commit.FormGroups(keys=keys, committee=committee):
+            case steps.FormGroups(keys=keys, committee=committee):
                 return (yield from self._groups.form(keys, beside=self._sum_groups(committee)))
-            case commit.AwaitGroups():
+            case steps.AwaitGroups():
                 yield from self._groups.await_formed()
-            case commit.KeepGroups(keys=keys, committee=committee):
+            case steps.KeepGroups(keys=keys, committee=committee):
                 self._groups.keep([*keys, *self._sum_groups(committee)])
-            case commit.EndTransfers(keys=keys):
+            case steps.EndTransfers(keys=keys):
                 self._groups.leave(keys)
-            case commit.Exchange(update=update):
+            case steps.Exchange(update=update):
                 self._received = yield from self._transfers.exchange(update, self._layers)
                 yield from pause("about to adopt")
-            case commit.Adopt():
+            case steps.Adopt():
                 yield from self._adopt(effect)
-            case commit.ReadCheckpoint():
+            case steps.ReadCheckpoint():
                 raise Violation(f"{self.worker_id} has nothing to restore from: layers have no numbers")
             case _:
                 assert_never(effect)
@@ -280,10 +280,10 @@ class VirtualWorker:
 
     # --- from one plan to the next ---------------------------------------------------------------------------
 
-    def _sum_groups(self, committee: commit.Committee | None) -> list[commit.GroupKey]:
+    def _sum_groups(self, committee: steps.Committee | None) -> list[steps.GroupKey]:
         return [] if committee is None else self._step.groups_of(committee)
 
-    def _adopt(self, effect: commit.Adopt) -> Moves:
+    def _adopt(self, effect: steps.Adopt) -> Moves:
         yield from pause("adopting")
         update, wanted = effect.update, tuple(effect.layers)
         keeping = self._layers.states(effect.keep)

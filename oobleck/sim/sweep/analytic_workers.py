@@ -22,8 +22,8 @@ from itertools import chain
 from math import inf
 
 from oobleck.control import protocol
-from oobleck.control.commit import broken_pipelines, without
 from oobleck.control.plans import num_sections_of, shares_of
+from oobleck.control.steps import broken_pipelines, without
 from oobleck.planner import ExecutionPlan, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes

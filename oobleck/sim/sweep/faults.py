@@ -7,7 +7,7 @@ from typing import assert_never
 
 from oobleck.control.events import MessageReceived
 from oobleck.control.journal import ConnectionLost, NodeLost, Silent
-from oobleck.control.membership import are_most, patience_s
+from oobleck.control.nodes import are_most, patience_s
 from oobleck.control.protocol import Heartbeat
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId

@@ -8,9 +8,9 @@ from math import inf
 
 from oobleck import __version__
 from oobleck.control import events, protocol
-from oobleck.control.coordinator import Coordinator, Phase
 from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
 from oobleck.control.speed import found_out_s
+from oobleck.control.training import Coordinator, Phase
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import Slowed, Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.coordinator import one_kind_planner, planner_for, schedules_for
+from oobleck.control.training import one_kind_planner, planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
 from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, NodeKinds, StepTimes

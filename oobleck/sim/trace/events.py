@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, get_args
 
-from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
+from oobleck.job.bounds import MAX_SECONDS
 
 _MAX_SLOWNESS = 1e6
 

@@ -13,9 +13,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_NODES
+from oobleck.job.bounds import MAX_SECONDS
 
 from .events import Joined, Lost, Noticed, Slowed, TraceEvent
 from .trace import MAX_EVENTS, Trace

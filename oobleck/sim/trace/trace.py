@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from oobleck.bounds import MAX_SECONDS
 from oobleck.errors import ConfigError
 from oobleck.job import MAX_KINDS, MAX_NODES, check_kind_name
+from oobleck.job.bounds import MAX_SECONDS
 
 from .events import TraceEvent, event_nodes, event_to_json
 from .state import ClusterState

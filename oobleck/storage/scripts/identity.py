@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.errors import UsageError
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 
 from .part import PartNote
 

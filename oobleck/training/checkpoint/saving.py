@@ -18,10 +18,10 @@ from oobleck import storage
 from oobleck.control import protocol
 from oobleck.control.checkpoints import saving_shares
 from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.host.user_path import expand_user
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
-from oobleck.user_path import expand_user
 
 from .parts import cut_state, model_metadata, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.commit import GroupKey
+from oobleck.control.steps import GroupKey
 
 from .agreements import PeerAgreements
 from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, start_thread, use_device

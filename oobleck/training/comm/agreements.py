@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from oobleck.control.commit import Agreements, Committee, Letter, PeerLost
 from oobleck.control.protocol import CommitMessage, Subject, Totals
+from oobleck.control.steps import Agreements, Committee, Letter, PeerLost
 from oobleck.planner import WorkerId
 
 from .waiter import Waiter

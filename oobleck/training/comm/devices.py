@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oobleck.control.commit import PeerLost
+from oobleck.control.steps import PeerLost
 from oobleck.errors import ConfigError
 
 from .listening import interface_of

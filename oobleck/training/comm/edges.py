@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from oobleck.control.commit import Interrupted, PeerLost
+from oobleck.control.steps import Interrupted, PeerLost
 
 from .devices import DEVICE_FAILURES
 from .nccl import NcclGroup

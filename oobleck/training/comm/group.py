@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
 from . import staging

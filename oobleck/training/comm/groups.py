@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
 from oobleck.control.protocol import GroupValue
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
-from oobleck.control.commit import Interrupted, PeerLost
+from oobleck.control.steps import Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
 from .devices import blaming_peers, start_thread

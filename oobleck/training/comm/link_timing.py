@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
 from .group import Group

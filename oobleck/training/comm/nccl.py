@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, Work
 
-from oobleck.control.commit import Interrupted
+from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from oobleck.control.commit import GroupKey
+from oobleck.control.steps import GroupKey
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 

@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
-from oobleck.control.commit import PeerLost
 from oobleck.control.protocol import LinkEnd, PeerMessage, WorkerAddress
+from oobleck.control.steps import PeerLost
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from oobleck.control.commit import Interrupted
+from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
 
 from .devices import start_thread

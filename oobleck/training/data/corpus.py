@@ -28,8 +28,8 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from oobleck.errors import ConfigError, ResourceLost
+from oobleck.host.writing import write_in_place
 from oobleck.job import DataSpec
-from oobleck.writing import write_in_place
 
 from .text import read_documents
 from .token_files import holds_tokens

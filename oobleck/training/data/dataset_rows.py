@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from oobleck.errors import ConfigError
+from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
-from oobleck.user_path import expand_user
 
 from .columns import problem_with_columns
 

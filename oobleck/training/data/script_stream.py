@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from oobleck.errors import ConfigError, ShardUnreadable
-from oobleck.script import SCRIPT_STREAM
+from oobleck.host.script import SCRIPT_STREAM
 
 from .batches import IGNORED_LABEL
 from .records import NO_SAMPLE, Records

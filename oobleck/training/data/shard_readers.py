@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from oobleck.errors import ConfigError, ShardUnreadable
+from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
-from oobleck.user_path import expand_user
 
 from .record_text import NO_TOKEN, RecordText
 from .redis_shard import RedisShard

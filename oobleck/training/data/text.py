@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError
+from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
-from oobleck.user_path import expand_user
 
 from .columns import problem_with_columns
 from .dataset_rows import load_rows, read_rows

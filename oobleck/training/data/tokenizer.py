@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from oobleck.errors import ConfigError
-from oobleck.user_path import expand_user
+from oobleck.host.user_path import expand_user
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0

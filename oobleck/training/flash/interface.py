@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from oobleck.errors import UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.storage import scripts
-from oobleck.user_path import expand_user
 
 from .loader import Loader
 from .peers import Peers

@@ -33,8 +33,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from oobleck.errors import ConfigError
+from oobleck.host.user_path import expand_user
 from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
-from oobleck.user_path import expand_user
 
 CLASSIFICATION: tuple[Task, ...] = ("sequence_classification", "token_classification")
 

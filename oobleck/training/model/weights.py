@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.user_path import expand_user
+from oobleck.host.user_path import expand_user
 
 from .adapters import is_adapter, plain_name
 from .brought import named_state

@@ -19,9 +19,9 @@ import torch
 
 from oobleck.control.verification import PlainAccount, PlainJob, TensorsAsked, TensorsCompared
 from oobleck.errors import ConfigError, CorruptCheckpoint, UserError
-from oobleck.script import blamed
+from oobleck.host.script import blamed
+from oobleck.host.streams import shield_scripts
 from oobleck.storage import CheckpointDirectory
-from oobleck.streams import shield_scripts
 from oobleck.training.checkpoint import read_weights
 from oobleck.wire import decode_json, encode_json
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.errors import ConfigError
+from oobleck.host.script import run_script
 from oobleck.job import JobSpec
-from oobleck.script import run_script
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.dropout import turn_off_dropout

@@ -12,8 +12,8 @@ import traceback
 
 import torch
 
-from oobleck.control.commit import PeerLost
 from oobleck.control.protocol import ErrorKind, Raised
+from oobleck.control.steps import PeerLost
 from oobleck.errors import DataError, UserError
 
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)

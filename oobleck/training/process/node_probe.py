@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGro
 
 from oobleck import __version__
 from oobleck.control import node_check
-from oobleck.machine import this_machine
+from oobleck.host.machine import this_machine
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 

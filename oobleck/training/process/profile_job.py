@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from oobleck.control.profiles import profile_key
+from oobleck.control.plans import profile_key
 from oobleck.errors import ConfigError, UserError
+from oobleck.host.machine import this_machine
 from oobleck.job import JobSpec
-from oobleck.machine import this_machine
 from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.training.assembly import assemble
 from oobleck.training.comm import choose_device, device_memory_bytes

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
-from oobleck.streams import shield_scripts
+from oobleck.host.streams import shield_scripts
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 

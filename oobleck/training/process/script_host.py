@@ -16,9 +16,9 @@ from typing import BinaryIO, TextIO
 
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UserError
+from oobleck.host.script import blamed, run_script
+from oobleck.host.streams import shield_scripts
 from oobleck.job import JobSpec, ScriptSpec
-from oobleck.script import blamed, run_script
-from oobleck.streams import shield_scripts
 from oobleck.wire import decode_json
 
 from .plain_trainers import refuse_plain_trainers

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UsageError, UserError
-from oobleck.handover import receiving
+from oobleck.host.handover import receiving
+from oobleck.host.script import blamed, never_trained, run_as_main
 from oobleck.job import ScriptSpec
-from oobleck.script import blamed, never_trained, run_as_main
 from oobleck.training.randomness import seed_scripts
 from oobleck.wire import decode_json
 

@@ -1,6 +1,6 @@
 """The worker process: takes the agent's messages, follows orders on a training thread (`engine.py`), and reports.
 
-The control thread answers fences at once, whatever the training thread is doing (`control/commit/commit_state.py`).
+The control thread answers fences at once, whatever the training thread is doing (`control/steps/commit_state.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import NoReturn, assert_never
 import torch
 
 from oobleck.control import protocol
-from oobleck.control.commit import CommitState, Interrupted, PeerLost
+from oobleck.control.steps import CommitState, Interrupted, PeerLost
+from oobleck.host.streams import shield_scripts
 from oobleck.planner import WorkerId, profile_to_json
-from oobleck.streams import shield_scripts
 from oobleck.training import comm
 from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver

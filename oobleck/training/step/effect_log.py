@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import assert_never
 
-from oobleck.control import commit
+from oobleck.control import steps
 from oobleck.control.protocol import PlanUpdate, StepCommitted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
@@ -20,7 +20,7 @@ _INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
 
 
 @contextmanager
-def logged(log: WorkerLog, effect: commit.WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
+def logged(log: WorkerLog, effect: steps.WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
     """Log the effect that the block carries out: once it is done, or with the error that ended it."""
     level = _level_of(effect)
     if level == _NEVER:
@@ -29,7 +29,7 @@ def logged(log: WorkerLog, effect: commit.WorkerEffect, worker_id: WorkerId) -> 
     began_s = time.monotonic()
     try:
         yield
-    except commit.FAILURES as error:
+    except steps.FAILURES as error:
         words = (type(error).__name__, str(error) or "a fence came first")
         log.info("%s: ended after %.3f s by %s: %s", _text_of(effect, worker_id), time.monotonic() - began_s, *words)
         raise
@@ -57,121 +57,121 @@ def update_text(update: PlanUpdate) -> str:
     return ", ".join(parts)
 
 
-def _level_of(effect: commit.WorkerEffect) -> int:
+def _level_of(effect: steps.WorkerEffect) -> int:
     """The level of an effect's line; below all levels for what is only looked at, or logged elsewhere."""
     match effect:
         case (
-            commit.FormGroups()
-            | commit.AwaitGroups()
-            | commit.ReadCheckpoint()
-            | commit.Exchange()
-            | commit.Adopt()
-            | commit.GiveBack()
-            | commit.ReportResumed()
-            | commit.ReportFinished()
-            | commit.Evaluate()
-            | commit.Save()
-            | commit.SaveEnd()
+            steps.FormGroups()
+            | steps.AwaitGroups()
+            | steps.ReadCheckpoint()
+            | steps.Exchange()
+            | steps.Adopt()
+            | steps.GiveBack()
+            | steps.ReportResumed()
+            | steps.ReportFinished()
+            | steps.Evaluate()
+            | steps.Save()
+            | steps.SaveEnd()
         ):
             return _INFO
-        case commit.Reduce(committee=committee) | commit.Agree(committee=committee) if committee.lost:
+        case steps.Reduce(committee=committee) | steps.Agree(committee=committee) if committee.lost:
             return _INFO  # a step is finished without those that began it
-        case commit.Say(message=message):
+        case steps.Say(message=message):
             return _DEBUG if isinstance(message, StepCommitted) else _INFO
         case (
-            commit.BeginStep()
-            | commit.ForgetStep()
-            | commit.AwaitRecords()
-            | commit.Compute()
-            | commit.Reduce()
-            | commit.Agree()
-            | commit.Apply()
-            | commit.CompareReplicas()
-            | commit.KeepGroups()
-            | commit.EndTransfers()
-            | commit.ShareLossScale()
-            | commit.PostSection()
-            | commit.Fold()
+            steps.BeginStep()
+            | steps.ForgetStep()
+            | steps.AwaitRecords()
+            | steps.Compute()
+            | steps.Reduce()
+            | steps.Agree()
+            | steps.Apply()
+            | steps.CompareReplicas()
+            | steps.KeepGroups()
+            | steps.EndTransfers()
+            | steps.ShareLossScale()
+            | steps.PostSection()
+            | steps.Fold()
         ):
             return _DEBUG
         case (
-            commit.AwaitPlanUpdate()
-            | commit.PrepareToSave()
-            | commit.TakeSums()
-            | commit.PostTotals()
-            | commit.TakeTotals()
-            | commit.AwaitSection()
+            steps.AwaitPlanUpdate()
+            | steps.PrepareToSave()
+            | steps.TakeSums()
+            | steps.PostTotals()
+            | steps.TakeTotals()
+            | steps.AwaitSection()
         ):
             return _NEVER
         case _:
             assert_never(effect)
 
 
-def _text_of(effect: commit.WorkerEffect, worker_id: WorkerId) -> str:
+def _text_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> str:
     match effect:
-        case commit.FormGroups(keys=keys, committee=committee):
+        case steps.FormGroups(keys=keys, committee=committee):
             now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
             beside = [] if committee is None else ["begins to form the groups in which it sums"]
             return " and ".join(now + beside) or "forms no groups"
-        case commit.AwaitGroups():
+        case steps.AwaitGroups():
             return "has formed the groups in which it sums"
-        case commit.KeepGroups(keys=keys, generation=generation):
+        case steps.KeepGroups(keys=keys, generation=generation):
             return f"keeps {len(keys)} groups for generation {generation}"
-        case commit.EndTransfers(keys=keys):
+        case steps.EndTransfers(keys=keys):
             return f"ends {len(keys)} groups in which layers moved"
-        case commit.ReadCheckpoint(update=update, layers=layers):
+        case steps.ReadCheckpoint(update=update, layers=layers):
             name = "" if update.restore is None else update.restore.name
             return f"reads {_layers(layers)} from {name}"
-        case commit.Exchange(update=update):
+        case steps.Exchange(update=update):
             sent = [item.layer for item in update.transfers if item.source == worker_id]
             received = [item.layer for item in update.transfers if item.target == worker_id]
             return f"sends {_layers(sent)}, receives {_layers(received)}"
-        case commit.ShareLossScale():
+        case steps.ShareLossScale():
             return "shares the loss scale"
-        case commit.Adopt(update=update, seat=seat, layers=layers):
+        case steps.Adopt(update=update, seat=seat, layers=layers):
             what = "rests as a spare" if seat is None else f"holds {_layers(layers)}"
             return f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
-        case commit.ForgetStep():
+        case steps.ForgetStep():
             return "forgets what it has of the step in flight"
-        case commit.GiveBack(number=number):
+        case steps.GiveBack(number=number):
             return f"gives section {number} back"
-        case commit.Evaluate(step=step):
+        case steps.Evaluate(step=step):
             return f"evaluates the model of step {step}"
-        case commit.Say(message=message):
+        case steps.Say(message=message):
             return f"reports {type(message).__name__}"
-        case commit.ReportResumed(generation=generation):
+        case steps.ReportResumed(generation=generation):
             return f"computes under the plan of generation {generation}"
-        case commit.ReportFinished():
+        case steps.ReportFinished():
             return "trains no further"
-        case commit.BeginStep(step=step):
+        case steps.BeginStep(step=step):
             return f"begins step {step}"
-        case commit.AwaitRecords(step=step):
+        case steps.AwaitRecords(step=step):
             return f"has the records of step {step}"
-        case commit.Compute(step=step, microbatches=microbatches):
+        case steps.Compute(step=step, microbatches=microbatches):
             return f"computes {len(microbatches)} microbatches of step {step}"
-        case commit.Reduce(step=step, committee=committee):
+        case steps.Reduce(step=step, committee=committee):
             return f"reduces step {step} in generation {committee.generation}"
-        case commit.Agree(step=step, committee=committee):
+        case steps.Agree(step=step, committee=committee):
             return f"agrees on step {step} with {len(committee.members)} workers"
-        case commit.Apply(record=record):
+        case steps.Apply(record=record):
             return f"commits and applies step {record.step}: loss {record.loss:.4f}"
-        case commit.CompareReplicas(record=record):
+        case steps.CompareReplicas(record=record):
             return f"takes digests of its layers after step {record.step}"
-        case commit.Save(step=step):
+        case steps.Save(step=step):
             return f"begins to save its share of step {step}"
-        case commit.SaveEnd(over=over):
+        case steps.SaveEnd(over=over):
             return f"saves its share of step {over.step}, the last of the data"
-        case commit.PostSection(step=step, number=number):
+        case steps.PostSection(step=step, number=number):
             return f"sets section {number} of step {step} aside"
-        case commit.Fold(record=record):
+        case steps.Fold(record=record):
             return f"commits section {record.number} of step {record.step}"
         case (
-            commit.AwaitPlanUpdate()
-            | commit.PrepareToSave()
-            | commit.TakeSums()
-            | commit.PostTotals()
-            | commit.TakeTotals()
-            | commit.AwaitSection()
+            steps.AwaitPlanUpdate()
+            | steps.PrepareToSave()
+            | steps.TakeSums()
+            | steps.PostTotals()
+            | steps.TakeTotals()
+            | steps.AwaitSection()
         ):
             return type(effect).__name__
         case _:

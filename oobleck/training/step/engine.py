@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
-from oobleck.control import commit, protocol
+from oobleck.control import protocol, steps
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements
@@ -42,7 +42,7 @@ class Engine:
         *,
         groups: GroupTable,
         agreements: PeerAgreements,
-        commit_state: commit.CommitState,
+        commit_state: steps.CommitState,
         saving: LayerSaver | None,
         next_update: Callable[[], protocol.PlanUpdate],
         report: Callable[[protocol.WorkerReport], None],
@@ -86,7 +86,7 @@ class Engine:
                 interrupted=commit_state.is_fenced,
                 on_progress=self._say_evaluating,
             )
-        self._follower = commit.Follower(
+        self._follower = steps.Follower(
             job, commit_state, records=dataset.records, evaluates=self._evaluator is not None
         )
         self._layer_store = LayerStore(
@@ -122,65 +122,65 @@ class Engine:
         self._drive(self._follower.run())
         raise AssertionError("the follower never ends")
 
-    def _drive(self, effects: commit.WorkerEffects) -> None:
-        commit.drive(effects, self._carry_out)
+    def _drive(self, effects: steps.WorkerEffects) -> None:
+        steps.drive(effects, self._carry_out)
 
-    def _carry_out(self, effect: commit.WorkerEffect) -> commit.EffectOutcome:
+    def _carry_out(self, effect: steps.WorkerEffect) -> steps.EffectOutcome:
         """Carry out an effect, and log it. Raises what the effect may raise."""
         with logged(self._log, effect, self._worker_id):
             return self._do(effect)
 
-    def _do(self, effect: commit.WorkerEffect) -> commit.EffectOutcome:
+    def _do(self, effect: steps.WorkerEffect) -> steps.EffectOutcome:
         match effect:
             case (
-                commit.PostSection()
-                | commit.TakeSums()
-                | commit.PostTotals()
-                | commit.TakeTotals()
-                | commit.AwaitSection()
-                | commit.GiveBack()
+                steps.PostSection()
+                | steps.TakeSums()
+                | steps.PostTotals()
+                | steps.TakeTotals()
+                | steps.AwaitSection()
+                | steps.GiveBack()
             ):
                 return self._sections.carry_out(effect)
-            case commit.Fold():
+            case steps.Fold():
                 self._sections.carry_out(effect)
                 self._layer_store.let_go_of_kept()
-            case commit.Compute():
+            case steps.Compute():
                 self._compute(effect)
-            case commit.Reduce(committee=committee):
+            case steps.Reduce(committee=committee):
                 self._step.reduce(self._reducers.of(committee))
-            case commit.Agree():
+            case steps.Agree():
                 return self._agree(effect)
-            case commit.Apply(record=record):
+            case steps.Apply(record=record):
                 self._apply(record)
-            case commit.ForgetStep():
+            case steps.ForgetStep():
                 self._step.forget()
-            case commit.BeginStep(step=step):
+            case steps.BeginStep(step=step):
                 if (entered := self._epoch_things.enter(step)) is not None:
                     epoch, alike = entered
                     self._report(protocol.EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
                 self._step.begin(step, scale=self._layer_store.scale)
-            case commit.Save() | commit.SaveEnd() | commit.PrepareToSave():
+            case steps.Save() | steps.SaveEnd() | steps.PrepareToSave():
                 if self._saving is not None:
                     self._save(effect, self._saving)
-            case commit.CompareReplicas(record=record):
+            case steps.CompareReplicas(record=record):
                 self._tell_digests(record)
-            case commit.Say(message=message):
+            case steps.Say(message=message):
                 self._report(message)
-            case commit.ReportResumed(generation=generation):
+            case steps.ReportResumed(generation=generation):
                 self._report_resumed(generation)
-            case commit.ReportFinished():
+            case steps.ReportFinished():
                 self._report_finished()
-            case commit.AwaitRecords(step=step):
+            case steps.AwaitRecords(step=step):
                 self._step.await_records(step)
-            case commit.Evaluate():
+            case steps.Evaluate():
                 return self._evaluate(effect)
-            case commit.AwaitPlanUpdate():
+            case steps.AwaitPlanUpdate():
                 self._groups.abort_sums()  # what is still open was given up: nobody will wait for it
                 self._groups.abandon_forming()
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
-            case commit.FormGroups(keys=keys, committee=committee):
+            case steps.FormGroups(keys=keys, committee=committee):
                 if committee is not None:
                     self._agreements.join(committee)
                 is_forming = self._groups.form(
@@ -191,22 +191,22 @@ class Engine:
                 )
                 self._formed_s = time.monotonic()
                 return is_forming
-            case commit.AwaitGroups():
+            case steps.AwaitGroups():
                 self._groups.await_formed(self._commit_state.is_fenced)
-            case commit.KeepGroups(keys=keys, committee=committee, generation=generation):
+            case steps.KeepGroups(keys=keys, committee=committee, generation=generation):
                 self._groups.keep_only([*keys, *self._reducers.keys_of(committee)], generation=generation)
-            case commit.EndTransfers(keys=keys):
+            case steps.EndTransfers(keys=keys):
                 self._groups.put_aside(keys)
-            case commit.ReadCheckpoint(update=update, layers=layers):
+            case steps.ReadCheckpoint(update=update, layers=layers):
                 assert update.restore is not None
                 assert self._saving is not None
                 self._layer_store.read(update.restore, layers, update.transfers, self._saving)
-            case commit.Exchange():
+            case steps.Exchange():
                 self._exchange(effect)
-            case commit.ShareLossScale(committee=committee, is_current=is_current):
+            case steps.ShareLossScale(committee=committee, is_current=is_current):
                 sum_up = None if committee is None else partial(self._sum_over, committee, effect.subject)
                 self._layer_store.agree_on_loss_scale(sum_up, is_current=is_current)
-            case commit.Adopt():
+            case steps.Adopt():
                 self._adopt(effect)
             case _:
                 assert_never(effect)
@@ -256,21 +256,21 @@ class Engine:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _compute(self, program: commit.Compute) -> None:
+    def _compute(self, program: steps.Compute) -> None:
         assert self._pipeline_rank is not None
         assert self._reducers.in_force is not None
         self._step.execute(self._pipeline_rank, program, self._reducers.in_force.reducer)
 
     def _sum_over(
-        self, committee: commit.Committee, subject: protocol.Subject, numbers: tuple[float, ...]
+        self, committee: steps.Committee, subject: protocol.Subject, numbers: tuple[float, ...]
     ) -> tuple[float, ...]:
         """Sum numbers over all who commit together. Raises Interrupted or PeerLost."""
         return self._total(committee, subject, protocol.Totals(numbers)).numbers
 
-    def _total(self, committee: commit.Committee, subject: protocol.Subject, part: protocol.Totals) -> protocol.Totals:
+    def _total(self, committee: steps.Committee, subject: protocol.Subject, part: protocol.Totals) -> protocol.Totals:
         return self._agreements.total(committee, subject, part, self._commit_state.is_fenced)
 
-    def _agree(self, effect: commit.Agree) -> commit.Agreed:
+    def _agree(self, effect: steps.Agree) -> steps.Agreed:
         """Commit with all others. Once it returns, all workers have reduced all their gradients.
 
         Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
@@ -299,7 +299,7 @@ class Engine:
             samples_missing=0,
             duration_s=took_s / len(effect.committee.members),
         )
-        return commit.Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
+        return steps.Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
 
     def _apply(self, record: protocol.CommitRecord) -> None:
         """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
@@ -310,15 +310,15 @@ class Engine:
         if (pace := self._step_timer.take_pace()) is not None:
             self._report(pace)
 
-    def _save(self, effect: commit.Save | commit.SaveEnd | commit.PrepareToSave, saving: LayerSaver) -> None:
+    def _save(self, effect: steps.Save | steps.SaveEnd | steps.PrepareToSave, saving: LayerSaver) -> None:
         plan, tensors_of = effect.committee.plan, self._layer_store.named_state
         match effect:
-            case commit.PrepareToSave():
+            case steps.PrepareToSave():
                 saving.prepare(plan, tensors_of)
-            case commit.Save(step=step, generation=generation, committee=committee):
+            case steps.Save(step=step, generation=generation, committee=committee):
                 position = None if self._records is None else self._records.position
                 saving.save(plan, committee.lost, step, generation, tensors_of, position=position)
-            case commit.SaveEnd(over=over):
+            case steps.SaveEnd(over=over):
                 saving.save(plan, (), over.step, over.generation, tensors_of, position=over.position)
                 saving.settle()
 
@@ -327,7 +327,7 @@ class Engine:
         if self._saving is not None:
             self._saving.settle()
 
-    def _evaluate(self, effect: commit.Evaluate) -> commit.Evaluation:
+    def _evaluate(self, effect: steps.Evaluate) -> steps.Evaluation:
         """Evaluate the model, in groups of the evaluation's own. Raises Interrupted or PeerLost."""
         committee, pipeline_rank = effect.committee, self._pipeline_rank
         located = committee.plan.locate(self._worker_id)
@@ -346,12 +346,12 @@ class Engine:
 
     # --- from one plan to the next -----------------------------------------------------------------------------
 
-    def _exchange(self, effect: commit.Exchange) -> None:
+    def _exchange(self, effect: steps.Exchange) -> None:
         """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
         update = effect.update
         self._received_bytes = self._layer_store.exchange(
             update,
-            lambda item: self._groups[commit.transfer_key(item, update.generation)],
+            lambda item: self._groups[steps.transfer_key(item, update.generation)],
             self._groups.waiter,
             sums=self._sections.sums if update.partial.microbatches else None,
             interrupted=self._commit_state.is_fenced,
@@ -360,7 +360,7 @@ class Engine:
         self._transfer_s = time.monotonic() - self._formed_s
         self._log.debug("has received %.1f MB in %.3f s", self._received_bytes / 1e6, self._transfer_s)
 
-    def _adopt(self, effect: commit.Adopt) -> None:
+    def _adopt(self, effect: steps.Adopt) -> None:
         """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
         update, seat = effect.update, effect.seat
         if self._records is not None:

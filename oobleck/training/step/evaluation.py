@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from oobleck.control.commit import Evaluation
+from oobleck.control.steps import Evaluation
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 from oobleck.training.comm import Pending, Waiter, blaming_peers

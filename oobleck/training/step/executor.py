@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from oobleck.control.commit import CommitState, Interrupted
+from oobleck.control.steps import CommitState, Interrupted
 from oobleck.schedule import Instruction, Op, Program
 from oobleck.training.comm import DeviceWork, Inbox, Pending, Post
 from oobleck.training.data import Batch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oobleck.control.commit import Committee, Interrupted, PeerLost
+from oobleck.control.steps import Committee, Interrupted, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel

@@ -12,7 +12,7 @@ from typing import assert_never
 
 import torch
 
-from oobleck.control import commit
+from oobleck.control import steps
 from oobleck.control.protocol import Subject, Tally, Topic, Totals
 from oobleck.planner import WorkerId
 from oobleck.training.comm import HostCopy, PeerAgreements, Waiter
@@ -44,12 +44,12 @@ class SectionSums:
 
     def __init__(
         self,
-        partial_commit: commit.PartialCommit,
-        commit_state: commit.CommitState,
+        partial_commit: steps.PartialCommit,
+        commit_state: steps.CommitState,
         waiter: Waiter,
         agreements: PeerAgreements,
         *,
-        carry_out: Callable[[commit.WorkerEffects], None],
+        carry_out: Callable[[steps.WorkerEffects], None],
     ) -> None:
         """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
         self._partial_commit = partial_commit
@@ -105,22 +105,22 @@ class SectionSums:
 
     # --- effects -------------------------------------------------------------------------------------------
 
-    def carry_out(self, effect: commit.SectionEffect) -> commit.EffectOutcome:
+    def carry_out(self, effect: steps.SectionEffect) -> steps.EffectOutcome:
         """Carry out an effect of the partial commit. Raises what the effect may raise."""
         match effect:
-            case commit.PostSection():
+            case steps.PostSection():
                 self._post()
-            case commit.TakeSums():
+            case steps.TakeSums():
                 return self._take_sums()
-            case commit.PostTotals(number=number):
+            case steps.PostTotals(number=number):
                 self._post_totals(number)
-            case commit.TakeTotals():
+            case steps.TakeTotals():
                 return self._take_totals()
-            case commit.Fold():
+            case steps.Fold():
                 self._fold()
-            case commit.AwaitSection():
+            case steps.AwaitSection():
                 self._waiter.wait(self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
-            case commit.GiveBack():
+            case steps.GiveBack():
                 self._give_back()
             case _:
                 assert_never(effect)
@@ -154,14 +154,14 @@ class SectionSums:
         part = Totals((loss, float(section.num_items)), Tally.of(section.counted))
         self._agreements.bring(self._plan.committee, section.subject, part)
 
-    def _take_totals(self) -> commit.SectionTotals | None:
+    def _take_totals(self) -> steps.SectionTotals | None:
         subject, committee = self._section.subject, self._plan.committee
         assert subject is not None
         if not self._agreements.is_done(committee, subject):
             return None
         total = self._agreements.wait(committee, subject, self._commit_state.is_fenced)
         loss, num_items = total.numbers
-        return commit.SectionTotals(loss, total.counted, int(num_items))
+        return steps.SectionTotals(loss, total.counted, int(num_items))
 
     def _fold(self) -> None:
         sums = self._section.sums

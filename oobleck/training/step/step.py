@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from oobleck.control.commit import FAILURES, CommitState, Compute
+from oobleck.control.steps import FAILURES, CommitState, Compute
 from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
 from oobleck.training.comm import DeviceWork, Waiter

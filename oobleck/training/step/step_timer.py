@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from oobleck.control.commit import without
 from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
+from oobleck.control.steps import without
 
 _STEPS_TIMED = 16
 """Over how many steps it is told what was computed and what waited for."""

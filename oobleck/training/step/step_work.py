@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oobleck.control.commit import PlaceInPlan
+from oobleck.control.steps import PlaceInPlan
 from oobleck.schedule import ScheduleKind
 from oobleck.training.comm import Group, Pending
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset

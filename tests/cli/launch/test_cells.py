@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from oobleck.host.script import Job, run_script
 from oobleck.job import ScriptSpec
-from oobleck.script import Job, run_script
 
 SHELL = """
 import json, sys

@@ -11,8 +11,7 @@ import pytest
 import oobleck
 from oobleck.cli.main import main
 from oobleck.control.journal import RunState
-from oobleck.errors import ConfigError, RunFailed, UsageError
-from oobleck.exit_codes import ExitCode, exit_code_of
+from oobleck.errors import ConfigError, ExitCode, RunFailed, UsageError, exit_code_of
 
 Refused = tuple[object, dict[str, Any], list[str]]
 """A job, its options, and a command line that says the same."""

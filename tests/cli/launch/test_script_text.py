@@ -13,8 +13,8 @@ import pytest
 from oobleck import Job
 from oobleck.cli.launch.script_text import script_text
 from oobleck.errors import ConfigError
+from oobleck.host.script import run_script
 from oobleck.job import ScriptSpec
-from oobleck.script import run_script
 
 from . import functions_of_jobs as functions
 
@@ -112,7 +112,7 @@ def test_functions_of_a_program_are_found_by_running_its_file_again(tmp_path: Pa
 
 def test_an_error_of_the_file_is_said_with_its_line(tmp_path: Path):
     source = "import sys\n\nnumber = 1 // 0\n"
-    text = f"from oobleck.script import module_of\nmodule_of({'main.py'!r}, {source!r}, '/nowhere')\n"
+    text = f"from oobleck.host.script import module_of\nmodule_of({'main.py'!r}, {source!r}, '/nowhere')\n"
     with pytest.raises(ConfigError, match=r"main.py:3: ZeroDivisionError"):
         run_script(ScriptSpec(name="job.py", source=text))
 

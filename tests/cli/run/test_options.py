@@ -11,9 +11,8 @@ import pytest
 
 from oobleck.cli.main import main
 from oobleck.cli.run.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
-from oobleck.errors import UsageError
-from oobleck.exit_codes import ExitCode
-from oobleck.ranks import RankStreams, Redirection
+from oobleck.errors import ExitCode, UsageError
+from oobleck.job.ranks import RankStreams, Redirection
 
 
 def parsed(*words: str, **environment: str) -> CommandLine:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.main import main
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import RunDirectory
 from oobleck.storage import Layout, TensorSpec
 from oobleck.storage.scripts import PartNote, identity_of, state_name, write_part

@@ -17,7 +17,7 @@ from oobleck.control.verification import (
     compare,
     tolerance_of,
 )
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
 
 ASKED = Asked(job=JobSpec(), job_file=None, script=None, settings=(), num_steps=2, num_nodes=4, began_s=0.0)

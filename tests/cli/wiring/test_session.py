@@ -14,7 +14,7 @@ from oobleck.cli.wiring.session import MasterLeaves, Session
 from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
 from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost, TerminationNoticed
 from oobleck.control.replay import RunBooks
-from oobleck.exit_codes import ExitCode
+from oobleck.errors import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, Reported
 

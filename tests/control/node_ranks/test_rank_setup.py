@@ -6,7 +6,7 @@ import pytest
 
 from oobleck.control.node_ranks import RankSetup, is_shown, rank_environment, shown_text
 from oobleck.control.protocol import StartRanks
-from oobleck.ranks import RanksSpec, RankStreams, Redirection
+from oobleck.job.ranks import RanksSpec, RankStreams, Redirection
 
 ORDER = StartRanks(
     generation=3,

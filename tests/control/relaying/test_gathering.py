@@ -19,7 +19,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.control.relaying import Gathering
 from oobleck.wire import FrameDecoder, encode_frame
-from tests.control.commit.test_judgement import record
+from tests.control.steps.test_judgement import record
 from tests.examples import examples
 
 ALIVE = Heartbeat(sequence=None)

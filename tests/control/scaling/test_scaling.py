@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.coordinator.recovery import Phase
 from oobleck.control.events.inputs import AddRequested, DrainRequested
 from oobleck.control.journal import (
     LossCause,
@@ -19,6 +18,7 @@ from oobleck.control.journal import (
 from oobleck.control.journal.view import RunView
 from oobleck.control.plans import update_of
 from oobleck.control.protocol import AgentStopped, Killed, Pace, PlanOrder, Resumed, WorkerExited
+from oobleck.control.recovery import Phase
 from oobleck.job import NodeSpec, ScalingSpec
 from oobleck.planner import ExecutionPlan, Profile, WorkerId
 from tests.control.bench import Bench, ready

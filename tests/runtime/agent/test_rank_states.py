@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import trio
 
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
 from oobleck.runtime.files import AgentDir

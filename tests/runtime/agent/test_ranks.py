@@ -14,7 +14,7 @@ import trio
 from oobleck.control.node_ranks import RankSetup
 from oobleck.control.protocol import Exited, Killed, StartRanks
 from oobleck.errors import ConfigError
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
 from oobleck.runtime.agent.ranks import Rank, RankProcesses

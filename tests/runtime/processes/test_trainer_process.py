@@ -17,7 +17,7 @@ TRAINER = """
 import sys
 from oobleck import Job
 from oobleck.errors import ConfigError
-from oobleck.handover import take_over
+from oobleck.host.handover import take_over
 
 class Trainer:
     wants_stop = False

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.control.commit import hops_up
 from oobleck.control.journal import (
     Action,
     ForkServerDown,
@@ -29,6 +28,7 @@ from oobleck.control.journal import (
     WorkerDown,
 )
 from oobleck.control.protocol import Killed
+from oobleck.control.steps import hops_up
 from oobleck.job import ScheduleName
 from oobleck.planner import profile_from_json
 from oobleck.schedule import ScheduleKind

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from oobleck.control.coordinator.planning import schedules_for
+from oobleck.control.training.planning import schedules_for
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, ExecutionPlan, Planner, PlannerSettings, Profile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.errors import UsageError
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.storage.scripts import SCRIPT_VARIABLE, PartNote, ScriptIdentity, identity_of, state_name
 
 RUN = RanksSpec(tag="train", entry="script", command=("train.py", "--lr", "1"), directory="/a", is_tag_given=False)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 from oobleck.schedule import Op, ScheduleKind, compile_schedule
 from oobleck.training.comm.group import Group

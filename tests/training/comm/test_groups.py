@@ -25,9 +25,9 @@ import psutil
 import pytest
 import torch
 
-from oobleck.control.commit import GroupKey
-from oobleck.control.commit.commit_state import Interrupted, PeerLost
 from oobleck.control.protocol import GroupValue, WorkerAddress
+from oobleck.control.steps import GroupKey
+from oobleck.control.steps.commit_state import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from tests.training.freezing_peer import A, B, C, keys_of

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from oobleck.control.commit import Interrupted, PeerLost
+from oobleck.control.steps import Interrupted, PeerLost
 from oobleck.planner.profiles import fit_link
 from oobleck.training.comm import Waiter, time_link
 from tests.training.comm.fake_nccl import FakeLibrary

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from oobleck.control.commit import GroupKey, Interrupted, PeerLost
+from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.nccl import NcclGroup

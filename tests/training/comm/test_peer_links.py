@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.commit import PeerLost
 from oobleck.control.protocol import GroupValue, LinkChallenge, LinkHello, LinkMessage, WorkerAddress
+from oobleck.control.steps import PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 from oobleck.training.comm.peer_links import PeerLinks

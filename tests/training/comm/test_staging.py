@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from oobleck.control.commit import GroupKey
-from oobleck.control.commit.commit_state import Interrupted
+from oobleck.control.steps import GroupKey
+from oobleck.control.steps.commit_state import Interrupted
 from oobleck.planner import WorkerId
 from oobleck.planner.costs import MESSAGES_AT_A_CUT
 from oobleck.training.comm.group import Group

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.commit.groups import transfer_key, transfer_keys
+from oobleck.control.steps.groups import transfer_key, transfer_keys
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.comm.transfer import LayerState, cut_into_chunks, exchange_layers
 from tests.training.table import LinkedTable, acquaint

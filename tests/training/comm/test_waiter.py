@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from oobleck.control.commit import Interrupted
+from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
 from oobleck.training.comm.waiter import Waiter
 

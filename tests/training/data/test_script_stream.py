@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.protocol import DataPosition, RecordRun, StepRecords
 from oobleck.errors import ConfigError, ShardUnreadable
+from oobleck.host.script import SCRIPT_STREAM, Job
 from oobleck.job import DataSpec, JobSpec, ScriptSpec
-from oobleck.script import SCRIPT_STREAM, Job
 from oobleck.training.assembly import assemble
 from oobleck.training.data.batches import IGNORED_LABEL
 from oobleck.training.data.data import Dataset

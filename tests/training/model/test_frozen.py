@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from oobleck.control.commit.groups import Committee, transfer_key, transfer_keys
 from oobleck.control.protocol import PlanUpdate
+from oobleck.control.steps.groups import Committee, transfer_key, transfer_keys
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, OptimizerSpec
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, StageTemplate, WorkerId

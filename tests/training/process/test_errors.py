@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from oobleck.control.commit import PeerLost
 from oobleck.control.protocol import ErrorKind
+from oobleck.control.steps import PeerLost
 from oobleck.errors import ConfigError, DataError, ShardUnreadable
 from oobleck.training.process.errors import kind_of, raised
 

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 import torch
 
-from oobleck.control.commit import Compute, Interrupted
 from oobleck.control.protocol import Fence
+from oobleck.control.steps import Compute, Interrupted
 from oobleck.planner import WorkerId
 from oobleck.schedule import ScheduleKind
 from oobleck.training.comm.group import Group

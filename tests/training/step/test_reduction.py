@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from oobleck.control.commit.groups import Committee, GroupKey
+from oobleck.control.steps.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import GroupTable
 from oobleck.training.model.structure import ModelStructure

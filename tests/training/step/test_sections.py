@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from oobleck.control.commit import GroupKey
-from oobleck.control.commit.commit_state import CommitState, Interrupted, PeerLost
-from oobleck.control.commit.groups import Committee
-from oobleck.control.commit.partial_commit import PartialCommit
-from oobleck.control.commit.worker_effects import EffectOutcome, Fold, Say, WorkerEffect, WorkerEffects, drive
 from oobleck.control.plans.sections import shares_of
 from oobleck.control.protocol import Fence, PeerFailed, PlanUpdate, SectionRecord
+from oobleck.control.steps import GroupKey
+from oobleck.control.steps.commit_state import CommitState, Interrupted, PeerLost
+from oobleck.control.steps.groups import Committee
+from oobleck.control.steps.partial_commit import PartialCommit
+from oobleck.control.steps.worker_effects import EffectOutcome, Fold, Say, WorkerEffect, WorkerEffects, drive
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.agreements import PeerAgreements

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from oobleck.control.commit import CommitState, Compute, GroupKey, Interrupted
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate
+from oobleck.control.steps import CommitState, Compute, GroupKey, Interrupted
 from oobleck.job import JobSpec, OptimizerSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from oobleck.control.commit import Interrupted, uncovered
+from oobleck.control.steps import Interrupted, uncovered
 from oobleck.training.comm.waiter import Waiter
 from oobleck.training.step.step_timer import StepTimer
 

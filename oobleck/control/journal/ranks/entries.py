@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from oobleck.control.protocol import ProcessEnd, RankError
 from oobleck.job import NodeSpec
-from oobleck.ranks import RanksSpec
+from oobleck.job.ranks import RanksSpec
 
 
 class GenerationCause(StrEnum):

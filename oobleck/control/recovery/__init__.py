@@ -1,0 +1,55 @@
+"""A recovery as one state machine, with what each input leads to; and what a recovery cost."""
+
+from . import states
+from .machine import ASKING, FENCED, TRAINED, TRANSITIONS, Phase, Transition, deadline, phase, step
+from .record import recovery_done
+from .states import (
+    BeginRecovery,
+    CheckpointReported,
+    CheckpointWanted,
+    Decide,
+    Deciding,
+    FailureSuspected,
+    GiveUp,
+    HeldUp,
+    NodeDrained,
+    NodeGone,
+    NodeReached,
+    PlanOrdered,
+    Recovery,
+    RunEnded,
+    TimePassed,
+    WorkersResumed,
+    WorkersWanted,
+)
+
+__all__ = [
+    "ASKING",
+    "FENCED",
+    "TRAINED",
+    "TRANSITIONS",
+    "BeginRecovery",
+    "CheckpointReported",
+    "CheckpointWanted",
+    "Decide",
+    "Deciding",
+    "FailureSuspected",
+    "GiveUp",
+    "HeldUp",
+    "NodeDrained",
+    "NodeGone",
+    "NodeReached",
+    "Phase",
+    "PlanOrdered",
+    "Recovery",
+    "RunEnded",
+    "TimePassed",
+    "Transition",
+    "WorkersResumed",
+    "WorkersWanted",
+    "deadline",
+    "phase",
+    "recovery_done",
+    "states",
+    "step",
+]

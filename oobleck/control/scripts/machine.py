@@ -1,0 +1,309 @@
+"""The generations of a script's ranks, as a state machine: `step(state, given, now_s, …) -> (state, effects)`.
+
+    Gathering ── enough nodes ──> Running ── all ranks have ended well ──> Over
+        ^                            │ a rank fails, a node is lost, comes or is to leave, a stop is asked for
+        └──── all ranks are gone ── Ending ── nothing is to follow ──> Over
+
+`TRANSITIONS` has all that can change a state; an input that it does not list changes nothing. A generation ends
+everywhere before the next one begins: ranks know each other by one rendezvous, which cannot be joined or left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from oobleck.control.events import EndRun
+from oobleck.control.journal import GenerationCause, NodeRanks
+from oobleck.errors import ExitCode
+
+from . import states
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """In `state`, an input of the kind `given` may lead to any of `targets`; the same state: its values may change."""
+
+    state: type[states.State]
+    given: type[states.Input]
+    targets: tuple[type[states.State], ...]
+    why: str
+
+
+TRANSITIONS = (
+    Transition(
+        states.Gathering,
+        states.Ready,
+        (states.Gathering, states.Running, states.Over),
+        "another node is there; they may be enough now",
+    ),
+    Transition(
+        states.Gathering, states.Gone, (states.Gathering, states.Running, states.Over), "nobody may be left to wait for"
+    ),
+    Transition(
+        states.Gathering,
+        states.Leave,
+        (states.Gathering, states.Running, states.Over),
+        "nobody may be left to wait for",
+    ),
+    Transition(
+        states.Gathering,
+        states.TimePassed,
+        (states.Gathering, states.Running, states.Over),
+        "those that are there are enough, or too few",
+    ),
+    Transition(states.Gathering, states.StopAsked, (states.Over,), "nothing runs"),
+    Transition(
+        states.Running, states.Ready, (states.Running, states.Ending), "a node has come: all start again with it"
+    ),
+    Transition(
+        states.Running,
+        states.Gone,
+        (states.Running, states.Ending, states.Gathering),
+        "a node of the generation is lost",
+    ),
+    Transition(states.Running, states.Leave, (states.Running, states.Ending), "a node of the generation is to leave"),
+    Transition(states.Running, states.Failed, (states.Running, states.Ending), "a rank has failed, or all hang"),
+    Transition(states.Running, states.Finished, (states.Running, states.Over), "the last one may have finished"),
+    Transition(states.Running, states.StopAsked, (states.Ending, states.Over), "its ranks are asked to end"),
+    Transition(
+        states.Ending,
+        states.Ready,
+        (states.Ending, states.Gathering, states.Running, states.Over),
+        "the last one may be gone",
+    ),
+    Transition(
+        states.Ending,
+        states.Gone,
+        (states.Ending, states.Gathering, states.Running, states.Over),
+        "the last one may be gone",
+    ),
+    Transition(states.Ending, states.Leave, (states.Ending,), "it has no ranks: it is let go"),
+    Transition(states.Ending, states.TimePassed, (states.Ending,), "an agent says nothing: it is given up"),
+    Transition(states.Ending, states.StopAsked, (states.Ending, states.Over), "nothing is to follow"),
+)
+
+Step = tuple[states.State, tuple[states.Effect, ...]]
+
+_CONNECTING_S = 10.0
+"""At a start, nodes that are still being reached are not missing."""
+_TELL_S = 60.0
+
+
+def start(now_s: float) -> states.State:
+    """The state of a run that begins."""
+    return states.Gathering(
+        past=states.Past(), cause=GenerationCause.START, since_s=now_s, tells_s=now_s + _CONNECTING_S
+    )
+
+
+def deadline(state: states.State, rules: states.Rules) -> float:
+    """When `TimePassed` is due; infinity for never."""
+    match state:
+        case states.Gathering(since_s=since_s, cause=GenerationCause.START):
+            return min(state.tells_s, since_s + min(rules.waits_for_all_s, rules.waits_for_min_s))
+        case states.Gathering(since_s=since_s):
+            return min(state.tells_s, since_s + rules.waits_for_min_s)
+        case states.Ending(due_s=due_s):
+            return due_s
+        case states.Running() | states.Over():
+            return math.inf
+        case _:
+            assert_never(state)
+
+
+def step(state: states.State, given: states.Input, now_s: float, *, roster: states.Roster, rules: states.Rules) -> Step:
+    """Take an input; O(nodes)."""
+    match state:
+        case states.Gathering():
+            return _gathering(state, given, now_s, roster, rules)
+        case states.Running():
+            return _running(state, given, now_s, roster, rules)
+        case states.Ending():
+            return _ending(state, given, now_s, roster, rules)
+        case states.Over():
+            return state, ()
+        case _:
+            assert_never(state)
+
+
+# --- no rank runs ----------------------------------------------------------------------------------------------------
+
+
+def _gathering(
+    state: states.Gathering, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
+) -> Step:
+    match given:
+        case states.Leave(node=node):
+            following, effects = _form(state, now_s, roster, rules)
+            return following, (states.LetGo(node=node), *effects)
+        case states.Ready() | states.Gone() | states.TimePassed():
+            return _form(state, now_s, roster, rules)
+        case states.StopAsked(end=end):
+            return _over(state, end)
+        case states.Failed() | states.Finished():
+            return state, ()
+        case _:
+            assert_never(given)
+
+
+def _form(state: states.Gathering, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
+    """Begin a generation if the nodes that are there are enough, and none is worth waiting for."""
+    chosen = roster.candidates[: rules.most_of(len(roster.candidates))]
+    waited_s = now_s - state.since_s
+    is_start = state.cause is GenerationCause.START
+    is_worth_waiting = is_start and roster.num_expected > 0 and waited_s < rules.waits_for_all_s
+    are_enough = len(roster.candidates) >= rules.fewest_nodes
+    if are_enough and (len(chosen) == rules.most_nodes or not is_worth_waiting):
+        return _begin(state, chosen)
+    is_hopeless = is_start and not roster.num_expected
+    if not are_enough and (is_hopeless or waited_s >= rules.waits_for_min_s):
+        return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
+    if now_s < state.tells_s:
+        return state, ()
+    told = replace(state, tells_s=now_s + _TELL_S)
+    num_missing = rules.fewest_nodes - len(roster.candidates)
+    missing = states.TooFew(num_missing=num_missing, until_s=state.since_s + rules.waits_for_min_s)
+    return told, () if are_enough else (missing,)
+
+
+def _begin(state: states.Gathering, chosen: tuple[states.Candidate, ...]) -> Step:
+    past = replace(state.past, generation=state.past.generation + 1)
+    nodes: list[NodeRanks] = []
+    first_rank = 0
+    for each in chosen:
+        nodes.append(NodeRanks(node=each.node, first_rank=first_rank, num_ranks=each.num_ranks))
+        first_rank += each.num_ranks
+    begin = states.Begin(
+        generation=past.generation, cause=state.cause, nodes=tuple(nodes), num_failures=state.past.num_failures
+    )
+    return states.Running(past=past, nodes=tuple(nodes)), (begin,)
+
+
+def _too_few(num_nodes: int, rules: states.Rules, waited_s: float) -> str:
+    waited = f", after {waited_s:.0f} s" if waited_s >= 1 else ""
+    there = f"{num_nodes} node{' is' if num_nodes == 1 else 's are'} there{waited}"
+    if num_nodes >= rules.min_nodes:
+        return f"{there}; a multiple of {rules.node_unit} must be (--node-unit), and at least {rules.min_nodes}"
+    return f"{there}; at least {rules.min_nodes} must be (--nnodes MIN:MAX allows fewer)"
+
+
+# --- ranks run -------------------------------------------------------------------------------------------------------
+
+
+def _running(
+    state: states.Running, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
+) -> Step:
+    generation = state.past.generation
+    match given:
+        case states.Ready(node=node):
+            others = [each.node for each in roster.candidates if each.node not in state.names]
+            num_possible = rules.most_of(len(state.nodes) + len(others))
+            if node not in others or num_possible <= len(state.nodes) or state.finished:
+                return state, ()
+            return _end(state, GenerationCause.NODE_JOINED, now_s, rules, about=(node,))
+        case states.Gone(node=node):
+            return _lose(state, node, now_s, rules)
+        case states.Leave(node=node) if node in state.names:
+            return _end(state, GenerationCause.NODE_DRAINED, now_s, rules, about=(node,))
+        case states.Leave(node=node):
+            return state, (states.LetGo(node=node),)
+        case states.Failed() if given.generation == generation and given.node in state.names:
+            return _fail(state, given, now_s, rules)
+        case states.Finished(node=node) if given.generation == generation and node in state.names:
+            finished = state.finished | {node}
+            if finished.issuperset(state.names):
+                end = EndRun(exit_code=ExitCode.DONE, reason="all ranks have finished")
+                return _over(state, end)
+            return replace(state, finished=finished), ()
+        case states.StopAsked(end=end, now=now):
+            if now:
+                return _over(state, end)
+            return _end(state, GenerationCause.STOPPED, now_s, rules, then=end)
+        case states.Failed() | states.Finished() | states.TimePassed():
+            return state, ()
+        case _:
+            assert_never(given)
+
+
+def _lose(state: states.Running, node: str, now_s: float, rules: states.Rules) -> Step:
+    """A node is lost; ranks that had ended well there are not needed any more."""
+    if node not in state.names or node in state.finished:
+        return state, ()
+    ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)
+    if isinstance(ending, states.Ending) and not ending.waits_for:
+        return states.Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
+    return ending, effects
+
+
+def _fail(state: states.Running, given: states.Failed, now_s: float, rules: states.Rules) -> Step:
+    then = None
+    if state.past.num_failures >= rules.max_restarts:
+        restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
+        again = "it hangs again" if given.is_hang else "a rank has failed again"
+        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
+        if not rules.max_restarts:
+            then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
+    failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
+    cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
+    return _end(failed, cause, now_s, rules, about=(given.node,), then=then)
+
+
+def _end(
+    state: states.Running,
+    cause: GenerationCause,
+    now_s: float,
+    rules: states.Rules,
+    *,
+    about: tuple[str, ...] = (),
+    without: str = "",
+    then: EndRun | None = None,
+) -> Step:
+    """Have all ranks ended, but for those of a node that is lost: at once where one has failed, else they are asked."""
+    nodes = tuple(node for node in state.names if node != without)
+    grace_s = 0.0 if cause.is_failure else rules.grace_s
+    clear = states.Clear(generation=state.past.generation, cause=cause, nodes=nodes, about=about, grace_s=grace_s)
+    due_s = now_s + grace_s + rules.patience_s
+    return states.Ending(past=state.past, cause=cause, waits_for=frozenset(nodes), due_s=due_s, then=then), (clear,)
+
+
+# --- ranks end -------------------------------------------------------------------------------------------------------
+
+
+def _ending(
+    state: states.Ending, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
+) -> Step:
+    match given:
+        case states.Ready(node=node, generation=generation) if generation >= state.past.generation:
+            return _cleared(state, node, now_s, roster, rules)
+        case states.Gone(node=node):
+            return _cleared(state, node, now_s, roster, rules)
+        case states.TimePassed() if now_s >= state.due_s:
+            silent = tuple(sorted(state.waits_for))
+            return replace(state, due_s=math.inf), (states.GiveUpSilent(nodes=silent, waited_s=rules.patience_s),)
+        case states.StopAsked(end=end, now=now):
+            if now:
+                return _over(state, end)
+            return replace(state, then=end), ()
+        case states.Leave(node=node) if node not in state.waits_for:
+            return state, (states.LetGo(node=node),)
+        case states.Ready() | states.Leave() | states.Failed() | states.Finished() | states.TimePassed():
+            return state, ()  # one that is to leave is let go once its ranks are gone
+        case _:
+            assert_never(given)
+
+
+def _cleared(state: states.Ending, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
+    waits_for = state.waits_for - {node}
+    if waits_for:
+        return replace(state, waits_for=waits_for), ()
+    if state.then is not None:
+        return _over(state, state.then)
+    return _form(
+        states.Gathering(past=state.past, cause=state.cause, since_s=now_s, tells_s=now_s), now_s, roster, rules
+    )
+
+
+def _over(state: states.State, end: EndRun) -> Step:
+    return states.Over(past=state.past), (end,)

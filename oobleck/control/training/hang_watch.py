@@ -1,0 +1,100 @@
+"""Whether the workers of a step that takes too long come on. It asks them before anything is interrupted.
+
+    quiet ── some time before it is a hang ──> asked ── nobody comes on, or some are stuck ──> all are fenced
+      ^                                          │
+      └──── as long again, at most ten minutes ── workers come on
+
+A worker comes on if it gets from what it computes to its next wait, or from a wait by what that was for, or if its
+process uses the processor: one that compiles does nothing else for minutes. So no clock ends a run that is only slow;
+clocks say when to look.
+
+Rejected: to end a step that takes longer than any limit. A first step with compilation on a busy machine takes longer
+than each limit that finds a hang in useful time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oobleck.control.events import Record, SendAll
+from oobleck.control.journal import PlanCause, StepRunsLong
+from oobleck.control.protocol import Activity, AskActivity, ProcessorUse
+from oobleck.control.recovery import BeginRecovery
+from oobleck.control.steps import HANG_FLOOR_S, Progress, stuck_workers
+from oobleck.job import ControlSpec
+from oobleck.planner import WorkerId
+
+from .requests import Effects, MoreTime
+
+_BUSY_SHARE = 0.1
+"""A process that uses this share of a core computes. One that sleeps, and looks around now and then, uses far less."""
+_LONGEST_S = 600.0
+"""Between two looks: a worker may get stuck after it has computed for hours."""
+
+
+class HangWatch:
+    """Asks the workers of a late step what they do, and judges their answers."""
+
+    def __init__(self, control: ControlSpec, progress: Progress) -> None:
+        self._control = control
+        self._progress = progress
+        self._number = 0
+        self._hangs_s = 0.0
+        """The deadline that the newest inquiry is about."""
+        self._answers: dict[WorkerId, Activity] = {}
+        self._busy: set[WorkerId] = set()
+
+    @property
+    def due_s(self) -> float:
+        """When to ask, or to judge the answers; infinity for never."""
+        hangs_s = self._progress.hangs_s
+        return hangs_s if hangs_s == self._hangs_s else hangs_s - self._lead_s
+
+    @property
+    def _lead_s(self) -> float:
+        """So long before the deadline all are asked, so that asking delays nothing that is to be found then."""
+        return min(self._control.lease_s, (self._progress.hangs_s - self._progress.progressed_s) / 2)
+
+    def answered(self, worker_id: WorkerId, message: Activity | ProcessorUse) -> None:
+        """Note an answer to the newest inquiry; others are dropped."""
+        if message.inquiry != self._number:
+            return
+        match message:
+            case Activity():
+                self._answers[worker_id] = message
+            case ProcessorUse(used_s=used_s, within_s=within_s):
+                if used_s > 0 and used_s >= _BUSY_SHARE * within_s:
+                    self._busy.add(worker_id)
+
+    def handle_deadline(self, asked: Sequence[WorkerId], now_s: float) -> Effects:
+        """Ask these workers, or act on what they have answered. Early calls do nothing."""
+        if now_s < self.due_s:
+            return ()
+        if self._progress.hangs_s == self._hangs_s or not asked:
+            return self._judge(now_s)
+        left_s = self._progress.hangs_s - now_s
+        if left_s <= 0:  # nobody looked in time
+            left_s = self._lead_s
+        self._number += 1
+        self._hangs_s = max(self._progress.hangs_s, now_s + left_s)
+        self._answers, self._busy = {}, set()
+        ask = AskActivity(device=0, inquiry=self._number, patience_s=left_s / 2)
+        return (MoreTime(until_s=self._hangs_s), SendAll(worker_ids=tuple(asked), message=ask))
+
+    def _judge(self, now_s: float) -> Effects:
+        answers, busy, running_s = self._answers, self._busy, now_s - self._progress.progressed_s
+        comes_on = busy.difference(worker_id for worker_id, answer in answers.items() if answer.waits_for)
+        comes_on.update(worker_id for worker_id, answer in answers.items() if answer.has_come_on)
+        if not comes_on or stuck_workers(answers, busy):
+            return (BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy))),)
+        computing = tuple(sorted(each for each in comes_on if each not in answers or not answers[each].waits_for))
+        first = answers.get(computing[0]) if computing else None
+        entry = StepRunsLong(
+            t_s=now_s,
+            step=self._progress.last_step + 1,
+            running_s=running_s,
+            computing=computing,
+            microbatch=None if first is None else first.microbatches_done,
+        )
+        more_s = min(max(running_s, HANG_FLOOR_S), _LONGEST_S)
+        return (MoreTime(until_s=now_s + more_s), Record(entry=entry))

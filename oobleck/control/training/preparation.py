@@ -1,0 +1,197 @@
+"""Before training: nodes come up, workers get ready, and the model's profile on each kind of node becomes known.
+
+It returns commands, and says whether preparation is complete.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from oobleck import __version__
+from oobleck.control.events import Command, ProfileFound, Send, notice
+from oobleck.control.journal import WorkerUp
+from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
+from oobleck.control.plans import profile_key
+from oobleck.control.protocol import (
+    PROTOCOL_VERSION,
+    Configure,
+    Hello,
+    Profiled,
+    StartWorker,
+    WorkerReady,
+)
+from oobleck.errors import ConfigError
+from oobleck.job import DEFAULT_KIND, JobSpec
+from oobleck.planner import NodeKind, WorkerId
+
+from .kind_profiles import KindProfiles
+
+
+class Preparation:
+    """Says what to ask of nodes until every worker is ready, and the profile of every kind is known."""
+
+    def __init__(self, job: JobSpec, members: Membership, *, python_version: str, run: str) -> None:
+        self._job = job
+        self._run = run
+        self._members = members
+        self._python_version = python_version
+        self._profiles = KindProfiles(members)
+        self._told: dict[str, tuple[int, int]] = {}
+        """The threads and the memory that each node's agent was told to give a worker."""
+        self._waiting: dict[WorkerId, WorkerUp] = {}
+        """Ready while others train, on nodes of kinds that have no profile yet."""
+
+    @property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds whose profile is known, in the order in which they became so."""
+        return tuple(self._profiles.known.values())
+
+    def restore(self, kinds: tuple[NodeKind, ...]) -> None:
+        """Continue with the profiles that an earlier master knew."""
+        self._profiles.restore(kinds)
+
+    def misfit(self, hello: Hello) -> str | None:
+        """Why an agent's environment does not fit ours; None when it does."""
+        return misfit_of(hello, python_version=self._python_version)
+
+    def configure(self, node: str) -> tuple[Command, ...]:
+        """Tell a node's agent about the job and have its workers started.
+
+        Agents of the same machine are told again where there is less, or more, for each of their workers by now.
+        """
+        member = self._members[node]
+        asks = self._profiles.ask_again(node)
+        starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
+        others = [each for each in self._members.sharing_with(node) if each in self._members.living]
+        changed = [each for each in others if self._told.get(each.spec.name) != self._share(each)]
+        return (self._configure(member), *starts, *asks, *map(self._configure, changed))
+
+    def _configure(self, member: Member) -> Send:
+        node = member.spec.name
+        threads, memory_bytes = self._told[node] = self._share(member)
+        configure = Configure(
+            protocol=PROTOCOL_VERSION,
+            oobleck_version=__version__,
+            job=self._job,
+            node=node,
+            devices=member.spec.devices,
+            address=member.address,
+            torch_threads=threads,
+            device_memory_bytes=memory_bytes,
+            num_sharing=self._members.sharing_device(member),
+            run=self._run,
+        )
+        return Send(node=node, message=configure)
+
+    def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
+        """Look at a worker that is ready. The first one of a kind settles which profile that needs.
+
+        Raises ConfigError for one that does not have what all must have alike.
+        """
+        worker_id = WorkerId(node=member.spec.name, device=message.device)
+        other = self._members.first_ready_worker  # all others have what it has
+        if other is not None:
+            first, theirs = WorkerId(node=other.node, device=other.device), ((DATA, other.data_digest), *other.alike)
+            differs = difference(worker_id, ((DATA, message.data_digest), *message.alike), first, theirs)
+            if differs is not None:
+                raise ConfigError(differs)
+        return self._profiles.note_ready(member, worker_id, partial(self._key, member, message))
+
+    def _key(self, member: Member, message: WorkerReady) -> str:
+        assert member.hello is not None
+        threads, memory_bytes = self._share(member)
+        named = (member.spec.device,) if member.spec.device != DEFAULT_KIND else ()
+        return profile_key(
+            self._job,
+            layer_names=message.layer_names,
+            parameters=message.parameters,
+            device=(
+                message.device_name,
+                message.device_memory_bytes or memory_bytes,
+                threads,
+                member.hello.num_cores,
+                *named,
+            ),
+            versions=(member.hello.python_version, message.torch_version),
+        )
+
+    def take_profile(self, event: ProfileFound) -> tuple[Command, ...]:
+        """Use the cached profile of a kind, or have a worker that is ready measure one."""
+        return self._profiles.take_found(event)
+
+    def take_measurement(self, member: Member, message: Profiled) -> tuple[Command, ...]:
+        """Use a measured profile, and have it cached. Raises PeerError for one that nobody asked for."""
+        return self._profiles.take_measured(member, message)
+
+    def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:
+        """A worker has ended, and is started again: have another one measure what it was to."""
+        self._waiting.pop(worker_id, None)
+        return self._profiles.worker_lost(worker_id)
+
+    def node_lost(self, node: str) -> tuple[Command, ...]:
+        """A node is gone: have another one measure what it was to."""
+        for worker_id in self._members[node].worker_ids:
+            self._waiting.pop(worker_id, None)
+        return self._profiles.node_lost(node)
+
+    def hold_back(self, worker: WorkerUp) -> tuple[Command, ...] | None:
+        """Have a worker wait that is ready while others train, until its kind's profile is known; None if it is."""
+        kind = self._members[worker.node].spec.kind
+        if kind in self._profiles.known:
+            return None
+        is_first = not any(self._members[other.node].spec.kind == kind for other in self._waiting)
+        self._waiting[WorkerId(node=worker.node, device=worker.device)] = worker
+        text = f"{worker.node} is the first node of kind {kind}: the model's layers are measured there before it trains"
+        return (notice(worker.t_s, "info", text),) if is_first else ()
+
+    def refuse_others(self, kinds: tuple[NodeKind, ...]) -> tuple[str, ...]:
+        """Forget the profiles of all but these kinds; returns the nodes of the others that wait."""
+        nodes = tuple(sorted({worker.node for worker in self.take_waiting()}))
+        self._profiles.keep_only(kinds)
+        return nodes
+
+    def take_waiting(self) -> tuple[WorkerUp, ...]:
+        """Return the workers that waited, and whose kind's profile is known now."""
+        known = self._profiles.known
+        due = [each for each in self._waiting if self._members[each.node].spec.kind in known]
+        return tuple(self._waiting.pop(worker_id) for worker_id in due)
+
+    @property
+    def is_complete(self) -> bool:
+        """All nodes that were asked for are ready, and the profile of each kind is known."""
+        return self._members.are_all_ready and all(
+            member.spec.kind in self._profiles.known for member in self._members.ready
+        )
+
+    def waiting_for(self) -> str:
+        """What is missing, for an error message."""
+        slow = self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
+        if slow:
+            return ", ".join(f"{member.spec.name} ({member.state})" for member in slow)
+        kinds = {member.spec.kind for member in self._members.ready} - self._profiles.known.keys()
+        return "the model's profile" + (f" on {', '.join(sorted(kinds))}" if kinds - {DEFAULT_KIND} else "")
+
+    def _share(self, member: Member) -> tuple[int, int]:
+        """The threads and the bytes of memory of each of a node's workers: the job's, or their share."""
+        share, job = self._members.share(member), self._job
+        threads = share.num_cores if job.torch_threads is None else job.torch_threads
+        return threads, share.memory_bytes if job.device_memory_bytes is None else job.device_memory_bytes
+
+
+def misfit_of(hello: Hello, *, python_version: str) -> str | None:
+    """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
+    if hello.oobleck_version != __version__ or hello.protocol != PROTOCOL_VERSION:
+        return (
+            f"oobleck {hello.oobleck_version} (protocol {hello.protocol}) runs there, {__version__} (protocol "
+            f"{PROTOCOL_VERSION}) here; install the same version on both"
+        )
+    if _minor(hello.python_version) != _minor(python_version):
+        return (
+            f"Python {hello.python_version} runs there, {python_version} here; "
+            "use the same minor version on both (the job's `python` names the interpreter)"
+        )
+    return None
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])

@@ -1,0 +1,344 @@
+"""What comes after a loss: a plan for the nodes that stay, and whether the step in flight is finished first.
+
+A part of the coordinator's machine. It knows the planner and how fast the nodes are, decides, and orders nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from oobleck.control.data import Sharding
+from oobleck.control.events import Record
+from oobleck.control.journal import PaceChanged, PlanCause, RecoveryDone
+from oobleck.control.nodes import Membership
+from oobleck.control.plans import shares_of
+from oobleck.control.protocol import CommitRecord, Pace, Status
+from oobleck.control.recovery import BeginRecovery
+from oobleck.control.scaling import Scaling, with_resting
+from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
+from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
+from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan, NodeKind, WorkerId
+
+_WORTH_FORGETTING_S = 1.0
+"""A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
+_FINDING_S = 2.0
+"""How long a master that takes over finds its nodes: before, it has more urgent things to do than to plan."""
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aftermath:
+    """Where a loss has left all workers, by the answers of the survivors."""
+
+    verdict: Verdict
+    statuses: Mapping[WorkerId, Status]
+    base: ExecutionPlan
+    """The plan in force."""
+    lost: frozenset[str]
+    """Nodes that have no part in it any more."""
+    is_from_scratch: bool
+    """The run began with the model's initial values, and has not gone back to a checkpoint."""
+    is_unexplained: bool
+    """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
+
+
+class Replanning:
+    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted.
+
+    `Scaling` says how many nodes train: it belongs to this part, and nothing else calls it.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        progress: Progress,
+        scaling: Scaling,
+        sharding: Sharding,
+        *,
+        make_planner: Callable[[Sequence[NodeKind]], ClusterPlanner],
+    ) -> None:
+        """`make_planner` takes a while, so it is called when the first plan is wanted. It may raise PlanningError."""
+        self._members = members
+        self._progress = progress
+        self._scaling = scaling
+        self._sharding = sharding
+        self._make_planner = make_planner
+        self._kinds: tuple[NodeKind, ...] = ()
+        self._planner: ClusterPlanner | None = None
+        self._paces = SpeedTracker()
+        self._slow_retry = SlowNodeRetry()
+        self._from_s = 0.0
+        self._distrusted: dict[WorkerId, frozenset[int]] = {}
+        """Layers that differ from their other copies, by holder, until they are replaced."""
+
+    def take_over(
+        self,
+        kinds: tuple[NodeKind, ...],
+        plan: ExecutionPlan,
+        now_s: float,
+        *,
+        step_s: float,
+        slow: Mapping[str, float],
+        target: int | None,
+    ) -> None:
+        """Plan by what an earlier master's journal knows: steps take `step_s`, on `target` nodes."""
+        self._kinds, self._from_s = kinds, now_s + _FINDING_S
+        self._paces.slow = slow
+        self._leave_out(plan, step_s, now_s)
+        self._scaling.restore(target, now_s)
+
+    def begin(self, kinds: tuple[NodeKind, ...], nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
+        """Plan by the profiles of these kinds, for these nodes. Raises PlanningError."""
+        self._kinds = kinds
+        return self._scaling.begin(self.planner, nodes, now_s)
+
+    def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
+        """Plan for these kinds too from now on; returns those that are new. Raises PlanningError, and changes nothing.
+
+        Links that a new kind's profile assumes are as fast as is known of the others'.
+        """
+        known, network = {kind.name for kind in self._kinds}, self._kinds[0].profile.network
+        new = tuple(
+            replace(kind, profile=replace(kind.profile, network=network)) if kind.profile.network.assumed else kind
+            for kind in kinds
+            if kind.name not in known
+        )
+        if new:
+            self._planner = self._make_planner((*self._kinds, *new))
+            self._kinds = (*self._kinds, *new)
+        return new
+
+    def first_plan(self, nodes: Sequence[str]) -> Decision:
+        """Return the first plan for these nodes. Raises PlanningError."""
+        resting = self._scaling.resting(self.planner, nodes)
+        decision = self.planner.initial_plan([node for node in nodes if node not in resting])
+        return with_resting(decision, resting)
+
+    def step_done(self, record: CommitRecord, *, generation: int) -> None:
+        """A step was committed; `generation` is that of the newest plan."""
+        self._scaling.step_done(record, generation=generation)
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether it may plan where nothing is lost."""
+        return bool(self._kinds) and now_s >= self._from_s
+
+    def stop(self) -> None:
+        """Plan only for losses from now on: any other plan would delay the end that was asked for."""
+        self._from_s = math.inf
+
+    @property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds of nodes that it plans for."""
+        return self._kinds
+
+    @property
+    def planner(self) -> ClusterPlanner:
+        """Raises PlanningError where the profiles allow none."""
+        if self._planner is None:
+            assert self._kinds
+            self._planner = self._make_planner(self._kinds)
+        return self._planner
+
+    # --- paces ---------------------------------------------------------------------------------------------
+
+    @property
+    def slow(self) -> dict[str, float]:
+        """How many times the usual time slow nodes take."""
+        return dict(self._paces.slow)
+
+    def note_pace(
+        self, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan, now_s: float
+    ) -> tuple[Record | BeginRecovery, ...]:
+        """Take in how fast workers compute; plan again where slow nodes make that pay."""
+        if not self.has_time(now_s):
+            return ()
+        profile_of, before = self.planner.profile_of, self._paces.slow
+        for worker_id in worker_ids:
+            self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
+        if not self._paces.take_change(plan):
+            return ()
+        after = self.slow
+        changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
+        entries = [PaceChanged(t_s=now_s, node=node, factor=after.get(node, 1.0)) for node in changed]
+        self._scaling.paces_changed(now_s)
+        begun = self._if_it_pays(changed, PlanCause.SLOW, plan)
+        return (*(Record(entry=entry) for entry in entries), *begun)
+
+    def forget_pace(self, node: str) -> None:
+        """Discard what was known of a node's pace."""
+        self._slow_retry.forget(node)
+        self._paces.forget(node)
+
+    def plan_adopted(self, decision: Decision, now_s: float) -> None:
+        """A plan was ordered: slow nodes that it leaves out are tried again later."""
+        self._scaling.plan_adopted(decision)
+        self._leave_out(decision.plan, decision.predicted_step_s, now_s)
+
+    def recovery_done(self, done: RecoveryDone) -> None:
+        """A change of plan is over: note what it cost."""
+        self._scaling.recovery_done(done)
+
+    def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
+        """These copies of layers differ from others: have them replaced."""
+        self._distrusted.update(copies)
+
+    def trust_all(self) -> None:
+        """All copies have been replaced that differed from others."""
+        self._distrusted.clear()
+
+    def _leave_out(self, plan: ExecutionPlan, step_s: float, now_s: float) -> None:
+        resting = [node for node in plan.spares if node in self.slow]
+        found_s = found_out_s(step_s, len(plan.worker_ids))
+        self._slow_retry.leave_out(resting, now_s, found_out_s=found_s)
+
+    @property
+    def retries_s(self) -> float:
+        """When a slow node that was left out is to be tried again; infinity for never."""
+        return self._slow_retry.due_s
+
+    def retry_slow(self, plan: ExecutionPlan, now_s: float) -> tuple[BeginRecovery, ...]:
+        """Treat slow nodes that have waited long enough as normal; plan again if another plan pays then."""
+        nodes = self._slow_retry.take_due(now_s)
+        for node in nodes:
+            self._paces.forget(node)
+        self._scaling.paces_changed(now_s)
+        return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
+
+    def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> tuple[BeginRecovery, ...]:
+        """Have all plan again because of nodes that have become slower or faster, if there are any."""
+        return (BeginRecovery(cause=cause, nodes=tuple(nodes)),) if nodes and self._pays(plan) else ()
+
+    def _pays(self, plan: ExecutionPlan) -> bool:
+        """Whether another plan is better for the nodes as fast as they are."""
+        staying = {member.spec.name for member in self._members.ready if not member.is_draining}
+        gone = [node for node in plan.spares if node not in staying]
+        choices = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
+        return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
+
+    # --- another number of nodes -----------------------------------------------------------------------------
+
+    @property
+    def rescales_s(self) -> float:
+        """When to look at the number of nodes again; infinity for never."""
+        return self._scaling.due_s
+
+    def rescale(self, plan: ExecutionPlan, now_s: float) -> tuple[Record | BeginRecovery, ...]:
+        """Look at how many nodes should train; plan again where that is another number now."""
+        if not self.has_time(now_s):
+            self._scaling.look_later(now_s)
+            return ()
+        is_due, recorded = self._scaling.consider(self.planner, now_s)
+        if not is_due:
+            return recorded
+        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        changed = set(plan.nodes).intersection(resting) or {
+            member.spec.name
+            for member in self._members.ready
+            if member.spec.name not in plan.nodes and member.spec.name not in resting
+        }
+        return (*recorded, BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed))))
+
+    def look_soon(self, now_s: float) -> None:
+        """A node has come that rests: the number of nodes may be another one."""
+        self._scaling.look_soon(now_s)
+
+    def look_later(self, now_s: float) -> None:
+        """The number of nodes cannot be looked at now."""
+        self._scaling.look_later(now_s)
+
+    def wants_more(self, num_used: int) -> bool:
+        """Whether a node that has come is to train at once, beside `num_used` that do."""
+        return self._scaling.wants_more(self.planner, num_used)
+
+    # --- plans ---------------------------------------------------------------------------------------------
+
+    def choose(self, after: Aftermath, generations: PlanHistory) -> tuple[Decision, int | None]:
+        """Find a plan for the nodes that stay, and the step in flight if it is finished first.
+
+        The step in flight is finished whenever possible, except when (a) all survivors would run the uncommitted part
+        of it again in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an
+        evaluation, or (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or
+        Unrecoverable.
+        """
+        verdict, base, lost = after.verdict, after.base, after.lost
+        finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
+        has_initial = finish is None and _is_untrained(after)
+        decision = self.replan(base, self._held(after, finish), lost=frozenset() if has_initial else lost)
+        if finish is None or not broken_pipelines(base, lost):
+            return decision, finish
+        assert verdict.adopted is not None
+        rests = generations.rests(verdict.adopted, after.statuses, lost)
+        finish_s = self.planner.rest_s(base, rests, slow=self.slow)
+        partial = generations.partial(verdict).microbatches
+        again_s = self._rest_s(decision, partial)
+        if finish_s <= again_s + _WORTH_FORGETTING_S:
+            return decision, finish
+        decision = self.replan(base, self._held(after, None), lost=lost)
+        what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
+        again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
+        return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
+
+    def _may_finish(self, after: Aftermath) -> bool:
+        """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
+        verdict = after.verdict
+        evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
+        has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        return has_records and not evaluates_first and not after.is_unexplained
+
+    def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
+        """Seconds of a step under a new plan, when these microbatches are committed."""
+        if not partial:
+            return decision.predicted_step_s
+        rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
+        return self.planner.rest_s(decision.plan, rests, slow=self.slow)
+
+    def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
+        held = _held(after, finish)
+        return held | {
+            worker_id: held[worker_id] - layers for worker_id, layers in self._distrusted.items() if worker_id in held
+        }
+
+    def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
+        """Find a plan for the nodes that stay. Raises PlanningError or Unrecoverable."""
+        known, living = frozenset((*base.nodes, *base.spares)), self._members.ready_names
+        gone = (known - living) | (known & lost)
+        draining = frozenset(member.spec.name for member in self._members.ready if member.is_draining)
+        arrived = (living - known | living & gone) - draining
+        planner, slow = self.planner, self.slow
+        decisions = [
+            planner.reconfigure(
+                base,
+                lost=gone,
+                joined=arrived.difference(resting),
+                leaving=draining - gone,
+                resting=resting,
+                slow=slow,
+                held=held,
+            )
+            for resting in self._scaling.choices(planner, base, lost=gone, slow=slow)
+        ]
+        return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
+
+
+def _is_untrained(after: Aftermath) -> bool:
+    """Whether nothing is trained yet: everybody can make the initial values of any layer."""
+    return after.verdict.applied == 0 and after.verdict.section == NO_SECTION and after.is_from_scratch
+
+
+def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
+    """The layers that each survivor can give, at the boundary's version."""
+    verdict, base = after.verdict, after.base
+    if finish is not None:
+        # What was kept of the plan before is a step behind once this one is finished.
+        planned = base.layers_at
+        return {
+            worker_id: mine if layers == mine else layers & mine
+            for worker_id, layers in verdict.held.items()
+            for mine in (planned.get(worker_id, _NOTHING),)
+        }
+    if _is_untrained(after):
+        return {worker_id: frozenset(range(base.num_layers)) for worker_id in after.statuses}
+    return dict(verdict.held)

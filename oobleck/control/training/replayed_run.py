@@ -1,0 +1,286 @@
+"""What the journal of a master that died says of its run: enough for another master to take over.
+
+Training continues without a master. The one that takes over knows the plans and the members from the journal, and
+learns from the agents what happened since. Only what it needs is kept, so that a run of a year takes no more room than
+one of an hour.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from oobleck.control import journal
+from oobleck.control.checkpoints import KnownCheckpoint
+from oobleck.control.data import ShardRemains, ShardsImage
+from oobleck.control.nodes import MemberImage, Membership, MemberState
+from oobleck.control.protocol import CommitRecord
+from oobleck.control.steps import STEPS_TIMED, PlanHistory
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.planner import NodeKind, WorkerId, profile_from_json
+
+
+@dataclass(slots=True)
+class ReplayedRun:
+    """A run without a master, as its journal knows it."""
+
+    started: journal.JobStarted
+    members: Membership
+    generations: PlanHistory
+    profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
+    """By the kind of node."""
+    plans: list[journal.PlanAdopted] = field(default_factory=list)
+    """All that the generations are restored from, and those that are named here."""
+    records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
+    """Of the newest committed steps that are known."""
+    predicted_step_s: float = 0.0
+    """Of the newest plan."""
+    slow: dict[str, float] = field(default_factory=dict)
+    """How many times the usual time slow nodes take."""
+    evaluated_step: int = 0
+    """The newest whose evaluation is known."""
+    furthest_step: int = 0
+    """The newest step that was ever committed, lost ones included."""
+    began: journal.PlanAdopted | None = None
+    """The first plan."""
+    restored: journal.PlanAdopted | None = None
+    """The newest plan that went back to a checkpoint, or to the model's initial values."""
+    origin: str | None = None
+    """The checkpoint that the run began from."""
+    saved: list[KnownCheckpoint] = field(default_factory=list)
+    target: int | None = None
+    """On how many nodes the run is to train; None: all."""
+    shards: ShardRemains = field(default_factory=ShardRemains)
+    last_s: float = 0.0
+    """When the last entry was made."""
+    gap: journal.JournalGap | None = None
+    """Why the journal does not know all that happened; None where it does."""
+    interrupted: tuple[NodeSpec, ...] = ()
+    """Nodes that were joining, and had no part in any plan."""
+
+    @property
+    def job(self) -> JobSpec:
+        return self.started.job
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes that had a part in the run when the journal ended."""
+        return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
+
+    @property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        """The kinds of nodes that the run has a profile of."""
+        return tuple(
+            NodeKind(
+                name=known.kind,
+                profile=profile_from_json(known.profile_json, source="the journal's profile"),
+                devices_per_node=known.num_devices,
+            )
+            for known in self.profiles.values()
+        )
+
+    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
+        """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
+        self.members.relocate(specs)
+        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all have certainly received the newest orders: a step was committed under them."""
+        newest = self.generations.newest
+        return self.generations.current == newest and any(record.generation == newest for record in self.records)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayImage:
+    """All that a `Replay` knows, but for the run's first entry and its profiles."""
+
+    members: tuple[MemberImage, ...]
+    generation: int
+    plans: tuple[journal.PlanAdopted, ...]
+    records: tuple[CommitRecord, ...]
+    predicted_step_s: float
+    slow: tuple[tuple[str, float], ...]
+    evaluated_step: int
+    furthest_step: int
+    began: int | None
+    """A generation, as the next one is."""
+    restored: int | None
+    origin: str | None
+    saved: tuple[KnownCheckpoint, ...]
+    target: int | None
+    shards: ShardsImage
+    last_s: float
+    gap: journal.JournalGap | None
+
+
+class Replay:
+    """Follows the entries of a run's journal, the first of which starts it: O(1) each, but for plans."""
+
+    def __init__(self, started: journal.JobStarted) -> None:
+        self._run = ReplayedRun(started, Membership(started.nodes), PlanHistory(max_steps=started.job.max_steps))
+        self._run.last_s = started.t_s
+
+    @classmethod
+    def of_image(
+        cls, image: ReplayImage, started: journal.JobStarted, profiles: Sequence[journal.ProfileKnown]
+    ) -> Replay:
+        """Continue from what another one has come to."""
+        replay = cls(started)
+        run = replay._run
+        run.members, run.profiles = Membership.of_image(image.members), {known.kind: known for known in profiles}
+        run.plans.extend(image.plans)
+        for plan in image.plans:
+            run.generations.restore(plan)
+        run.generations.current = image.generation
+        run.records.extend(image.records)
+        run.predicted_step_s, run.slow = image.predicted_step_s, dict(image.slow)
+        run.evaluated_step, run.furthest_step = image.evaluated_step, image.furthest_step
+        of = {plan.generation: plan for plan in image.plans}
+        run.began = None if image.began is None else of[image.began]
+        run.restored = None if image.restored is None else of[image.restored]
+        run.origin, run.saved, run.target = image.origin, list(image.saved), image.target
+        run.shards = ShardRemains.of_image(image.shards)
+        run.last_s, run.gap = image.last_s, image.gap
+        return replay
+
+    def image(self) -> ReplayImage:
+        """Return all that it knows, for `of_image`."""
+        run = self._run
+        return ReplayImage(
+            members=run.members.image(),
+            generation=run.generations.current,
+            plans=tuple(run.plans),
+            records=tuple(run.records),
+            predicted_step_s=run.predicted_step_s,
+            slow=tuple(run.slow.items()),
+            evaluated_step=run.evaluated_step,
+            furthest_step=run.furthest_step,
+            began=None if run.began is None else run.began.generation,
+            restored=None if run.restored is None else run.restored.generation,
+            origin=run.origin,
+            saved=tuple(run.saved),
+            target=run.target,
+            shards=run.shards.image(),
+            last_s=run.last_s,
+            gap=run.gap,
+        )
+
+    def apply(self, entry: journal.JournalEntry) -> None:
+        """Take the next entry in."""
+        _apply(self._run, entry)
+        self._run.last_s = entry.t_s
+
+    @property
+    def profiles(self) -> tuple[journal.ProfileKnown, ...]:
+        return tuple(self._run.profiles.values())
+
+    def finish(self) -> ReplayedRun | None:
+        """Return the run as its journal has left it; None where it never came to train. No entry follows."""
+        if not self._run.profiles or not self._run.generations.plans:
+            return None
+        _interrupt_joining(self._run)
+        return self._run
+
+
+def _interrupt_joining(replayed: ReplayedRun) -> None:
+    """The nodes that the dead master was taking in: its successor starts that again from the beginning."""
+    joining = [
+        *replayed.members.in_state(MemberState.CONNECTING),
+        *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),
+    ]
+    for member in joining:
+        replayed.members.lose(member.spec.name)
+    replayed.interrupted = tuple(member.spec for member in joining)
+
+
+def _apply(replayed: ReplayedRun, entry: journal.JournalEntry) -> None:
+    match entry:
+        case journal.MasterResumed():
+            _interrupt_joining(replayed)
+        case journal.ProfileKnown():
+            replayed.profiles[entry.kind] = entry
+        case journal.PlanAdopted():
+            _restore_plan(replayed, entry)
+        case journal.CheckpointSaved():
+            is_final = entry.step >= replayed.job.max_steps
+            replayed.saved.append(
+                KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
+            )
+            del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # the others are removed by then
+        case journal.PaceChanged(node=node, factor=factor) if factor > 1:
+            replayed.slow[node] = factor
+        case journal.PaceChanged(node=node):
+            replayed.slow.pop(node, None)
+        case journal.ScalingDecided(num_nodes=num_nodes):
+            replayed.target = num_nodes
+        case journal.JournalGap():
+            replayed.gap = entry if entry.is_open or entry.num_lost else None
+        case journal.StepDone(record=record):
+            replayed.records.append(record)
+            replayed.furthest_step = max(replayed.furthest_step, record.step)
+        case journal.Evaluated(step=step):
+            replayed.evaluated_step = step
+        case journal.ShardsKnown() | journal.DataPlaced() | journal.RecordsDealt() | journal.ShardQuarantined():
+            replayed.shards.note(entry)
+        case journal.RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
+            replayed.generations.current = generation
+            if cause is journal.PlanCause.DRAINED:
+                for node in nodes:
+                    replayed.members.drain(node)
+            if cause is journal.PlanCause.RETRIED:
+                for node in nodes:
+                    replayed.slow.pop(node, None)
+        case journal.NodeAdded(node=spec):
+            replayed.members.add(spec)
+        case (
+            journal.NodeConnected()
+            | journal.WorkerUp()
+            | journal.WorkerDown()
+            | journal.NodeLost()
+            | journal.NodeLeft()
+        ):
+            _move(replayed, entry)
+            if isinstance(entry, journal.WorkerDown | journal.NodeLost | journal.NodeLeft):
+                replayed.slow.pop(entry.node, None)
+        case _:
+            pass
+
+
+def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
+    replayed.generations.restore(entry)
+    replayed.predicted_step_s = entry.predicted_step_s
+    replayed.began = replayed.began or entry
+    if entry.restored_step is not None:
+        replayed.restored = entry
+        replayed.origin = replayed.origin or entry.restored
+        replayed.records.clear()
+        replayed.evaluated_step = min(replayed.evaluated_step, entry.restored_step)
+    plans = [*replayed.plans, entry]
+    finishing = [plan for plan in plans if plan.finish is not None]
+    others = [plan for plan in plans if plan.finish is None]
+    # What is dealt of a step has a number that no later part may have.
+    latest = max(finishing, key=lambda plan: max([part.segment for part in plan.segments], default=-1), default=None)
+    needed = (replayed.began, replayed.restored, latest, *finishing[-1:], *others[-1:])
+    generations = {*replayed.generations.plans, *(plan.generation for plan in needed if plan is not None)}
+    replayed.plans = [plan for plan in plans if plan.generation in generations]
+
+
+def _move(
+    replayed: ReplayedRun,
+    entry: journal.NodeConnected | journal.WorkerUp | journal.WorkerDown | journal.NodeLost | journal.NodeLeft,
+) -> None:
+    members = replayed.members
+    match entry:
+        case journal.NodeConnected(node=node, agent_pid=pid):
+            members.note_connected(node, agent_pid=pid)
+        case journal.WorkerUp():
+            members.note_ready(entry, generation=replayed.generations.current)
+        case journal.WorkerDown(node=node, device=device, pid=pid, also=also):
+            worker_id = WorkerId(node=node, device=device)
+            members.note_restart(worker_id, pid, now_s=entry.t_s, step=replayed.furthest_step, also=also)
+        case journal.NodeLost(node=node):
+            members.lose(node)
+        case journal.NodeLeft(node=node):
+            members.leave(node)

@@ -1,0 +1,150 @@
+"""How a run ends: a stop that was asked for, workers that have finished, the last save, and the reason to report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from oobleck.control.checkpoints import Saving
+from oobleck.control.data import Sharding
+from oobleck.control.events import EndRun, ExpectSteps, Send, StopRequested
+from oobleck.control.journal import WorkerError
+from oobleck.control.nodes import Membership
+from oobleck.control.protocol import FinishStep, Raised
+from oobleck.control.steps import PlanHistory, Progress
+from oobleck.errors import ExitCode
+from oobleck.job import JobSpec
+from oobleck.planner import WorkerId
+
+_LAST_SAVE_S = 300.0
+"""How long the end of a run may wait for its last save."""
+_LAST_WORDS_S = 2.0
+
+
+class Shutdown:
+    """Knows which workers have finished, what was asked for, and what ended workers."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        progress: Progress,
+        saving: Saving,
+        sharding: Sharding,
+    ) -> None:
+        self._job = job
+        self._members = members
+        self._progress = progress
+        self._saving = saving
+        self._sharding = sharding
+        self._errors: dict[WorkerId, tuple[int, Raised]] = {}
+        """By worker: the exception that ended it, and the newest step that was committed by then."""
+        self._stop: StopRequested | None = None
+        self._asked_to_finish = 0
+        """The generation whose workers were last asked to."""
+        self._finished: tuple[int, set[WorkerId]] = 0, set()
+        """(newest generation, workers of it that train no further)."""
+        self._over: EndRun | None = None
+        """Training has ended; its last save may still be on the way to the disk."""
+        self._over_step = 0
+        """The step after which it has."""
+        self._hears_out = False
+        self.due_s = math.inf
+
+    def note_error(self, worker_id: WorkerId, error: Raised) -> None:
+        """An exception ended a worker."""
+        self._errors[worker_id] = (self._progress.last_step, error)
+
+    def ask_again(self) -> None:
+        """Repeat the request to finish: it may be lost."""
+        self._asked_to_finish = 0
+
+    def is_same_error(self, nodes: Collection[str]) -> bool:
+        """Whether one exception has ended a worker on each of these nodes since the newest step."""
+        fresh = {worker_id.node: error for worker_id, error in self._fresh.items()}
+        errors = {(error.kind, error.message) for node, error in fresh.items() if node in nodes}
+        return len(errors) == 1 and fresh.keys() >= set(nodes)
+
+    @property
+    def _fresh(self) -> dict[WorkerId, Raised]:
+        """By worker: the exceptions since the newest committed step."""
+        return {
+            worker_id: error for worker_id, (step, error) in self._errors.items() if step == self._progress.last_step
+        }
+
+    def stop(self, event: StopRequested) -> None:
+        """Have training end with the step in flight."""
+        self._stop = event
+        self._asked_to_finish = 0
+
+    def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> tuple[ExpectSteps, ...]:
+        """A worker has finished. Workers repeat this after a fence."""
+        if self._finished[0] != generations.current:
+            self._finished = generations.current, set()
+        finished, awaited = self._finished[1], generations.plan.worker_ids
+        finished.add(worker_id)
+        if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have
+            return ()
+        self._over, self._over_step = self._outcome(), self._progress.last_step
+        self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)
+        return (ExpectSteps(within_s=math.inf),)
+
+    def _outcome(self) -> EndRun:
+        """How a run ends whose workers have all finished."""
+        number = self._progress.last_step
+        steps = "1 step is committed" if number == 1 else f"{number} steps are committed"
+        by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
+        if by_data is not None and self._stop is None:
+            return by_data
+        if self._progress.last_step >= self._job.max_steps:
+            return EndRun(exit_code=ExitCode.DONE, reason=f"all {steps}")
+        if self._stop is None:  # the master before this one was asked to stop
+            return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
+        return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
+
+    def follow_up(self, generations: PlanHistory, now_s: float, *, is_training: bool) -> tuple[EndRun | Send, ...]:
+        """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for.
+
+        Unless `is_training`, a new plan is on its way, under which what is not on disk is saved again.
+        """
+        if self._progress.last_step < self._over_step:  # its state was lost before it was saved
+            self._over, self._over_step, self.due_s = None, 0, math.inf
+        if self._over is not None:  # else there is nothing to look at, and this is called for each heartbeat
+            is_settled = self._is_settled and (is_training or self._saving.lacking is None)
+            if (is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
+                return (self._settled(self._over),)
+        if self._stop is None or self._asked_to_finish == generations.newest:
+            return ()
+        self._asked_to_finish = generations.newest
+        return tuple(
+            Send(node=worker_id.node, message=FinishStep(device=worker_id.device))
+            for worker_id in generations.plan.worker_ids
+            if self._members[worker_id.node].is_ready
+        )
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether no save is under way. While no worker is left, nobody can report what is saved."""
+        return bool(self._members.ready) and self._saving.is_settled
+
+    def _is_heard_out(self, now_s: float) -> bool:
+        """Whether the run may end: if the last save has failed, all had a moment to report what memory holds."""
+        if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
+            self._hears_out = True
+            self.due_s = min(self.due_s, now_s + _LAST_WORDS_S)
+        return not self._hears_out or not self._saving.may_be_in_memory or now_s >= self.due_s
+
+    def _settled(self, over: EndRun) -> EndRun:
+        """The end of the run once the last save is over: a run whose last save failed is no success."""
+        lacking = self._saving.lacking
+        if lacking is None or over.exit_code == ExitCode.FAILED:
+            return over
+        return EndRun(exit_code=ExitCode.NOT_SAVED, reason=f"{over.reason}, but {lacking}")
+
+    def error_behind(self, over: EndRun) -> WorkerError | None:
+        """The error that ended workers, if nothing was committed since: the cause behind the end of the run."""
+        fresh = self._fresh
+        if not fresh or over.exit_code != ExitCode.FAILED:
+            return None
+        worker_id, error = next(iter(fresh.items()))
+        return WorkerError(worker_id=worker_id, end=error)

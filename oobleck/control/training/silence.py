@@ -1,0 +1,70 @@
+"""Which side is silent: nodes, which are lost by it, or this master, which may be held up or cut off."""
+
+from __future__ import annotations
+
+from oobleck.control.events import Record, notice
+from oobleck.control.journal import Silent
+from oobleck.control.nodes import Leases
+from oobleck.control.recovery import GiveUp
+from oobleck.job import ControlSpec
+
+
+class Silence:
+    """Judges the silence of nodes, and knows when this master was last called."""
+
+    def __init__(self, control: ControlSpec, leases: Leases) -> None:
+        self._control = control
+        self._leases = leases
+        self._called_s = 0.0
+        """When something was heard, or acted on, last."""
+        self._unheard_s = 0.0
+        """How long nothing was, up to the newest event, where that was longer than a lease."""
+
+    @property
+    def due_s(self) -> float:
+        """When to judge a silence next, at the latest."""
+        return self._leases.due_s
+
+    def recount(self) -> None:
+        """Have `due_s` count those who have spoken since the last time; O(nodes)."""
+        self._leases.recount()
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Most nodes are silent, and it may be us."""
+        return self._leases.is_suspicious
+
+    def note_call(self, now_s: float) -> None:
+        """This master acts: it is not held up."""
+        if now_s - self._called_s > self._control.lease_s:
+            self._unheard_s = now_s - self._called_s
+        self._called_s = now_s
+
+    def forgive(self, now_s: float, late_s: float) -> float:
+        """Return how long this master was held up, if it acts `late_s` after it should have; else 0.
+
+        The messages of that time are still to be read, and no node had our answers: no lease has lapsed.
+        """
+        unheard_s, self._unheard_s = self._unheard_s, 0.0
+        if late_s <= self._control.heartbeat_interval_s:
+            return 0.0
+        self._leases.forgive()
+        return max(late_s, unheard_s)
+
+    def heard(self, now_s: float) -> tuple[Record, ...]:
+        """A node sent something. Nothing is recorded unless most nodes were silent until now."""
+        silent_s = self._leases.heard(now_s)
+        if silent_s is None:
+            return ()
+        return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
+
+    def give_up_silent(self, now_s: float) -> tuple[Record | GiveUp, ...]:
+        """Give up the nodes that are lost by their silence; none if this master may be the one that hears nothing."""
+        was_suspicious = self._leases.is_suspicious
+        lapsed = self._leases.take_lapsed(now_s)
+        warnings: tuple[Record, ...] = ()
+        if self._leases.is_suspicious and not was_suspicious:
+            text = "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for"
+            warnings = (notice(now_s, "warning", text),)
+        lost = (GiveUp(nodes=(node,), loss=Silent(silent_s=silent_s)) for node, silent_s in lapsed.items())
+        return (*warnings, *lost)

@@ -1,0 +1,376 @@
+"""The coordinator of a script's ranks: what agents say becomes orders, entries and the end of the run."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from oobleck import __version__
+from oobleck.control.events import (
+    AddRequested,
+    Command,
+    Connect,
+    DrainRequested,
+    End,
+    Event,
+    MessageReceived,
+    NodeFailed,
+    NodesHeard,
+    NodeUp,
+    Record,
+    Remark,
+    Send,
+    StopRequested,
+)
+from oobleck.control.journal import (
+    ConnectionLost,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    JobEnded,
+    NodeLeft,
+    NodeLost,
+    RankDown,
+    RanksHung,
+    ScriptStarted,
+    Unreachable,
+    sentence,
+)
+from oobleck.control.protocol import (
+    PROTOCOL_VERSION,
+    AgentStopped,
+    CheckpointCommitted,
+    ConfigureRanks,
+    EndRanks,
+    Exited,
+    Heartbeat,
+    Hello,
+    Killed,
+    Leaving,
+    RankError,
+    RankFailed,
+    RankOutput,
+    RanksCold,
+    RanksFinished,
+    RanksQuiet,
+    RanksReady,
+    RanksStarted,
+    RankStacks,
+    StartRanks,
+    StopAgent,
+    TraceRanks,
+)
+from oobleck.control.scripts import RanksCoordinator
+from oobleck.errors import ExitCode
+from oobleck.job import ControlSpec, NodeSpec
+from oobleck.job.ranks import RanksSpec
+
+NODES = ("a", "b", "c")
+T = TypeVar("T")
+
+
+class World:
+    """Agents that do as they are told, at once, unless a test says otherwise."""
+
+    def __init__(self, *, num_nodes: int = 3, **options: Any) -> None:
+        specs = tuple(NodeSpec(name=name, host=name) for name in NODES[:num_nodes])
+        choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
+        run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
+        self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
+        self.now_s = 0.0
+        self.commands = self.coordinator.start(0.0)
+
+    def give(self, event: Event) -> list[Command]:
+        self.now_s += 0.01
+        new = self.coordinator.handle(self.now_s, event)
+        self.commands += new
+        return new
+
+    def say(self, node: str, message: Any) -> list[Command]:
+        return self.give(MessageReceived(node=node, message=message))
+
+    def come(self, node: str, *, pid: int = 1, **differs: Any) -> list[Command]:
+        fields = {
+            "protocol": PROTOCOL_VERSION,
+            "oobleck_version": __version__,
+            "python_version": "3.11.2",
+            "node": node,
+            "pid": pid,
+            "generation": 0,
+            "workers": (),
+            "num_cores": 2,
+            "memory_bytes": 1 << 30,
+            "clock_s": 0.0,
+        }
+        return self.give(NodeUp(node=node, hello=Hello(**{**fields, **differs}), address=f"{node}.address"))
+
+    def ready(self, node: str, generation: int = 0) -> list[Command]:
+        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node)))
+
+    def begin(self, *nodes: str) -> None:
+        for node in nodes:
+            self.come(node)
+        for node in nodes:
+            self.ready(node)
+        for node in nodes:
+            self.say(node, RanksStarted(generation=1, pids=(1, 2), is_warm=False))
+
+    def entries(self, kind: type[T]) -> list[T]:
+        return [each.entry for each in self.commands if isinstance(each, Record) and isinstance(each.entry, kind)]
+
+    @property
+    def end(self) -> End:
+        (end,) = [command for command in self.commands if isinstance(command, End)]
+        return end
+
+
+def sent(commands: list[Command], kind: type[T]) -> dict[str, T]:
+    return {each.node: each.message for each in commands if isinstance(each, Send) and isinstance(each.message, kind)}
+
+
+def failed(rank: int = 3, *, generation: int = 1) -> RankFailed:
+    error = RankError(message="ValueError: x", detail="Traceback …\nValueError: x", is_exception=True)
+    return RankFailed(
+        generation=generation, rank=rank, local_rank=rank % 2, pid=7 + rank, end=Exited(exit_code=1), error=error
+    )
+
+
+def test_ranks_start_once_all_nodes_are_ready_with_the_port_that_the_first_one_keeps():
+    world = World()
+    assert [command.node.name for command in world.commands if isinstance(command, Connect)] == list(NODES)
+    for node in ("c", "a", "b"):
+        assert sent(world.come(node), ConfigureRanks)[node].generation == 0
+    world.ready("c")
+    world.ready("b")
+    orders = sent(world.ready("a"), StartRanks)
+    assert [(orders[node].group_rank, orders[node].first_rank) for node in NODES] == [(0, 0), (1, 2), (2, 4)]
+    assert {(order.master_address, order.master_port, order.world_size) for order in orders.values()} == {
+        ("a.address", 1000, 6)
+    }
+    for node in NODES:
+        world.say(node, RanksStarted(generation=1, pids=(1, 2), is_warm=node != "b"))
+    (runs,) = world.entries(GenerationRuns)
+    assert runs.is_warm is False
+
+
+def test_a_failed_rank_ends_the_others_and_the_next_generation_is_counted():
+    world = World()
+    world.begin(*NODES)
+    orders = sent(world.say("b", failed()), EndRanks)
+    assert {node: (order.generation, order.grace_s) for node, order in orders.items()} == dict.fromkeys(NODES, (1, 0))
+    world.say("c", failed(5))
+    assert [(down.rank, down.is_first) for down in world.entries(RankDown)] == [(3, True), (5, False)]
+    world.ready("b", 1)
+    world.ready("c", 1)
+    assert {order.generation for order in sent(world.ready("a", 1), StartRanks).values()} == {2}
+    assert [formed.num_failures for formed in world.entries(GenerationFormed)] == [0, 1]
+
+
+def test_a_report_that_is_repeated_is_one_failure():
+    world = World()
+    world.begin(*NODES)
+    world.say("b", failed())
+    world.say("b", failed())
+    assert len(world.entries(RankDown)) == 1
+
+
+def test_a_second_failure_ends_the_run_with_the_traceback():
+    world = World(max_restarts=0)
+    world.begin("a", "b", "c")
+    world.say("b", failed())
+    for node in NODES:
+        commands = world.ready(node, 1)
+    assert world.end.exit_code == 1
+    assert "rank 3 on b failed: exit code 1: ValueError: x\nTraceback …" in world.end.reason
+    assert sent(commands, StopAgent).keys() == set(NODES)
+    assert world.coordinator.handle(9.0, Remark(level="info", text="late")) == []
+    assert world.coordinator.handle_deadline(9.0) == []
+
+
+def test_a_lost_node_is_left_out_and_takes_part_again_when_it_is_back():
+    world = World()
+    world.begin(*NODES)
+    orders = sent(world.give(NodeFailed(node="c", loss=ConnectionLost())), EndRanks)
+    assert orders.keys() == {"a", "b"}
+    world.ready("a", 1)
+    assert sent(world.ready("b", 1), StartRanks).keys() == {"a", "b"}
+    world.give(AddRequested(spec=NodeSpec(name="c", host="c")))
+    assert sent(world.come("c", pid=2), ConfigureRanks)["c"].generation == 2
+    ended = sent(world.ready("c", 2), EndRanks)
+    assert {node: order.grace_s > 0 for node, order in ended.items()} == {"a": True, "b": True}
+    world.ready("a", 2)
+    assert sent(world.ready("b", 2), StartRanks).keys() == set(NODES)
+    assert [entry.node for entry in world.entries(NodeLost)] == ["c"]
+
+
+def test_an_agent_that_is_reached_again_hears_again_what_it_may_have_missed():
+    world = World()
+    world.begin(*NODES)
+    again = world.come("b")
+    assert sent(again, ConfigureRanks).keys() == sent(again, StartRanks).keys() == {"b"}
+    world.say("a", failed(0))
+    again = world.come("b")
+    assert sent(again, EndRanks)["b"].generation == 1
+    assert not sent(again, StartRanks)
+
+
+def test_a_drained_node_leaves_once_its_ranks_are_gone():
+    world = World()
+    world.begin(*NODES)
+    assert sent(world.give(DrainRequested(node="b")), EndRanks).keys() == set(NODES)
+    assert sent(world.ready("b", 1), StopAgent)["b"].is_dismissal
+    world.say("b", AgentStopped(reason="drained"))
+    assert [entry.node for entry in world.entries(NodeLeft)] == ["b"]
+    world.ready("a", 1)
+    assert sent(world.ready("c", 1), StartRanks).keys() == {"a", "c"}
+
+
+def test_a_node_that_has_notice_is_drained():
+    world = World()
+    world.begin(*NODES)
+    assert sent(world.say("c", Leaving(reason="spot")), EndRanks).keys() == set(NODES)
+    assert [entry.nodes for entry in world.entries(GenerationEnded)] == [("c",)]
+
+
+def test_all_ranks_that_end_well_end_the_run_well():
+    world = World(num_nodes=2)
+    world.begin("a", "b")
+    assert not sent(world.say("a", RanksFinished(generation=1)), StopAgent)
+    world.say("b", RanksFinished(generation=1))
+    assert (world.end.exit_code, world.end.reason) == (0, "all ranks have finished")
+    assert [entry.exit_code for entry in world.entries(JobEnded)] == [0]
+
+
+def test_nodes_that_cannot_be_reached_are_named_when_none_is_left():
+    world = World(num_nodes=2)
+    for node in ("a", "b"):
+        world.give(NodeFailed(node=node, loss=Unreachable(problem=f"no route to {node}")))
+    assert "a: no route to a\nb: no route to b" in world.end.reason
+
+
+def test_another_version_does_not_take_part():
+    world = World(num_nodes=2)
+    world.come("a", oobleck_version="0.0.1")
+    world.come("b")
+    assert sent(world.ready("b"), StartRanks).keys() == {"b"}
+
+
+def test_an_agent_that_talks_of_training_is_given_up():
+    world = World()
+    world.begin(*NODES)
+    world.say("b", CheckpointCommitted(name="step-1"))
+    assert [entry.node for entry in world.entries(NodeLost)] == ["b"]
+
+
+def test_output_and_heartbeats_decide_nothing_and_those_that_ask_are_answered():
+    world = World()
+    world.begin(*NODES)
+    assert world.say("a", RankOutput(rank=0, is_error=False, text="hello\n")) == []
+    assert sent(world.say("a", Heartbeat(sequence=4)), Heartbeat) == {"a": Heartbeat(sequence=4)}
+    assert world.give(NodesHeard(heard=(("a", world.now_s),))) == []
+
+
+def test_a_node_that_falls_silent_is_lost_after_its_lease():
+    world = World()
+    world.begin(*NODES)
+    for _ in range(400):
+        world.now_s += 0.02
+        for node in ("a", "b"):
+            world.say(node, Heartbeat(sequence=None))
+        world.commands += world.coordinator.handle_deadline(world.now_s)
+    assert [entry.node for entry in world.entries(NodeLost)] == ["c"]
+    assert [entry.cause.value for entry in world.entries(GenerationEnded)] == ["node_lost"]
+
+
+def test_a_stop_asks_the_ranks_to_end_and_a_second_one_does_not_wait():
+    world = World()
+    world.begin(*NODES)
+    stop = StopRequested(now=False, exit_code=130, reason="ended by Ctrl-C")
+    assert all(order.grace_s for order in sent(world.give(stop), EndRanks).values())
+    world.give(StopRequested(now=True, exit_code=130, reason="ended by Ctrl-C"))
+    assert (world.end.exit_code, world.end.reason) == (130, "ended by Ctrl-C")
+
+
+def test_a_rank_killed_by_a_signal_without_a_word_is_told_as_that():
+    world = World(max_restarts=0)
+    world.begin(*NODES)
+    world.say("a", RankFailed(generation=1, rank=0, local_rank=0, pid=9, end=Killed(signal=9), error=None))
+    for node in NODES:
+        world.ready(node, 1)
+    assert world.end.reason.startswith("rank 0 on a failed: killed by signal 9\nno restart is allowed")
+
+
+def quiet(*idle: int, is_quiet: bool = True) -> RanksQuiet:
+    return RanksQuiet(generation=1, is_quiet=is_quiet, has_shown=True, idle=idle)
+
+
+WAITING = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distributed/c10d.py", line 1 in barrier\n'
+SLEEPING = 'Current thread 0x1 (most recent call first):\n  File "/x/train.py", line 7 in load\n'
+
+
+def test_ranks_that_hang_are_asked_where_they_are_and_start_again() -> None:
+    world = World(num_nodes=2)
+    world.begin("a", "b")
+    assert not sent(world.say("a", quiet(0, 1)), TraceRanks), "b may be busy"
+    asked = world.say("b", quiet(2, 3))
+    assert sent(asked, TraceRanks) == {node: TraceRanks(generation=1) for node in ("a", "b")}
+    world.say("a", RankStacks(generation=1, stacks=((0, WAITING), (1, WAITING))))
+    ended = world.say("b", RankStacks(generation=1, stacks=((2, WAITING), (3, SLEEPING))))
+    assert sent(ended, EndRanks).keys() == {"a", "b"}
+    (hung,) = world.entries(RanksHung)
+    assert [(each.node, each.rank, each.place) for each in hung.culprits] == [("b", 3, "/x/train.py:7 in load")]
+    assert hung.num_waiting == 3
+    assert world.entries(GenerationEnded)[-1].cause.value == "hang"
+    for node in ("a", "b"):
+        world.ready(node, 1)
+    assert world.entries(GenerationFormed)[-1].num_failures == 1
+
+
+def test_a_sign_of_life_while_ranks_are_asked_lets_them_be() -> None:
+    world = World(num_nodes=1)
+    world.begin("a")
+    world.say("a", quiet(0))
+    world.say("a", quiet(is_quiet=False))
+    assert not sent(world.say("a", RankStacks(generation=1, stacks=((0, SLEEPING),))), EndRanks)
+    assert not world.entries(RanksHung)
+
+
+def test_ranks_that_do_not_say_where_they_are_start_again_too() -> None:
+    world = World(num_nodes=1, control=ControlSpec(lease_s=60.0))
+    world.begin("a")
+    asked = world.say("a", quiet(0))
+    assert sent(asked, TraceRanks)
+    due_s = world.coordinator.next_deadline()
+    assert due_s == world.now_s + 5.0
+    assert not world.coordinator.handle_deadline(due_s - 0.1)
+    assert sent(world.coordinator.handle_deadline(due_s), EndRanks)
+
+
+def test_a_generation_that_a_stop_ends_is_not_said_to_have_finished() -> None:
+    world = World(num_nodes=1)
+    world.begin("a")
+    world.give(StopRequested(exit_code=ExitCode.DONE, reason="stopped", now=False))
+    world.ready("a", 1)
+    assert world.end.exit_code == 0
+    assert [entry.cause.value for entry in world.entries(GenerationEnded)] == ["stopped"]
+
+
+def test_the_journal_has_names_and_digests_of_arguments_and_variables_and_no_values():
+    world = World(command=("train.py", "--token=hidden1", "hidden2", "-v"), environment={"API_KEY": "hidden3"})
+    (entry,) = [command.entry for command in world.commands if isinstance(command, Record)][:1]
+    assert isinstance(entry, ScriptStarted)
+    assert "hidden" not in str(entry)
+    assert entry.run.command[:3] == ("train.py", "--token", "-v")
+    assert [*entry.run.environment] == ["API_KEY"]
+    other = World(command=("train.py", "--token=other", "hidden2", "-v"), environment={"API_KEY": "other"})
+    (differing,) = [command.entry for command in other.commands if isinstance(command, Record)][:1]
+    assert isinstance(differing, ScriptStarted)
+    assert differing.run.command[3] != entry.run.command[3], "two runs can be told from each other"
+    assert differing.run.environment != entry.run.environment
+
+
+def test_ranks_that_start_cold_after_a_loss_of_what_was_imported_are_told_of():
+    world = World()
+    world.begin("a", "b", "c")
+    new = world.say("b", RanksCold(problem="importing slowly has not ended within 60 s"))
+    (entry,) = [command.entry for command in new if isinstance(command, Record)]
+    assert sentence(entry) == "b: ranks that start now start cold: importing slowly has not ended within 60 s"

@@ -1,0 +1,79 @@
+"""Whether ranks hang, and which holds the others up."""
+
+from __future__ import annotations
+
+from oobleck.control.protocol import RanksQuiet, RankStacks
+from oobleck.control.scripts import hung_rank
+from oobleck.control.scripts.hang import HangWatch
+
+SLEEPING = """\
+Thread 0x00007f00 (most recent call first):
+  File "/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f01 (most recent call first):
+  File "/home/me/train.py", line 12 in load_batch
+  File "/home/me/train.py", line 30 in <module>
+"""
+WAITING = """\
+Current thread 0x00007f01 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
+  File "/lib/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/home/me/train.py", line 31 in <module>
+"""
+
+
+def quiet(*idle: int, has_shown: bool = True, is_quiet: bool = True) -> RanksQuiet:
+    return RanksQuiet(generation=1, is_quiet=is_quiet, has_shown=has_shown, idle=idle)
+
+
+def watch(**said: RanksQuiet) -> HangWatch:
+    watching = HangWatch(1)
+    for node, each in said.items():
+        watching.hear(node, each)
+    return watching
+
+
+def test_ranks_that_have_never_shown_a_sign_have_none_to_miss() -> None:
+    assert not watch(a=quiet(0, has_shown=False)).suspects(["a"])
+
+
+def test_all_nodes_must_be_quiet_and_one_rank_must_wait() -> None:
+    assert watch(a=quiet(0), b=quiet()).suspects(["a", "b"])
+    assert not watch(a=quiet(0), b=quiet(is_quiet=False)).suspects(["a", "b"])
+    assert not watch(a=quiet(0)).suspects(["a", "b"]), "b has said nothing yet"
+    assert not watch(a=quiet(), b=quiet()).suspects(["a", "b"]), "all compute"
+    assert not watch(a=quiet(0)).suspects([]), "all have ended"
+
+
+def test_one_node_that_has_printed_speaks_for_all() -> None:
+    assert watch(a=quiet(has_shown=True), b=quiet(3, has_shown=False)).suspects(["a", "b"])
+
+
+def test_stacks_are_waited_for_once_and_not_for_ever() -> None:
+    watching = watch(a=quiet(0), b=quiet(1))
+    assert not watching.is_answered(["a", "b"], 100.0), "nobody was asked"
+    assert watching.ask(100.0)
+    assert not watching.ask(101.0)
+    watching.answer("a", RankStacks(generation=1, stacks=((0, WAITING),)))
+    assert not watching.is_answered(["a", "b"], 104.9)
+    assert watching.is_answered(["a", "b"], 105.0)
+    watching.answer("b", RankStacks(generation=1, stacks=((1, SLEEPING),)))
+    assert watching.is_answered(["a", "b"], 101.0)
+    assert [(each.rank, each.is_waiting) for each in watching.ranks()] == [(0, True), (1, False)]
+
+
+def test_a_sign_of_life_takes_all_back() -> None:
+    watching = watch(a=quiet(0))
+    watching.ask(1.0)
+    watching.hear("a", quiet(is_quiet=False))
+    assert not watching.suspects(["a"])
+    assert watching.due_s is None
+
+
+def test_a_rank_is_where_the_innermost_frame_of_the_script_is() -> None:
+    found = hung_rank("node1", 3, SLEEPING)
+    assert (found.place, found.is_waiting) == ("/home/me/train.py:12 in load_batch", False)
+    found = hung_rank("node1", 3, WAITING)
+    assert (found.place, found.is_waiting) == ("/home/me/train.py:31 in <module>", True)
+    found = hung_rank("node1", 3, "")
+    assert (found.place, found.is_waiting) == ("", False)
