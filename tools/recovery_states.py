@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from oobleck.control.recovery import FENCED, TRAINED, TRANSITIONS, Transition
+from oobleck.control.recovery import FENCED, TRAINED, TRANSITIONS, Transition, always
 from oobleck.control.recovery.states import State
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
@@ -27,29 +26,31 @@ def drawing() -> str:
         lines += [f"    subgraph {name}", *(f"        {state.__name__}" for state in states), "    end"]
         lines += [f"    any{name}([any of {name}])"]  # Mermaid draws no arrow from a subgraph into itself
     given: dict[tuple[str, str], list[str]] = {}
-    for source, row, target in _arrows():
-        names = given.setdefault((source, target), [])
-        names += [row.given.__name__] if row.given.__name__ not in names else []
+    for row in TRANSITIONS:
+        if row.target is None:
+            continue
+        for source in _sources(row, "any{}"):
+            names = given.setdefault((source, row.target.__name__), [])
+            names += [kind.__name__ for kind in row.inputs if kind.__name__ not in names]
     lines += [f"    {source} -- {', '.join(names)} --> {target}" for (source, target), names in given.items()]
     return "\n".join([*lines, "```"])
 
 
-def _arrows() -> Iterator[tuple[str, Transition, str]]:
-    for row in TRANSITIONS:
-        sources = [f"any{_GROUPS[row.before]}"] if row.before in _GROUPS else [state.__name__ for state in row.before]
-        for source in sources:
-            for target in row.targets:
-                yield source, row, target.__name__
+def _sources(row: Transition, group: str) -> list[str]:
+    """The names of the states that a row begins in, a whole group by its own."""
+    whole = {group.format(name): states for states, name in _GROUPS.items() if set(states) <= set(row.sources)}
+    grouped = {state for states in whole.values() for state in states}
+    return [*whole, *(state.__name__ for state in row.sources if state not in grouped)]
 
 
 def table() -> str:
     """Return all transitions, in their order."""
-    lines = ["| in | on | to | because |", "|---|---|---|---|"]
+    lines = ["| in | on | if | to | because |", "|---|---|---|---|---|"]
     for row in TRANSITIONS:
-        group = _GROUPS.get(row.before)
-        sources = f"any of {group}" if group else ", ".join(state.__name__ for state in row.before)
-        targets = ", ".join(target.__name__ for target in row.targets) or "the same"
-        lines.append(f"| {sources} | {row.given.__name__} | {targets} | {row.why} |")
+        guard = "" if row.guard is always else row.guard.__name__.replace("_", " ")
+        target = row.target.__name__ if row.target else "the same"
+        given = ", ".join(kind.__name__ for kind in row.inputs)
+        lines.append(f"| {', '.join(_sources(row, 'any of {}'))} | {given} | {guard} | {target} | {row.why} |")
     return "\n".join(lines)
 
 

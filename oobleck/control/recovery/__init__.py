@@ -1,7 +1,7 @@
 """A recovery as one state machine, with what each input leads to; and what a recovery cost."""
 
 from . import states
-from .machine import ASKING, FENCED, TRAINED, TRANSITIONS, Phase, Transition, deadline, phase, step
+from .machine import FENCED, TRAINED, TRANSITIONS, Phase, Transition, always, deadline, phase, step
 from .record import recovery_done
 from .states import (
     BeginRecovery,
@@ -24,7 +24,6 @@ from .states import (
 )
 
 __all__ = [
-    "ASKING",
     "FENCED",
     "TRAINED",
     "TRANSITIONS",
@@ -47,6 +46,7 @@ __all__ = [
     "Transition",
     "WorkersResumed",
     "WorkersWanted",
+    "always",
     "deadline",
     "phase",
     "recovery_done",

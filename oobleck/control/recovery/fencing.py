@@ -1,17 +1,16 @@
-"""The part of the recovery's machine that asks: from the fence to complete answers, and what to do with them.
+"""What the recovery's machine does while it asks: from the fence to complete answers, and what they lead to.
 
-`machine.py` has the table of all transitions.
+`machine.py` has the table of all transitions, with their guards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import assert_never
 
 from oobleck.control.events import EndRun, Record, Send, SendAll, notice
 from oobleck.control.journal import CutOff, HangExplained, LossCause, PlanCause, RecoveryStarted, Silent
-from oobleck.control.nodes import are_most, patience_s
+from oobleck.control.nodes import are_most, patience_s, reading_s
 from oobleck.control.protocol import KillWorker, Status
 from oobleck.control.steps import cut_off_nodes, is_network_down, stuck_workers
 from oobleck.planner import WorkerId
@@ -19,59 +18,71 @@ from oobleck.planner import WorkerId
 from . import states
 from .gathered import Gathered
 
-_Asking = states.Fencing | states.Overdue | states.Settling
-_Answering = _Asking | states.Accusing | states.AwaitingWorkers | states.LocatingCheckpoint
-
-_MAX_REGROUPS = 3
+MAX_REGROUPS = 3
 """Regroupings without a loss and without a committed step between them, before the run is given up."""
+_LOOK_S = 0.1
+"""Answers that wait unread when their time is over are read within this."""
 _LOOK_SHARE = 0.1
 """While the network is waited for, all are asked again after this share of the time so far."""
 _LONGEST_LOOK_S = 30.0
 
+_Begun = (
+    states.Training
+    | states.Adopting
+    | states.Suspecting
+    | states.Fencing
+    | states.Accusing
+    | states.AwaitingNetwork
+    | states.Deciding
+    | states.AwaitingWorkers
+    | states.LocatingCheckpoint
+)
+_Answering = states.Fencing | states.Accusing | states.AwaitingWorkers | states.LocatingCheckpoint
 
-def begin(state: states.State, begun: states.RecoveryBegun, now_s: float) -> states.Step:
+
+# --- a fence ---------------------------------------------------------------------------------------------------------
+
+
+def begin(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
+    """Ask all where they stand."""
+    fencing, effects = _begin(state, begun, now_s)
+    return fencing, (*effects, SendAll(worker_ids=begun.asked, message=fencing.recovery.fence))
+
+
+def give_in(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
+    """Ask nobody once more what could not be told so often."""
+    fencing, effects = _begin(state, begun, now_s)
+    return fencing, (*effects, EndRun(reason=f"no step was committed through {MAX_REGROUPS} regroupings"))
+
+
+def begin_alone(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
+    """Decide without an answer."""
+    fencing, effects = _begin(state, begun, now_s)
+    deciding, asked = decide(fencing, begun, now_s)
+    return deciding, (*effects, *asked)
+
+
+def _begin(
+    state: _Begun, begun: states.RecoveryBegun, now_s: float
+) -> tuple[states.Fencing, tuple[states.RecoveryEffect, ...]]:
     closed: tuple[states.RecoveryEffect, ...] = ()
-    match state:
-        case states.Preparing() | states.Ended():
-            return state, ()
-        case states.Suspecting():
-            return begin(state.training, begun, now_s)
-        case states.Training():
-            recovery = _recovery(begun, now_s)
-        case states.Adopting():
-            recovery = _recovery(begun, now_s)
-            closed = (
-                states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),
-            )
-        case (
-            states.Fencing()
-            | states.Overdue()
-            | states.Settling()
-            | states.Accusing()
-            | states.AwaitingNetwork()
-            | states.Deciding()
-            | states.AwaitingWorkers()
-            | states.LocatingCheckpoint()
-        ):
-            recovery = _again(state.recovery, _recovery(begun, now_s, is_cut=state.recovery.awaits_network))
-        case _:
-            assert_never(state)
-    started = Record(
-        entry=RecoveryStarted(
-            t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
+    if isinstance(state, states.Suspecting):
+        state = state.training
+    if isinstance(state, states.Training):
+        recovery = _recovery(begun, now_s)
+    elif isinstance(state, states.Adopting):
+        recovery = _recovery(begun, now_s)
+        closed = (
+            states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),
         )
+    else:
+        recovery = _again(state.recovery, _recovery(begun, now_s, is_cut=state.recovery.awaits_network))
+    started = RecoveryStarted(
+        t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
     )
-    fencing = states.Fencing(
-        recovery=recovery,
-        statuses=Gathered(),
-        until_s=max(now_s, begun.heard_s) + begun.control.lease_s,
-    )
-    if begun.num_regroups > _MAX_REGROUPS:
-        return fencing, (*closed, started, EndRun(reason=f"no step was committed through {_MAX_REGROUPS} regroupings"))
-    if not begun.asked:
-        deciding, effects = to_deciding(fencing)
-        return deciding, (*closed, started, *effects)
-    return fencing, (*closed, started, SendAll(worker_ids=begun.asked, message=recovery.fence))
+    until_s = max(now_s, begun.heard_s) + begun.control.lease_s
+    fencing = states.Fencing(recovery=recovery, statuses=Gathered(), until_s=until_s)
+    return fencing, (*closed, Record(entry=started))
 
 
 def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False) -> states.Recovery:
@@ -111,117 +122,70 @@ def _again(known: states.Recovery, begun: states.Recovery) -> states.Recovery:
     )
 
 
-def lose_more(state: states.State, lost: states.MoreLost, now_s: float) -> states.Step:
+def ask_again(state: states.Fencing, reached: states.NodeReached, _now_s: float) -> states.Step:
+    awaited = tuple(sorted(worker_id for worker_id in state.awaited if worker_id.node == reached.node))
+    return state, (SendAll(worker_ids=awaited, message=state.recovery.fence),)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def learn(
+    state: states.Fencing,
+    given: states.Answered | states.MoreLost | states.NodeDrained | states.TimePassed,
+    now_s: float,
+) -> states.Fencing | None:
+    """Return the state with an answer, or without those who will not answer; None for an answer to an older fence.
+
+    The last answer starts the time in which losses settle. After it, the answers together are read once.
+    """
+    was_complete, until_s = state.is_complete, state.until_s
+    match given:
+        case states.Answered():
+            if given.status.generation != state.recovery.generation:
+                return None
+            if state.is_overdue:  # the others are about to answer, too
+                until_s = now_s + state.recovery.control.lease_s
+            state = replace(state, statuses=state.statuses.adding(given.worker_ids, given.status))
+        case states.MoreLost():
+            state = replace(state, recovery=_with_more_lost(state.recovery, given, now_s))
+        case states.NodeDrained(node=node):
+            state = replace(state, recovery=without(state.recovery, (node,)))
+        case states.TimePassed():
+            pass
+    recovery = state.recovery
+    if not state.is_complete:
+        return replace(state, until_s=until_s)
+    if not was_complete or isinstance(given, states.MoreLost):
+        until_s = recovery.settles_s
+    elif isinstance(given, states.Answered):
+        until_s = state.until_s
+    reads = recovery.explains and (isinstance(given, states.TimePassed) or now_s >= recovery.settles_s)
+    return replace(state, until_s=until_s, finding=_finding(state) if reads else None)
+
+
+def _with_more_lost(recovery: states.Recovery, lost: states.MoreLost, now_s: float) -> states.Recovery:
     """Continue without these nodes; if a hang was unexplained, they are now its explanation."""
-    if not isinstance(state, states.Fencing | states.Overdue | states.Settling):
-        return state, ()
-    recovery = replace(
-        _without(state.recovery, lost.nodes),
-        nodes=tuple(dict.fromkeys((*state.recovery.nodes, *lost.nodes))),
-        fence=replace(state.recovery.fence, lost=lost.fence.lost),
+    return replace(
+        without(recovery, lost.nodes),
+        nodes=tuple(dict.fromkeys((*recovery.nodes, *lost.nodes))),
+        fence=replace(recovery.fence, lost=lost.fence.lost),
         lost_s=now_s,
-        explains=state.recovery.awaits_network,
+        explains=recovery.awaits_network,
     )
-    if isinstance(state, states.Settling):
-        state = replace(state, until_s=recovery.settles_s)
-    return _go_on(replace(state, recovery=recovery), now_s)
 
 
-def answered(state: states.State, answer: states.Answered, now_s: float) -> states.Step:
-    if (
-        not isinstance(state, states.Fencing | states.Overdue | states.Settling)
-        or answer.status.generation != state.recovery.generation
-    ):
-        return state, ()  # for an older fence, or a second time: its first answer is still true
-    statuses = state.statuses.adding(answer.worker_ids, answer.status)
-    match state:
-        case states.Fencing() | states.Settling():
-            asking: states.Fencing | states.Overdue | states.Settling = replace(state, statuses=statuses)
-        case states.Overdue():  # the others are about to answer, too
-            asking = replace(state, statuses=statuses, until_s=now_s + state.recovery.control.lease_s)
-        case _:
-            assert_never(state)
-    return _go_on(asking, now_s)
+def without(recovery: states.Recovery, nodes: Collection[str]) -> states.Recovery:
+    """Return a recovery that asks these nodes nothing."""
+    return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node not in nodes))
 
 
-def _go_on(state: states.Fencing | states.Overdue | states.Settling, now_s: float) -> states.Step:
-    """Wait for answers, then for losses that belong together, and then use the answers."""
-    recovery = state.recovery
-    if not recovery.asked:
-        return to_deciding(state)
-    if not state.statuses.has_all(recovery.asked):
-        return state, ()
-    if now_s >= recovery.settles_s:
-        return use_answers(state, now_s)
-    if isinstance(state, states.Settling):
-        return state, ()
-    return states.Settling(recovery=recovery, statuses=state.statuses, until_s=recovery.settles_s), ()
+def become_overdue(state: states.Fencing, _passed: states.TimePassed, now_s: float) -> states.Step:
+    until_s = now_s + reading_s(_LOOK_S, len(state.recovery.asked))
+    return replace(state, is_overdue=True, until_s=until_s), ()
 
 
-def use_answers(state: _Asking, now_s: float) -> states.Step:
-    """Decide; if no node is lost and nothing moves, first find out which workers others wait for or cannot reach."""
-    recovery = state.recovery
-    if not recovery.explains:
-        return to_deciding(state)
-    statuses = _of_asked(state)
-    cut_off = cut_off_nodes(statuses)
-    stuck = () if cut_off else stuck_workers(statuses, recovery.busy)
-    explained = Record(
-        entry=HangExplained(
-            t_s=now_s,
-            generation=recovery.generation,
-            cut_off=cut_off,
-            stuck=stuck,
-            stacks=tuple((worker_id, status.stack) for worker_id, status in sorted(statuses.items()) if status.stack),
-        )
-    )
-    if 0 < len(cut_off) < len(recovery.cut_off) or is_network_down(statuses, cut_off, recovery.fault_threshold):
-        return _await_network(recovery, cut_off, explained, now_s)
-    if not cut_off and not stuck:
-        deciding, effects = to_deciding(state, is_unexplained=True)
-        back = (notice(now_s, "info", f"the network is back after {now_s - recovery.cut_since_s:.1f} s"),)
-        return deciding, (*(back if recovery.awaits_network else (explained,)), *effects)
-    until_s = now_s + recovery.control.lease_s
-    accusing = states.Accusing(recovery=recovery, statuses=statuses, stuck=stuck, until_s=until_s)
-    if stuck:
-        return accusing, (explained, *end_again(stuck))
-    return accusing, (explained, states.GiveUp(nodes=cut_off, loss=CutOff()))
-
-
-def _await_network(recovery: states.Recovery, cut_off: tuple[str, ...], explained: Record, now_s: float) -> states.Step:
-    """Give no node up: this many do not fail at once, and what they hold lives. Say so when it begins or changes."""
-    control, since_s = recovery.control, min(recovery.cut_since_s, now_s)
-    gives_up_s = since_s + control.network_timeout_s
-    look_s = min(max(control.lease_s, _LOOK_SHARE * (now_s - since_s)), _LONGEST_LOOK_S)
-    effects: list[states.RecoveryEffect] = []
-    if cut_off != recovery.cut_off:
-        effects.append(explained)
-    if not recovery.awaits_network:
-        text = (
-            "more nodes are cut off than the run can lose: the network is waited for, for up to"
-            f" {control.network_timeout_s:g} s"
-        )
-        effects.append(notice(now_s, "warning", text))
-    if now_s >= gives_up_s:
-        effects.append(states.NetworkDown(nodes=cut_off, waited_s=now_s - since_s))
-    recovery = replace(recovery, cut_off=cut_off, cut_since_s=since_s)
-    until_s = max(now_s, min(now_s + look_s, gives_up_s))
-    return states.AwaitingNetwork(recovery=recovery, until_s=until_s), tuple(effects)
-
-
-def look_again(state: states.AwaitingNetwork, passed: states.TimePassed, now_s: float) -> states.Step:
-    """Ask all again whom they reach, under a newer generation."""
-    if passed.is_suspicious:  # it may be this master that nobody reaches
-        return replace(state, until_s=now_s + state.recovery.control.lease_s), ()
-    return state, (states.BeginRecovery(cause=PlanCause.NETWORK),)
-
-
-def end_again(stuck: tuple[WorkerId, ...]) -> tuple[states.RecoveryEffect, ...]:
-    """A worker that ends is started again in its place."""
-    return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
-
-
-def overdue(state: states.Overdue, passed: states.TimePassed, now_s: float) -> states.Step:
+def overdue(state: states.Fencing, passed: states.TimePassed, now_s: float) -> states.Step:
     """Workers answer at once, whatever they compute: one that does not is frozen, if its agent is not.
 
     But if most do not answer, one cause may hold them all up, and pass.
@@ -240,39 +204,109 @@ def overdue(state: states.Overdue, passed: states.TimePassed, now_s: float) -> s
     return state, (states.GiveUp(nodes=silent, loss=Silent(silent_s=now_s - recovery.fenced_s, is_worker=True)),)
 
 
-def left(state: states.State, node: str, now_s: float) -> states.Step:
-    match state:
-        case (
-            states.Preparing()
-            | states.Training()
-            | states.Adopting()
-            | states.Suspecting()
-            | states.Deciding()
-            | states.Ended()
-        ):
-            return state, ()
-        case states.Fencing() | states.Overdue() | states.Settling():
-            return _go_on(replace(state, recovery=_without(state.recovery, (node,))), now_s)
-        case states.AwaitingNetwork():
-            return replace(state, recovery=_without(state.recovery, (node,)), until_s=now_s), ()
-        case states.Accusing() | states.AwaitingWorkers() | states.LocatingCheckpoint():
-            return to_deciding(replace(state, recovery=_without(state.recovery, (node,))))
-        case _:
-            assert_never(state)
+# --- what the answers lead to ----------------------------------------------------------------------------------------
 
 
-def _without(recovery: states.Recovery, nodes: Collection[str]) -> states.Recovery:
-    return replace(recovery, asked=tuple(worker_id for worker_id in recovery.asked if worker_id.node not in nodes))
+def _finding(state: states.Fencing) -> states.Finding:
+    """Find out which workers others wait for or cannot reach."""
+    recovery, statuses = state.recovery, _of_asked(state)
+    cut_off = cut_off_nodes(statuses)
+    return states.Finding(
+        cut_off=cut_off,
+        stuck=() if cut_off else stuck_workers(statuses, recovery.busy),
+        is_network_down=0 < len(cut_off) < len(recovery.cut_off)
+        or is_network_down(statuses, cut_off, recovery.fault_threshold),
+    )
 
 
-def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> states.Step:
+def decide(state: _Answering, _given: states.Input, now_s: float) -> states.Step:
+    is_unexplained, effects = False, []
     if isinstance(state, states.AwaitingWorkers | states.LocatingCheckpoint):
         is_unexplained = state.is_unexplained
+    elif isinstance(state, states.Fencing) and state.finding is not None:
+        is_unexplained, since_s = True, state.recovery.cut_since_s
+        is_back = state.recovery.awaits_network
+        back = notice(now_s, "info", f"the network is back after {now_s - since_s:.1f} s") if is_back else None
+        effects = [back or _explained(state, state.finding, now_s)]
     deciding = states.Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
-    return deciding, (states.Decide(deciding=deciding),)
+    return deciding, (*effects, states.Decide(deciding=deciding))
+
+
+def accuse(state: states.Fencing, _given: states.Input, now_s: float) -> states.Step:
+    """Give the nodes up that are cut off, or else end the workers that are stuck."""
+    recovery, finding = state.recovery, state.finding
+    assert finding is not None
+    accusing = states.Accusing(
+        recovery=recovery,
+        statuses=_of_asked(state),
+        stuck=finding.stuck,
+        until_s=now_s + recovery.control.lease_s,
+    )
+    accused = _end_again(finding.stuck) or (states.GiveUp(nodes=finding.cut_off, loss=CutOff()),)
+    return accusing, (_explained(state, finding, now_s), *accused)
+
+
+def decide_and_end_again(state: states.Accusing, passed: states.TimePassed, now_s: float) -> states.Step:
+    deciding, effects = decide(state, passed, now_s)
+    return deciding, (*effects, *_end_again(state.stuck))
+
+
+def _end_again(stuck: tuple[WorkerId, ...]) -> tuple[states.RecoveryEffect, ...]:
+    """A worker that ends is started again in its place."""
+    return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
+
+
+def _explained(state: states.Fencing, finding: states.Finding, now_s: float) -> Record:
+    return Record(
+        entry=HangExplained(
+            t_s=now_s,
+            generation=state.recovery.generation,
+            cut_off=finding.cut_off,
+            stuck=finding.stuck,
+            stacks=tuple((worker_id, said.stack) for worker_id, said in sorted(_of_asked(state).items()) if said.stack),
+        )
+    )
 
 
 def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
     """The answers of those who are still asked, in their order."""
     asked = state.recovery.asked
     return dict(zip(asked, map(state.statuses.__getitem__, asked), strict=True))
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def await_network(state: states.Fencing, _given: states.Input, now_s: float) -> states.Step:
+    """Give no node up: this many do not fail at once, and what they hold lives. Say so when it begins or changes."""
+    recovery, control, finding = state.recovery, state.recovery.control, state.finding
+    assert finding is not None
+    since_s = min(recovery.cut_since_s, now_s)
+    gives_up_s = since_s + control.network_timeout_s
+    look_s = min(max(control.lease_s, _LOOK_SHARE * (now_s - since_s)), _LONGEST_LOOK_S)
+    effects: list[states.RecoveryEffect] = []
+    if finding.cut_off != recovery.cut_off:
+        effects.append(_explained(state, finding, now_s))
+    if not recovery.awaits_network:
+        text = (
+            "more nodes are cut off than the run can lose: the network is waited for, for up to"
+            f" {control.network_timeout_s:g} s"
+        )
+        effects.append(notice(now_s, "warning", text))
+    if now_s >= gives_up_s:
+        effects.append(states.NetworkDown(nodes=finding.cut_off, waited_s=now_s - since_s))
+    recovery = replace(recovery, cut_off=finding.cut_off, cut_since_s=since_s)
+    until_s = max(now_s, min(now_s + look_s, gives_up_s))
+    return states.AwaitingNetwork(recovery=recovery, until_s=until_s), tuple(effects)
+
+
+def look_again(state: states.AwaitingNetwork, _passed: states.TimePassed, _now_s: float) -> states.Step:
+    return state, (states.BeginRecovery(cause=PlanCause.NETWORK),)
+
+
+def look_later(state: states.AwaitingNetwork, _passed: states.TimePassed, now_s: float) -> states.Step:
+    return replace(state, until_s=now_s + state.recovery.control.lease_s), ()
+
+
+def look_at_once(state: states.AwaitingNetwork, _drained: states.NodeDrained, now_s: float) -> states.Step:
+    return replace(state, until_s=now_s), ()

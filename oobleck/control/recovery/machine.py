@@ -1,42 +1,60 @@
 """From one plan to the next, as a state machine: `step(state, given, now_s) -> (state, effects)`.
 
-`TRANSITIONS` has all that can change a state; an input that it does not list changes nothing. The diagram in
-`docs/architecture.md` is made from it. Nothing outside of the state says where a recovery is; even the deadline
+`TRANSITIONS` is the machine: an input first changes what the state knows (`learn`), and then the first row whose guard
+holds says where it leads and what is done. An input without such a row does no more. The diagram in
+`docs/architecture.md` is made from the rows. Nothing outside of the state says where a recovery is; even the deadline
 is read from it, by `deadline`. What to do about a loss is decided elsewhere, and arrives as an input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import assert_never
+from typing import TypeAlias, TypeVar, assert_never
 
-from oobleck.control.events import SendAll
 from oobleck.control.journal import PlanCause
 from oobleck.control.nodes import reading_s
 
 from . import fencing, states
 
+T = TypeVar("T")
+
+_Kinds: TypeAlias = type[T] | tuple[type[T], ...]
+
+
+def always(_state: states.State, _given: states.Input, _now_s: float) -> bool:
+    return True
+
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """In any of `before`, an input of the kind `given` may lead to any of `targets`."""
+    """In any of the states `before`, any of the inputs `given` leads to `target` if the guard holds."""
 
-    before: tuple[type[states.State], ...]
-    given: type[states.Input]
-    targets: tuple[type[states.State], ...]
+    before: _Kinds[states.State]
+    given: _Kinds[states.Input]
+    target: type[states.State] | None
     """None: the state stays the same one. Its values may change, or there are effects."""
+    do: Callable[..., states.Step]
+    """Takes the state, once it has learned of the input, the input and the time."""
     why: str
+    guard: Callable[..., bool] = always
+    """Takes the same."""
+
+    @property
+    def sources(self) -> tuple[type[states.State], ...]:
+        return self.before if isinstance(self.before, tuple) else (self.before,)
+
+    @property
+    def inputs(self) -> tuple[type[states.Input], ...]:
+        return self.given if isinstance(self.given, tuple) else (self.given,)
 
 
 TRAINED = (states.Training, states.Adopting, states.Suspecting)
 """Steps are committed in these."""
 FENCED = (
     states.Fencing,
-    states.Overdue,
-    states.Settling,
     states.Accusing,
     states.AwaitingNetwork,
     states.Deciding,
@@ -44,224 +62,7 @@ FENCED = (
     states.LocatingCheckpoint,
 )
 """Nothing is committed in these."""
-_ASKED = (states.Fencing, states.Overdue)
-ASKING = (*_ASKED, states.Settling)
-"""All are asked where they stand, and nothing is done with their answers yet."""
-_SAME: tuple[type[states.State], ...] = ()
-
-TRANSITIONS = (
-    Transition(
-        (states.Preparing,),
-        states.TrainingBegun,
-        (states.Training,),
-        "the first plan is ordered",
-    ),
-    # Training
-    Transition(
-        (states.Training, states.Adopting),
-        states.FailureSuspected,
-        (states.Suspecting,),
-        "a collective failed under a survivor",
-    ),
-    Transition((states.Suspecting,), states.FailureSuspected, _SAME, "another survivor reports it"),
-    Transition((states.Suspecting,), states.TimePassed, _SAME, "nothing explains it: have all regroup"),
-    Transition(TRAINED, states.RecoveryBegun, (states.Fencing,), "a loss, or another reason for a new plan"),
-    Transition(TRAINED, states.RecoveryBegun, (states.Deciding,), "no worker is left to ask"),
-    # Asking where all stand
-    Transition(
-        FENCED,
-        states.RecoveryBegun,
-        (states.Fencing,),
-        "another loss: ask again under a newer generation",
-    ),
-    Transition(FENCED, states.RecoveryBegun, (states.Deciding,), "no worker is left to ask"),
-    Transition(
-        ASKING,
-        states.MoreLost,
-        _SAME,
-        "ask nobody again; the others answer, or more losses may follow at once",
-    ),
-    Transition(
-        _ASKED,
-        states.MoreLost,
-        (states.Settling,),
-        "all others have answered; more losses may follow at once",
-    ),
-    Transition(ASKING, states.MoreLost, (states.Deciding,), "no worker is left"),
-    Transition(_ASKED, states.Answered, _SAME, "others have still to answer"),
-    Transition(
-        _ASKED,
-        states.Answered,
-        (states.Settling,),
-        "all have answered; more losses may follow at once",
-    ),
-    Transition(_ASKED, states.Answered, (states.Deciding,), "all have answered"),
-    Transition(_ASKED, states.Answered, (states.Accusing,), "the answers explain a hang"),
-    Transition(_ASKED, states.NodeDrained, _SAME, "others have still to answer"),
-    Transition(
-        _ASKED,
-        states.NodeDrained,
-        (states.Settling,),
-        "all others have answered; more losses may follow at once",
-    ),
-    Transition(_ASKED, states.NodeDrained, (states.Deciding,), "all others have answered, or there are none"),
-    Transition(_ASKED, states.NodeDrained, (states.Accusing,), "the answers of the others explain a hang"),
-    Transition(_ASKED, states.NodeReached, _SAME, "ask its workers again"),
-    Transition(
-        (states.Fencing,),
-        states.TimePassed,
-        (states.Overdue,),
-        "answers are missing: they may wait unread",
-    ),
-    Transition(
-        (states.Overdue,),
-        states.TimePassed,
-        _SAME,
-        "most are silent: wait for them; a few: give them up",
-    ),
-    Transition((states.Settling,), states.Answered, _SAME, "answered once more"),
-    Transition((states.Settling,), states.Answered, (states.Deciding,), "losses have settled"),
-    Transition(
-        (states.Settling,),
-        states.Answered,
-        (states.Accusing,),
-        "losses have settled; the answers explain a hang",
-    ),
-    Transition((states.Settling,), states.NodeDrained, _SAME, "its answer is not needed"),
-    Transition(
-        (states.Settling,),
-        states.NodeDrained,
-        (states.Deciding,),
-        "losses have settled, or no worker is left",
-    ),
-    Transition(
-        (states.Settling,),
-        states.NodeDrained,
-        (states.Accusing,),
-        "losses have settled; the answers explain a hang",
-    ),
-    Transition((states.Settling,), states.TimePassed, (states.Deciding,), "losses have settled"),
-    Transition(
-        (states.Settling,),
-        states.TimePassed,
-        (states.Accusing,),
-        "losses have settled; the answers explain a hang",
-    ),
-    Transition(
-        (states.Accusing,),
-        states.TimePassed,
-        (states.Deciding,),
-        "the accused are still there: decide, and end them again",
-    ),
-    # Too many do not reach each other
-    Transition(_ASKED, states.Answered, (states.AwaitingNetwork,), "more nodes are cut off than may be lost"),
-    Transition(
-        _ASKED,
-        states.NodeDrained,
-        (states.AwaitingNetwork,),
-        "more nodes are cut off than may be lost",
-    ),
-    Transition(
-        (states.Settling,),
-        states.Answered,
-        (states.AwaitingNetwork,),
-        "losses have settled; too many others are cut off",
-    ),
-    Transition(
-        (states.Settling,),
-        states.NodeDrained,
-        (states.AwaitingNetwork,),
-        "losses have settled; too many others are cut off",
-    ),
-    Transition(
-        (states.Settling,),
-        states.TimePassed,
-        (states.AwaitingNetwork,),
-        "losses have settled; too many others are cut off",
-    ),
-    Transition((states.AwaitingNetwork,), states.TimePassed, _SAME, "have all asked again whom they reach"),
-    Transition((states.AwaitingNetwork,), states.NodeDrained, _SAME, "have the others asked again at once"),
-    # What is decided
-    Transition((states.Deciding,), states.PlanOrdered, (states.Adopting,), "all have their orders"),
-    Transition(
-        (states.Deciding,),
-        states.WorkersWanted,
-        (states.AwaitingWorkers,),
-        "the others cannot do it alone",
-    ),
-    Transition(
-        (states.Deciding,),
-        states.CheckpointWanted,
-        (states.LocatingCheckpoint,),
-        "a layer has no living copy",
-    ),
-    Transition(
-        (states.AwaitingWorkers,),
-        states.NodeGone,
-        (states.Deciding,),
-        "it may be the one that was waited for",
-    ),
-    Transition(
-        (states.AwaitingWorkers,),
-        states.TimePassed,
-        (states.Deciding,),
-        "none was ready in time",
-    ),
-    Transition(
-        (states.LocatingCheckpoint,),
-        states.CheckpointReported,
-        (states.Deciding,),
-        "it may be the last answer",
-    ),
-    Transition(
-        (states.LocatingCheckpoint,),
-        states.TimePassed,
-        (states.Deciding,),
-        "not all have answered in time",
-    ),
-    Transition(
-        (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint),
-        states.NodeDrained,
-        (states.Deciding,),
-        "decide without it",
-    ),
-    # The new plan
-    Transition(
-        (states.Adopting, states.Suspecting),
-        states.WorkersResumed,
-        _SAME,
-        "others have still to compute, or to report",
-    ),
-    Transition(
-        (states.Adopting,),
-        states.WorkersResumed,
-        (states.Training,),
-        "all compute under the new plan",
-    ),
-    Transition(
-        (states.Adopting, states.Suspecting),
-        states.NodeReached,
-        _SAME,
-        "its orders may be lost: have all regroup",
-    ),
-    # Anywhere
-    Transition(
-        (states.Suspecting, states.Fencing, states.Overdue, states.Settling),
-        states.HeldUp,
-        _SAME,
-        "what was said meanwhile is read first",
-    ),
-    Transition((states.AwaitingNetwork,), states.HeldUp, _SAME, "what was said meanwhile is read first"),
-    Transition(
-        (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint),
-        states.HeldUp,
-        _SAME,
-        "what was said meanwhile is read first",
-    ),
-    Transition((states.Preparing,), states.RunEnded, (states.Ended,), "it cannot begin"),
-    Transition(TRAINED, states.RunEnded, (states.Ended,), "all steps are committed, or a stop was asked for"),
-    Transition(FENCED, states.RunEnded, (states.Ended,), "there is no way on"),
-)
+_BEGUN = (*TRAINED, *FENCED)
 
 
 class Phase(StrEnum):
@@ -276,11 +77,8 @@ class Phase(StrEnum):
 _SUSPICION_S = 0.2
 """How long a failed collective waits for its cause, usually the loss of a node; then all regroup. All of these are at
 least so long, and longer where more workers report."""
-_LOOK_S = 0.1
-"""Answers that wait unread when their time is over are read within this."""
 _FIND_S = 30.0
 """How long workers may look for checkpoints."""
-
 
 _PHASES: Mapping[type[states.State], Phase] = {
     states.Preparing: Phase.PREPARING,
@@ -301,14 +99,7 @@ def deadline(state: states.State) -> float:
     match state:
         case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
             return math.inf
-        case (
-            states.Suspecting()
-            | states.Fencing()
-            | states.Overdue()
-            | states.Settling()
-            | states.Accusing()
-            | states.AwaitingNetwork()
-        ):
+        case states.Suspecting() | states.Fencing() | states.Accusing() | states.AwaitingNetwork():
             return state.until_s
         case states.AwaitingWorkers():
             return state.recovery.returns_by_s
@@ -323,194 +114,301 @@ def step(state: states.State, given: states.Input, now_s: float) -> states.Step:
 
     An answer costs O(1), and the last one O(workers).
     """
-    match given:
-        case states.TrainingBegun():
-            return (
-                (states.Training(generation=given.generation), ())
-                if isinstance(state, states.Preparing)
-                else (state, ())
-            )
-        case states.RecoveryBegun():
-            return fencing.begin(state, given, now_s)
-        case states.MoreLost():
-            return fencing.lose_more(state, given, now_s)
-        case states.Answered():
-            return fencing.answered(state, given, now_s)
-        case states.FailureSuspected():
-            return _suspect(state, given, now_s), ()
-        case states.PlanOrdered() | states.WorkersWanted() | states.CheckpointWanted():
-            return _decided(state, given, now_s), ()
-        case states.CheckpointReported():
-            return fencing.to_deciding(state) if isinstance(state, states.LocatingCheckpoint) else (state, ())
-        case states.WorkersResumed():
+    if isinstance(given, states.TimePassed) and now_s < deadline(state):
+        return state, ()
+    known = learn(state, given, now_s)
+    row = None if known is None else transition(known, given, now_s)
+    if known is None or row is None:
+        return state if known is None else known, ()
+    after, effects = row.do(known, given, now_s)
+    return after, effects
+
+
+def transition(known: states.State, given: states.Input, now_s: float) -> Transition | None:
+    """Return the row that says what an input does, of which the state has learned; None if it does no more."""
+    rows = _ROWS.get((type(known), type(given)), ())
+    return next((row for row in rows if row.guard(known, given, now_s)), None)
+
+
+def learn(state: states.State, given: states.Input, now_s: float) -> states.State | None:
+    """Return what a state knows with an input; None for an input that does not concern it, such as a late answer."""
+    match given, state:
+        case ((states.Answered() | states.MoreLost() | states.NodeDrained() | states.TimePassed()), states.Fencing()):
+            return fencing.learn(state, given, now_s)
+        case states.NodeDrained(node=node), (
+            states.Accusing() | states.AwaitingNetwork() | states.AwaitingWorkers() | states.LocatingCheckpoint()
+        ):
+            return replace(state, recovery=fencing.without(state.recovery, (node,)))
+        case states.FailureSuspected(), (states.Training() | states.Adopting()):
+            return state if state.generation == given.generation else None
+        case states.FailureSuspected(), states.Suspecting():
+            until_s = min(state.until_s, _suspected_until_s(given, now_s))
+            return replace(state, until_s=until_s) if state.training.generation == given.generation else None
+        case states.WorkersResumed(), states.Adopting():
             return _resumed(state, given)
-        case states.NodeReached():
-            return _reached(state, given.node)
-        case states.NodeGone():
-            return fencing.to_deciding(state) if isinstance(state, states.AwaitingWorkers) else (state, ())
-        case states.NodeDrained():
-            return fencing.left(state, given.node, now_s)
-        case states.TimePassed():
-            return (state, ()) if now_s < deadline(state) else _late(state, given, now_s)
-        case states.HeldUp():
-            return _wait(state, given.until_s), ()
-        case states.RunEnded():
-            return _end(state)
-        case _:
-            assert_never(given)
-
-
-# --- training --------------------------------------------------------------------------------------------------------
-
-
-def _suspect(state: states.State, suspected: states.FailureSuspected, now_s: float) -> states.State:
-    until_s = now_s + reading_s(_SUSPICION_S, suspected.num_workers)
-    match state:
-        case states.Training() | states.Adopting() if state.generation == suspected.generation:
-            return states.Suspecting(training=state, since_s=now_s, until_s=until_s)
-        case states.Suspecting() if state.training.generation == suspected.generation:
-            return replace(state, until_s=min(state.until_s, until_s))
+        case states.WorkersResumed(), states.Suspecting(training=states.Adopting() as adopting):
+            resumed = _resumed(adopting, given)
+            return None if resumed is None else replace(state, training=resumed)
+        case states.HeldUp(until_s=until_s), _:
+            return _waiting_until(state, until_s)
         case _:
             return state
 
 
-def _reached(state: states.State, node: str) -> states.Step:
+# --- guards ----------------------------------------------------------------------------------------------------------
+
+
+def regroups_in_vain(_state: states.State, begun: states.RecoveryBegun, _now_s: float) -> bool:
+    return begun.num_regroups > fencing.MAX_REGROUPS
+
+
+def nobody_to_ask(_state: states.State, begun: states.RecoveryBegun, _now_s: float) -> bool:
+    return not begun.asked
+
+
+def nobody_left(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
+    return not state.recovery.asked
+
+
+def some_are_missing(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
+    return not state.is_complete
+
+
+def time_is_up(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
+    return not state.is_complete and not state.is_overdue
+
+
+def may_settle(state: states.Fencing, _given: states.Input, now_s: float) -> bool:
+    """Losses that belong together arrive within moments of each other."""
+    return now_s < state.recovery.settles_s
+
+
+def network_is_down(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
+    return state.finding is not None and state.finding.is_network_down
+
+
+def hang_is_explained(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
+    return state.finding is not None and bool(state.finding.cut_off or state.finding.stuck)
+
+
+def master_may_be_cut_off(_state: states.State, passed: states.TimePassed, _now_s: float) -> bool:
+    return passed.is_suspicious
+
+
+def its_workers_are_awaited(
+    state: states.Fencing | states.Adopting | states.Suspecting, reached: states.NodeReached, _now_s: float
+) -> bool:
+    asking = state.training if isinstance(state, states.Suspecting) else state
+    awaited = () if isinstance(asking, states.Training) else asking.awaited
+    return any(worker_id.node == reached.node for worker_id in awaited)
+
+
+def all_resumed(state: states.Adopting | states.Suspecting, _given: states.Input, _now_s: float) -> bool:
+    adopting = state.training if isinstance(state, states.Suspecting) else state
+    return isinstance(adopting, states.Adopting) and adopting.resumed.has_all(adopting.ordered.worker_ids)
+
+
+# --- what is done ----------------------------------------------------------------------------------------------------
+
+
+def _stay(state: states.State, _given: states.Input, _now_s: float) -> states.Step:
+    return state, ()
+
+
+def _begin_training(_state: states.Preparing, begun: states.TrainingBegun, _now_s: float) -> states.Step:
+    return states.Training(generation=begun.generation), ()
+
+
+def _suspected_until_s(suspected: states.FailureSuspected, now_s: float) -> float:
+    return now_s + reading_s(_SUSPICION_S, suspected.num_workers)
+
+
+def _suspect(state: states.Training | states.Adopting, suspected: states.FailureSuspected, now_s: float) -> states.Step:
+    return states.Suspecting(training=state, since_s=now_s, until_s=_suspected_until_s(suspected, now_s)), ()
+
+
+def _regroup(state: states.Suspecting, _passed: states.TimePassed, now_s: float) -> states.Step:
+    return state, (states.BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
+
+
+def _order_again(state: states.State, _reached: states.NodeReached, _now_s: float) -> states.Step:
+    return state, (states.BeginRecovery(cause=PlanCause.MASTER_LOST),)
+
+
+def _adopt(state: states.Deciding, ordered: states.PlanOrdered, now_s: float) -> states.Step:
+    return states.Adopting(recovery=state.recovery, ordered=ordered, ordered_s=now_s), ()
+
+
+def _await_workers(state: states.Deciding, _wanted: states.WorkersWanted, now_s: float) -> states.Step:
+    recovery = state.recovery
+    by_s = min(recovery.returns_by_s, now_s + recovery.control.start_timeout_s)
+    recovery = replace(recovery, returns_by_s=by_s)
+    return states.AwaitingWorkers(recovery=recovery, statuses=state.statuses, is_unexplained=state.is_unexplained), ()
+
+
+def _locate_checkpoint(state: states.Deciding, _wanted: states.CheckpointWanted, now_s: float) -> states.Step:
+    recovery = state.recovery
+    by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
+    recovery = replace(recovery, found_by_s=by_s)
+    return states.LocatingCheckpoint(
+        recovery=recovery, statuses=state.statuses, is_unexplained=state.is_unexplained
+    ), ()
+
+
+def _resumed(adopting: states.Adopting, given: states.WorkersResumed) -> states.Adopting | None:
+    if adopting.generation != given.message.generation:
+        return None
+    return replace(adopting, resumed=adopting.resumed.adding(given.worker_ids, given.message))
+
+
+def _train(state: states.Adopting | states.Suspecting, given: states.WorkersResumed, now_s: float) -> states.Step:
+    """The last worker that computes under the new plan ends the recovery."""
+    if isinstance(state, states.Suspecting):
+        training, effects = _train(_adopting_of(state), given, now_s)
+        assert isinstance(training, states.Training)
+        return replace(state, training=training), effects
+    ended = states.RecoveryEnded(recovery=state.recovery, adopting=state)
+    return states.Training(generation=state.generation), (ended, states.PlanInForce())
+
+
+def _adopting_of(state: states.Suspecting) -> states.Adopting:
+    assert isinstance(state.training, states.Adopting)
+    return state.training
+
+
+def _waiting_until(state: states.State, until_s: float) -> states.State | None:
+    """This master reads first what was said while it was stopped."""
     match state:
-        case states.Fencing() | states.Overdue():
-            awaited = tuple(sorted(worker_id for worker_id in state.awaited if worker_id.node == node))
-            return state, (SendAll(worker_ids=awaited, message=state.recovery.fence),) if awaited else ()
-        case states.Adopting() | states.Suspecting(training=states.Adopting()):
-            adopting = state if isinstance(state, states.Adopting) else state.training
-            assert isinstance(adopting, states.Adopting)
-            is_awaited = any(worker_id.node == node for worker_id in adopting.awaited)
-            return state, (states.BeginRecovery(cause=PlanCause.MASTER_LOST),) if is_awaited else ()
-        case _:
-            return state, ()
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
-def _late(state: states.State, passed: states.TimePassed, now_s: float) -> states.Step:
-    """A state's deadline is over."""
-    match state:
-        case states.Suspecting():
-            return state, (states.BeginRecovery(cause=PlanCause.PEER_FAILED, detect_s=now_s - state.since_s),)
-        case states.Fencing(recovery=recovery, statuses=statuses):
-            until_s = now_s + reading_s(_LOOK_S, len(recovery.asked))
-            return states.Overdue(recovery=recovery, statuses=statuses, until_s=until_s), ()
-        case states.Overdue():
-            return fencing.overdue(state, passed, now_s)
-        case states.Settling():
-            return fencing.use_answers(state, now_s)
-        case states.Accusing(stuck=stuck):
-            deciding, effects = fencing.to_deciding(state)
-            return deciding, (*effects, *fencing.end_again(stuck))
-        case states.AwaitingNetwork():
-            return fencing.look_again(state, passed, now_s)
-        case states.AwaitingWorkers() | states.LocatingCheckpoint():
-            return fencing.to_deciding(state)
-        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
-            return state, ()
-        case _:
-            assert_never(state)
-
-
-def _wait(state: states.State, until_s: float) -> states.State:
-    match state:
-        case (
-            states.Suspecting()
-            | states.Fencing()
-            | states.Overdue()
-            | states.Settling()
-            | states.Accusing()
-            | states.AwaitingNetwork()
-        ):
+        case states.Suspecting() | states.Fencing() | states.Accusing() | states.AwaitingNetwork():
             return replace(state, until_s=max(state.until_s, until_s))
         case states.AwaitingWorkers(recovery=recovery):
             return replace(state, recovery=replace(recovery, returns_by_s=max(recovery.returns_by_s, until_s)))
         case states.LocatingCheckpoint(recovery=recovery):
             return replace(state, recovery=replace(recovery, found_by_s=max(recovery.found_by_s, until_s)))
         case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
-            return state
+            return None
         case _:
             assert_never(state)
 
 
-# --- what was decided ------------------------------------------------------------------------------------------------
+def _end(state: states.State, _ended: states.RunEnded, _now_s: float) -> states.Step:
+    if isinstance(state, states.Suspecting):
+        state = state.training
+    if isinstance(state, states.Preparing | states.Training | states.Ended):
+        return states.Ended(), ()
+    adopting = state if isinstance(state, states.Adopting) else None
+    return states.Ended(), (
+        states.RecoveryEnded(recovery=state.recovery, adopting=adopting, overtaken_by="the run ended before"),
+    )
 
 
-def _decided(
-    state: states.State,
-    decided: states.PlanOrdered | states.WorkersWanted | states.CheckpointWanted,
-    now_s: float,
-) -> states.State:
-    if not isinstance(state, states.Deciding):
-        return state
-    recovery, statuses, is_unexplained = state.recovery, state.statuses, state.is_unexplained
-    match decided:
-        case states.PlanOrdered():
-            return states.Adopting(recovery=recovery, ordered=decided, ordered_s=now_s)
-        case states.WorkersWanted():
-            by_s = min(recovery.returns_by_s, now_s + recovery.control.start_timeout_s)
-            return states.AwaitingWorkers(
-                recovery=replace(recovery, returns_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
-            )
-        case states.CheckpointWanted():
-            by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
-            return states.LocatingCheckpoint(
-                recovery=replace(recovery, found_by_s=by_s), statuses=statuses, is_unexplained=is_unexplained
-            )
-        case _:
-            assert_never(decided)
+# --- the table -------------------------------------------------------------------------------------------------------
 
+_PLANNED = (states.Training, states.Adopting)
+_ADOPTED = (states.Adopting, states.Suspecting)
+_WAITING = (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint)
+_LESS_TO_ASK = (states.MoreLost, states.NodeDrained)
+_ANSWERS = (states.Answered, states.MoreLost, states.NodeDrained)
+_COMPLETED = (states.Answered, states.NodeDrained, states.TimePassed)
+_SAME = None
 
-# --- adopting, and the end -------------------------------------------------------------------------------------------
+TRANSITIONS = (
+    Transition(states.Preparing, states.TrainingBegun, states.Training, _begin_training, "the first plan is ordered"),
+    # Training
+    Transition(_PLANNED, states.FailureSuspected, states.Suspecting, _suspect, "a collective failed under a survivor"),
+    Transition(states.Suspecting, states.FailureSuspected, _SAME, _stay, "another survivor reports it"),
+    Transition(states.Suspecting, states.TimePassed, _SAME, _regroup, "nothing explains it: have all regroup"),
+    # Asking where all stand
+    Transition(
+        _BEGUN,
+        states.RecoveryBegun,
+        states.Fencing,
+        fencing.give_in,
+        "regrouping does not help",
+        regroups_in_vain,
+    ),
+    Transition(
+        _BEGUN, states.RecoveryBegun, states.Deciding, fencing.begin_alone, "no worker is left to ask", nobody_to_ask
+    ),
+    Transition(_BEGUN, states.RecoveryBegun, states.Fencing, fencing.begin, "a loss, or another reason for a new plan"),
+    Transition(states.Fencing, _LESS_TO_ASK, states.Deciding, fencing.decide, "no worker is left", nobody_left),
+    Transition(states.Fencing, _ANSWERS, _SAME, _stay, "others have still to answer", some_are_missing),
+    Transition(
+        states.Fencing, states.NodeReached, _SAME, fencing.ask_again, "ask its workers again", its_workers_are_awaited
+    ),
+    Transition(states.Fencing, states.TimePassed, _SAME, fencing.become_overdue, "answers may wait unread", time_is_up),
+    Transition(
+        states.Fencing, states.TimePassed, _SAME, fencing.overdue, "wait for most, give a few up", some_are_missing
+    ),
+    Transition(states.Fencing, _ANSWERS, _SAME, _stay, "all have answered; more losses may follow", may_settle),
+    Transition(
+        states.Fencing,
+        _COMPLETED,
+        states.AwaitingNetwork,
+        fencing.await_network,
+        "too many cut off",
+        network_is_down,
+    ),
+    Transition(
+        states.Fencing, _COMPLETED, states.Accusing, fencing.accuse, "the answers explain a hang", hang_is_explained
+    ),
+    Transition(states.Fencing, _COMPLETED, states.Deciding, fencing.decide, "all have answered, and losses settled"),
+    Transition(
+        states.Accusing, states.TimePassed, states.Deciding, fencing.decide_and_end_again, "the accused are still there"
+    ),
+    # Too many do not reach each other
+    Transition(
+        states.AwaitingNetwork,
+        states.TimePassed,
+        _SAME,
+        fencing.look_later,
+        "wait",
+        master_may_be_cut_off,
+    ),
+    Transition(states.AwaitingNetwork, states.TimePassed, _SAME, fencing.look_again, "ask all whom they reach"),
+    Transition(states.AwaitingNetwork, states.NodeDrained, _SAME, fencing.look_at_once, "ask the others at once"),
+    # What is decided
+    Transition(states.Deciding, states.PlanOrdered, states.Adopting, _adopt, "all have their orders"),
+    Transition(
+        states.Deciding, states.WorkersWanted, states.AwaitingWorkers, _await_workers, "the others cannot do it alone"
+    ),
+    Transition(
+        states.Deciding,
+        states.CheckpointWanted,
+        states.LocatingCheckpoint,
+        _locate_checkpoint,
+        "a layer has no living copy",
+    ),
+    Transition(states.AwaitingWorkers, states.NodeGone, states.Deciding, fencing.decide, "it may be the awaited one"),
+    Transition(states.AwaitingWorkers, states.TimePassed, states.Deciding, fencing.decide, "none was ready in time"),
+    Transition(
+        states.LocatingCheckpoint,
+        states.CheckpointReported,
+        states.Deciding,
+        fencing.decide,
+        "it may be the last",
+    ),
+    Transition(
+        states.LocatingCheckpoint, states.TimePassed, states.Deciding, fencing.decide, "not all have answered in time"
+    ),
+    Transition(_WAITING, states.NodeDrained, states.Deciding, fencing.decide, "decide without it"),
+    # The new plan
+    Transition(
+        states.Adopting, states.WorkersResumed, states.Training, _train, "all compute under the new plan", all_resumed
+    ),
+    Transition(states.Suspecting, states.WorkersResumed, _SAME, _train, "all compute under the new plan", all_resumed),
+    Transition(
+        _ADOPTED, states.NodeReached, _SAME, _order_again, "its orders may be lost: regroup", its_workers_are_awaited
+    ),
+    # Anywhere
+    Transition(states.Preparing, states.RunEnded, states.Ended, _end, "it cannot begin"),
+    Transition(TRAINED, states.RunEnded, states.Ended, _end, "all steps are committed, or a stop was asked for"),
+    Transition(FENCED, states.RunEnded, states.Ended, _end, "there is no way on"),
+)
+"""For one state and one kind of input, the order of the rows counts: the first whose guard holds is taken."""
 
-
-def _resumed(state: states.State, given: states.WorkersResumed) -> states.Step:
-    """The last worker that computes under the new plan ends the recovery."""
-    match state:
-        case states.Suspecting(training=states.Adopting()):
-            training, effects = _resumed(state.training, given)
-            assert isinstance(training, states.Training | states.Adopting)
-            return replace(state, training=training), effects
-        case states.Adopting() if state.generation == given.message.generation:
-            resumed = state.resumed.adding(given.worker_ids, given.message)
-            adopting = replace(state, resumed=resumed)
-            if not resumed.has_all(state.ordered.worker_ids):
-                return adopting, ()
-            ended = states.RecoveryEnded(recovery=state.recovery, adopting=adopting)
-            return states.Training(generation=state.generation), (ended, states.PlanInForce())
-        case _:
-            return state, ()
-
-
-def _end(state: states.State) -> states.Step:
-    overtaken_by = "the run ended before"
-    match state:
-        case states.Preparing() | states.Training() | states.Suspecting(training=states.Training()):
-            return states.Ended(), ()
-        case states.Adopting():
-            return states.Ended(), (
-                states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken_by),
-            )
-        case states.Suspecting():
-            return _end(state.training)
-        case (
-            states.Fencing()
-            | states.Overdue()
-            | states.Settling()
-            | states.Accusing()
-            | states.AwaitingNetwork()
-            | states.Deciding()
-            | states.AwaitingWorkers()
-            | states.LocatingCheckpoint()
-        ):
-            return states.Ended(), (
-                states.RecoveryEnded(recovery=state.recovery, adopting=None, overtaken_by=overtaken_by),
-            )
-        case states.Ended():
-            return state, ()
-        case _:
-            assert_never(state)
+_ROWS: Mapping[tuple[type[states.State], type[states.Input]], tuple[Transition, ...]] = {
+    (source, given): tuple(row for row in TRANSITIONS if source in row.sources and given in row.inputs)
+    for source in (states.Preparing, *_BEGUN)
+    for given in {kind for row in TRANSITIONS for kind in row.inputs}
+}

@@ -119,40 +119,38 @@ class Suspecting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What all answers together say of a hang."""
+
+    cut_off: tuple[str, ...]
+    """The nodes that their peers do not reach."""
+    stuck: tuple[WorkerId, ...]
+    """The workers that others wait for, and that wait for nobody."""
+    is_network_down: bool
+    """More nodes are cut off than may be lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fencing:
-    """All are asked where they stand."""
+    """All are asked where they stand. Once they have answered, another loss of the same moment may be on its way."""
 
     recovery: Recovery
     statuses: Gathered[WorkerId, Status]
     until_s: float
-
-    @property
-    def awaited(self) -> tuple[WorkerId, ...]:
-        """Who has not answered yet."""
-        return tuple(worker_id for worker_id in self.recovery.asked if worker_id not in self.statuses)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
+    is_overdue: bool = False
     """The time for answers is over. Some may not be read yet, or the fence may not have arrived."""
-
-    recovery: Recovery
-    statuses: Gathered[WorkerId, Status]
-    until_s: float
+    finding: Finding | None = None
+    """None until all have answered, and where nothing is to be explained."""
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
         """Who has not answered yet."""
         return tuple(worker_id for worker_id in self.recovery.asked if worker_id not in self.statuses)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settling:
-    """All have answered. Another loss of the same moment may be on its way."""
-
-    recovery: Recovery
-    statuses: Gathered[WorkerId, Status]
-    until_s: float
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have answered; O(1) as long as too few have."""
+        return self.statuses.has_all(self.recovery.asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +211,6 @@ State = (
     | Adopting
     | Suspecting
     | Fencing
-    | Overdue
-    | Settling
     | Accusing
     | AwaitingNetwork
     | Deciding

@@ -113,7 +113,7 @@ class Reconfiguration:
         Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
         survivor is fenced once. Losses later in a recovery begin it again.
         """
-        is_one_more = isinstance(self._state, recovery.ASKING) and wanted.cause is PlanCause.LOSS
+        is_one_more = isinstance(self._state, states.Fencing) and wanted.cause is PlanCause.LOSS
         if not is_one_more:
             self.generations.begin()
         survivors = self._members.ready
