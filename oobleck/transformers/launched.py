@@ -1,14 +1,13 @@
-"""A trainer whose script was started by plain `python`: it starts a run on this machine's devices itself."""
+"""A script that was started by plain `python` starts a run on this machine's devices itself."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_utils import TrainOutput
@@ -17,8 +16,8 @@ import oobleck
 from oobleck.errors import UsageError, UserError
 from oobleck.host.script import SCRIPT_WAITS
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .follower import RunFollower
+from .job import TrainerJob
 
 TRAINS_ONCE = "a run trains once, as workers run the script up to its first train(); start another script for more"
 _RANK = "LOCAL_RANK"
@@ -28,11 +27,8 @@ _launched: list[object] = []
 """The job of this process's run, once there is one."""
 
 
-def train_here(trainer: Trainer) -> TrainOutput:
-    """Train on the devices of this machine, and return what `train()` returns.
-
-    Raises UsageError where there is no script that workers could run, and what `oobleck.launch` raises.
-    """
+def script_to_launch() -> Path:
+    """Return the script that workers are to run. Raises UsageError where there is none, or where a rank runs it."""
     if _RANK in os.environ:
         raise UsageError(
             "Trainer.train(): this process is a rank of torchrun or `oobleck run`, and oobleck.transformers.Trainer "
@@ -41,19 +37,34 @@ def train_here(trainer: Trainer) -> TrainOutput:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise UsageError("Trainer.train(): workers run the script, and there is none here; put the lines into a file")
-    job = trainer.job()
+    return Path(script)
+
+
+def train_here(
+    job: TrainerJob,
+    script: Path,
+    *,
+    device_batch_size: int,
+    resume: Callable[[], str | bool | None],
+    follow: Callable[[TrainerJob], RunFollower],
+) -> TrainOutput:
+    """Train on the devices of this machine, and return what `train()` returns.
+
+    `resume` gives a checkpoint to continue from, or True for the newest; without, a script starts from its model, as in
+    transformers. Raises UsageError for a second job, and what `oobleck.launch` raises.
+    """
     job.check()
     if _launched:
-        raise UsageError(f"{type(trainer).__name__}.train() comes after that of another trainer: {TRAINS_ONCE}")
+        raise UsageError(f"Trainer.train() comes after that of another trainer: {TRAINS_ONCE}")
     _launched.append(job)
     num_nodes, set_keys = _num_nodes(), {}
     if num_nodes == 1:  # there is no pipeline to keep busy
-        set_keys["microbatch_size"] = trainer.args.per_device_train_batch_size
+        set_keys["microbatch_size"] = device_batch_size
+    wanted = resume()
+    source = "auto" if wanted is True else wanted or "never"
     with _while_it_waits():
-        run = oobleck.launch(
-            Path(script), arguments=sys.argv[1:], local=num_nodes, resume=_resume(trainer), set=set_keys
-        )
-    follower = trainer.follow(job)
+        run = oobleck.launch(script, arguments=sys.argv[1:], local=num_nodes, resume=source, set=set_keys)
+    follower = follow(job)
     for event in run:
         follower.take(event.entry)
         if follower.wants_stop:
@@ -81,12 +92,6 @@ def _num_nodes() -> int:
     if given and not given.isdecimal():
         raise UsageError(f"{_NUM_NODES}={given}: it must be a number of virtual nodes")
     return int(given or 0) or torch.cuda.device_count() or 1
-
-
-def _resume(trainer: Trainer) -> str:
-    """As transformers, a script starts from its model unless it says otherwise."""
-    wanted: Any = trainer.resume()
-    return "auto" if wanted is True else wanted or "never"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_ch
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, inner_model
-from .launched import TRAINS_ONCE, show_user_errors_alone, train_here
+from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
 from .repeats import SecondTrain, second_train
 
 
@@ -69,7 +69,14 @@ class Trainer(transformers.Trainer):
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
         if not is_received():
-            return train_here(self)
+            script = script_to_launch()
+            return train_here(
+                self.job(),
+                script,
+                device_batch_size=self.args.per_device_train_batch_size,
+                resume=self.resume,
+                follow=self.follow,
+            )
         output: TrainOutput = take_over(self)
         return output
 
