@@ -124,7 +124,7 @@ def check_optimizer(job: JobSpec) -> None:
     """Make a job's optimizer, and its first step's rate, as a trial. Raises ConfigError for one that cannot be."""
     optimizer = _optimizer(job, _made_by_script(job), None)
     optimizer.layout()
-    optimizer.learning_rate(1)
+    optimizer.require_pure_schedule(max_steps=job.max_steps)
 
 
 def _optimizer(
