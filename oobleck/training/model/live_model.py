@@ -1,5 +1,7 @@
 """A model that a script has made, with weights that training is to start from: taken apart.
 
+It is a transformers model, or a list of layers.
+
 What is left of the model is a skeleton without memory, of which stages are copies. Its weights go into a file in the
 node's cache, named for what they are, and each worker reads its own layers from there: no worker keeps the whole
 model, and those of a machine share the file.
@@ -25,14 +27,17 @@ from oobleck.errors import ConfigError, ResourceLost
 from .adapters import unwrapped
 from .brought import GradientHook, gradient_hooks, named_state, require_trainable
 from .configuration import task_of_built
+from .layered_model import LayeredModel
 from .splitting import require_one_stack
+
+LiveKind = PreTrainedModel | LayeredModel
 
 
 class LiveModel:
     """A model's skeleton, and its weights."""
 
     def __init__(
-        self, skeleton: PreTrainedModel, weights: LiveWeights | None, hooks: Mapping[str, tuple[GradientHook, ...]]
+        self, skeleton: LiveKind, weights: LiveWeights | None, hooks: Mapping[str, tuple[GradientHook, ...]]
     ) -> None:
         self._skeleton = skeleton
         self.weights = weights
@@ -44,16 +49,17 @@ class LiveModel:
     def skeleton_of(cls, model: object) -> LiveModel:
         """Return a model's skeleton alone.
 
-        Raises ConfigError for what is no transformers model, or has something that stages could not have as it is.
+        Raises ConfigError for what is no model of these kinds, or has something that stages could not have as it is.
         """
         inner = unwrapped(model)
-        if not isinstance(inner, PreTrainedModel):
+        if not isinstance(inner, LiveKind):
             raise ConfigError(
                 f"Trainer(model=…): {type(inner).__name__} is no model of transformers; write a job() whose model is a "
                 "list of layers"
             )
-        require_one_stack(inner)
-        task_of_built(inner)  # a head that no task is known for is refused before anything is copied
+        if isinstance(inner, PreTrainedModel):
+            require_one_stack(inner)
+            task_of_built(inner)  # a head that no task is known for is refused before anything is copied
         require_trainable(inner)
         hooks = gradient_hooks(inner)
         skeleton = _without_memory(inner)
@@ -77,12 +83,12 @@ class LiveModel:
             parameter.data = parameter.data.new_empty(0)
         return cls(live._skeleton, weights, live.hooks)
 
-    def make(self) -> PreTrainedModel:
+    def make(self) -> LiveKind:
         """Return a copy of the skeleton: parameters without memory, buffers with their values."""
         return _without_memory(self._skeleton)
 
 
-def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+def _without_memory(model: LiveKind) -> LiveKind:
     """Copy a model: parameters on the meta device, with their own attributes, and all else as it is.
 
     Raises ConfigError for a model that cannot be copied.
@@ -152,9 +158,7 @@ class LiveWeights:
         """Return what the file calls parameters."""
         return {name: self._names[name] for name in parameters}
 
-    def read(
-        self, names: Iterable[str], model: PreTrainedModel, shapes: Mapping[str, torch.Size]
-    ) -> dict[str, torch.Tensor]:
+    def read(self, names: Iterable[str], model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
         """Return the parameters of these names. Raises ResourceLost where the file is gone."""
         try:
             with safe_open(self._file, framework="pt") as file:
@@ -162,7 +166,7 @@ class LiveWeights:
         except (OSError, SafetensorError) as error:
             raise ResourceLost(f"{self._file}, with the weights that training starts from: {error}") from error
 
-    def known(self, names: Iterable[str], model: PreTrainedModel, *, renamed: bool = False) -> tuple[str, ...]:
+    def known(self, names: Iterable[str], model: nn.Module, *, renamed: bool = False) -> tuple[str, ...]:
         """Return those of some parameters that the file has: all of them."""
         return tuple(names)
 
