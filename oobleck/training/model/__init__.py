@@ -12,12 +12,11 @@ from .live_model import LiveModel
 from .loss_trial import with_tried_loss
 from .models import StageModel
 from .precision import Precision
-from .structure import OWN_VALUES, ModelStructure
+from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients
 
 __all__ = [
-    "OWN_VALUES",
     "Adapters",
     "LiveModel",
     "MicrobatchKey",

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oobleck.errors import ConfigError, UnbuiltModel
 from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import names_a_probability
-from oobleck.training.randomness import derive_seed, drawing_alike
+from oobleck.training.randomness import building_alike
 
 from . import configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
@@ -34,15 +34,12 @@ from .brought import (
     require_no_hooks,
 )
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
-from .live_model import LiveModel, LiveWeights
+from .live_model import LiveModel, LiveWeights, own_value_of
 from .losses import LossRule
-from .own_values import own_value_of
 from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
-OWN_VALUES = "values of a script's model"
-"""What a script's model() draws them for."""
 SplittableModel = PreTrainedModel | LayeredModel
 LossOfOutputs = Callable[..., torch.Tensor]
 """From a model's outputs, labels and `num_items_in_batch`, to the sum of the losses divided by that."""
@@ -177,7 +174,7 @@ class ModelStructure:
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
         if _needs_values(make):
-            with drawing_alike(derive_seed(seed, OWN_VALUES)):
+            with building_alike(seed):
                 built = make(dtype)
             live = LiveModel.skeleton_of(built) if cache_dir is None else LiveModel.taken_apart(built, cache_dir)
             return cls.from_live(live, task=task, sequence_length=sequence_length)

@@ -148,7 +148,7 @@ def require_state_alone(
         if (changed and step) or not _is_close(stayed, moved):
             raise ConfigError(
                 f"optimizer.optim: {type(optimizer).__name__} goes by {changed[0] if changed else 'something'}, which "
-                "it keeps outside of `state`, and workers make their optimizers anew whenever layers change hands; "
+                "it keeps outside of `state`, and workers make new optimizers whenever layers change hands; "
                 "keep it in the `state` of each parameter, as a scalar or a tensor of the parameter's shape, or leave "
                 "rates to lr_lambda"
             )

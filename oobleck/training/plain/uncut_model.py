@@ -23,8 +23,8 @@ from transformers import (
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Task
 from oobleck.training.assembly import Assembly
-from oobleck.training.model import OWN_VALUES, Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
-from oobleck.training.randomness import derive_seed, drawing_alike
+from oobleck.training.model import Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
+from oobleck.training.randomness import building_alike
 
 _CLASSES: Mapping[Task, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -58,7 +58,7 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
     model: Any
     read: frozenset[str] = frozenset()
     if "model" in made:
-        with drawing_alike(derive_seed(job.seed, OWN_VALUES)):
+        with building_alike(job.seed):
             model = _of_script(made["model"], dtype)
     elif job.model.path is not None:
         model, read = _saved(job, assembly, dtype)
