@@ -5,6 +5,7 @@
     │   ├── UsageError        the command line                                 (exit code 2)
     │   └── ConfigError       a file: job, hostfile, profile, trace            (exit code 78)
     │       ├── DataError     the data that a job names                        (exit code 78)
+    │       ├── UnbuiltModel  a script's model that cannot be built here       (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
     ├── RunFailed             a run that was launched has not ended as it should
@@ -45,6 +46,10 @@ class ConfigError(UserError):
 
 class DataError(ConfigError):
     """The data that a job names cannot be used as it is."""
+
+
+class UnbuiltModel(ConfigError):
+    """A script's model that cannot be built on this machine, as where it reads what only nodes have."""
 
 
 class PlanningError(ConfigError):

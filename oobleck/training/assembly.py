@@ -20,7 +20,14 @@ from oobleck.training.data import (
     ScriptStream,
     open_source,
 )
-from oobleck.training.model import LiveModel, ModelStructure, separates_documents, with_tried_loss
+from oobleck.training.model import (
+    LiveModel,
+    ModelStructure,
+    Precision,
+    separates_documents,
+    share_of,
+    with_tried_loss,
+)
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
@@ -51,7 +58,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
         return _assemble_live(job, made, cache_dir)
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
-    structure = _structure(job, made, vocab_size=train.vocab_size)
+    structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)
     if structure.task != "causal_lm" and job.data.shards and not _streams(job):
         raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
     if structure.task == "masked_lm" and _streams(job):
@@ -60,7 +67,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
         train = train.with_masking(probability=job.data.mlm_probability, seed=job.seed)
         if validation is not None:
             validation = validation.with_masking(probability=job.data.mlm_probability, seed=job.seed)
-        if train.vocab_size != train.source.vocab_size:  # the mask is a token more
+        if train.vocab_size != train.source.vocab_size and "model" not in made:  # the mask is a token more
             structure = _structure(job, made, vocab_size=train.vocab_size)
     inputs = _inputs(structure)
     with _blaming_the_data():
@@ -112,19 +119,33 @@ def _blaming_the_data() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def structure_of_job(job: JobSpec) -> ModelStructure:
+def try_out(job: JobSpec, made: _Made | None = None) -> ModelStructure:
+    """Do all trials of a job that take neither data nor devices; returns the layers of its model.
+
+    `made` is what its script makes, if that has been run already. The vocabulary counts as the job asks for it. Takes
+    as long as it takes to build the model without memory, or with, if the script gives it values itself. Raises
+    ConfigError for what cannot be trained, UnbuiltModel where the script's model cannot be built here.
+    """
+    made = _made_by_script(job) if made is None else made
+    check_optimizer(job, made)
+    structure = structure_of_job(job, made)
+    share_of(structure, rank=0, degree=job.tensor_parallel)
+    return structure
+
+
+def structure_of_job(job: JobSpec, made: _Made | None = None) -> ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
-    made = _made_by_script(job)
+    made = _made_by_script(job) if made is None else made
     if "live_model" in made:
         return _live_structure(job, made, None)
     return _structure(job, made, vocab_size=job.data.vocab_size)
 
 
-def check_optimizer(job: JobSpec) -> None:
-    """Make a job's optimizer, and its first step's rate, as a trial. Raises ConfigError for one that cannot be."""
-    optimizer = _optimizer(job, _made_by_script(job), None)
+def check_optimizer(job: JobSpec, made: _Made | None = None) -> None:
+    """Try a job's optimizer, and the rates of its first steps. Raises ConfigError for one that cannot be."""
+    optimizer = _optimizer(job, _made_by_script(job) if made is None else made, None)
     optimizer.layout()
-    optimizer.learning_rate(1)
+    optimizer.require_pure_schedule(max_steps=job.max_steps)
 
 
 def _optimizer(
@@ -180,7 +201,7 @@ def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
     )
 
 
-def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
+def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | None = None) -> ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
         structure = ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
@@ -190,7 +211,14 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
     structure = ModelStructure.from_factory(
-        made["model"], loss=made.get("loss"), task=job.model.task, vocab_size=vocab_size, sequence_length=length
+        made["model"],
+        loss=made.get("loss"),
+        task=job.model.task,
+        vocab_size=vocab_size,
+        sequence_length=length,
+        dtype=Precision.of(job.dtype).parameters,
+        seed=job.seed,
+        cache_dir=cache_dir,
     )
     return replace(with_tried_loss(structure), drops=job.dropout)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,3 +96,8 @@ def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Itera
         np.random.set_state(of_numpy)
         for generator, state in of_own:
             generator.set_state(state)
+
+
+def building_alike(seed: int) -> AbstractContextManager[None]:
+    """Within the block, a script's model with values of its own draws the same wherever a job of `seed` builds it."""
+    return drawing_alike(derive_seed(seed, "values of a script's model"))

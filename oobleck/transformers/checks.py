@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
 
@@ -25,6 +25,7 @@ _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _OURS = __name__.rpartition(".")[0]
 _OWN_PACKAGES = (_OURS.partition(".")[0], "transformers", "torch", "contextlib", "functools")
 """Where methods of trainers are written, and what decorates them."""
+_EVENTS_WITHIN_STEPS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 _OTHER_RECOMPUTATION = ("every_n_layers", "offload")
 
 
@@ -38,6 +39,7 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(f"Trainer(optimizers=…): {INIT_ARGUMENTS['optimizers'].note}")
     _check_data(trainer)
+    _check_callbacks(trainer)
 
 
 def check_arguments(
@@ -101,6 +103,16 @@ def _check_data(trainer: transformers.Trainer) -> None:
             f"Trainer(eval_dataset={{{', '.join(map(repr, evaluated))}: …}}): give one of them, and call "
             "trainer.evaluate() for the others after training; or leave eval_strategy out"
         )
+
+
+def _check_callbacks(trainer: transformers.Trainer) -> None:
+    for callback in trainer.callback_handler.callbacks:
+        for event in _EVENTS_WITHIN_STEPS:
+            if getattr(type(callback), event, None) not in (None, getattr(TrainerCallback, event)):
+                raise ConfigError(
+                    f"Trainer(callbacks=…): {type(callback).__name__} has {event}, which is not called: gradients and "
+                    "microbatches are those of the nodes; leave it out, or take on_step_end"
+                )
 
 
 def _check_methods(trainer: transformers.Trainer) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
@@ -30,6 +33,26 @@ from .epochs import Epochs
 from .job import inner_model
 
 _PLAIN = (bool, int, float, str, type(None))
+_LOOKS = frozenset(
+    (
+        *(
+            "__hash__",
+            "__len__",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "_version",
+            "device",
+            "dim",
+            "dtype",
+        ),
+        *("element_size", "get_device", "grad", "grad_fn", "has_names", "is_complex", "is_contiguous", "is_cpu"),
+        *("is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned", "is_quantized"),
+        *("is_shared", "is_sparse", "is_xla", "itemsize", "layout", "name", "names", "nbytes", "ndim", "ndimension"),
+        *("nelement", "numel", "output_nr", "register_hook", "requires_grad", "requires_grad_", "retains_grad"),
+        *("shape", "size", "storage_offset", "stride"),
+    )
+)
+"""What tells nothing of a tensor's values."""
 
 
 class RunFollower:
@@ -46,7 +69,10 @@ class RunFollower:
         """Of the steps since the last log."""
         self._total_loss = 0.0
         self._problem = ""
-        """What a callback has changed that workers know nothing of."""
+        """What a callback has changed that workers know nothing of, or used that only they have."""
+        self._has_start_weights = True
+        """Whether the weights of training are still those of the script's model."""
+        self._elsewhere = _WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks were told of."""
         trainer.is_in_train = True
@@ -72,7 +98,8 @@ class RunFollower:
     def take(self, entry: journal.JournalEntry) -> None:
         """Tell the trainer of the journal's next entry. A callback that fails is reported on stderr."""
         try:
-            self._take(entry)
+            with self._elsewhere:
+                self._take(entry)
         except Exception:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
             traceback.print_exc()
 
@@ -136,6 +163,7 @@ class RunFollower:
         match entry:
             case journal.PlanAdopted() if not self._has_begun:
                 self._has_begun = True
+                self._has_start_weights = not entry.boundary and not entry.restored_step
                 self._call("on_train_begin")
             case journal.StepDone():
                 self._step(entry.record)
@@ -155,6 +183,7 @@ class RunFollower:
             self._call("on_epoch_begin")
         self._call("on_step_begin")
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
+        self._has_start_weights = False
         self._note_loss(record.loss)
         self._call("on_step_end")
         self._log(record)
@@ -228,11 +257,36 @@ class RunFollower:
             return
         now = self._handed_over()
         if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            self._problem = (
+            self._stop_for(
                 f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
                 "train(), and see no change; leave it out, or do it before train()"
             )
-            trainer.control.should_training_stop = True
+
+    def _stop_for(self, problem: str) -> None:
+        """Have the run end, and `train()` say why: the first of several problems."""
+        self._problem = self._problem or problem
+        self._trainer.control.should_training_stop = True
+
+    def _refusal_of_use(self, parameter: str) -> ConfigError | None:
+        """The error for a callback that uses a parameter's value; training ends for it even if nobody sees it."""
+        if self._has_start_weights:
+            return None
+        self._stop_for(
+            f"{self._callback_at_work()} uses the parameter {parameter} while training runs: its weights are on the "
+            "nodes then, and the script's model has those that it began with; use them after train(), or in "
+            "on_train_end"
+        )
+        return ConfigError(self._problem)
+
+    def _callback_at_work(self) -> str:
+        callbacks = {id(each) for each in self._trainer.callback_handler.callbacks}
+        frame = sys._getframe(1)
+        while (at := frame.f_back) is not None:
+            owner = at.f_locals.get("self")
+            if id(owner) in callbacks:
+                return f"{type(owner).__name__}.{at.f_code.co_name}"
+            frame = at
+        return "a callback"
 
     def _handed_over(self) -> dict[str, object]:
         """Return what workers have from the script: parameters, and plain values of arguments and samples."""
@@ -250,3 +304,38 @@ class RunFollower:
 def _state_file(checkpoints: Path) -> Path:
     """Where a trainer's state is kept: beside the checkpoints of its run."""
     return checkpoints.parent / "trainer_state.json"
+
+
+class _WeightsElsewhere(TorchFunctionMode):
+    """Within it, a use of the values of a model's trained parameters is an error.
+
+    All uses of a tensor go through torch's functions and the attributes of tensors, its memory (`data`, `numpy`)
+    included.
+    """
+
+    def __init__(self, model: torch.nn.Module, refusal: Callable[[str], Exception | None]) -> None:
+        """`refusal` makes the error from a parameter's name; None: its value is the right one at the moment."""
+        super().__init__()
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._names = {each.untyped_storage().data_ptr(): name for name, each in trained}
+        self._refusal = refusal
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # The getter of an attribute is a method of what describes it.
+        named = func.__self__ if func.__name__ == "__get__" else func
+        if named.__name__ not in _LOOKS:
+            for name in self._found([*args, *(kwargs or {}).values()]):
+                if (error := self._refusal(name)) is not None:
+                    raise error
+        return func(*args, **(kwargs or {}))
+
+    def _found(self, values: Iterable[Any]) -> Iterator[str]:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                name = self._names.get(value.untyped_storage().data_ptr())
+                if name is not None:
+                    yield name
+            elif isinstance(value, list | tuple):
+                yield from self._found(value)

@@ -88,6 +88,14 @@ def test_defaults_are_said_nothing_about(tmp_path: Path):
         checked(made)
 
 
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step", "on_substep_end"])
+def test_a_callback_for_what_happens_within_steps_is_refused_by_name(tmp_path: Path, event: str):
+    kind = type("Gradients", (transformers.TrainerCallback,), {event: lambda *_, **details: None})
+    checked(trainer(tmp_path, callbacks=[transformers.TrainerCallback(), transformers.PrinterCallback()]))
+    with pytest.raises(ConfigError, match=f"callbacks=….: Gradients has {event}, which is not called"):
+        checked(trainer(tmp_path, callbacks=[kind()]))
+
+
 def overriding(*names: str, base: Any = (Trainer,)) -> type:
     """A trainer's kind with methods that do what those of transformers do."""
 

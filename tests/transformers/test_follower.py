@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -217,10 +221,6 @@ def _unfreezes(made: Any) -> None:
     next(made.model.parameters()).requires_grad_(False)
 
 
-def _averages(made: Any) -> None:
-    next(made.model.parameters()).mul_(0.5)
-
-
 def _makes_harder(made: Any) -> None:
     made.train_dataset.level += 1
 
@@ -233,7 +233,6 @@ def _warms_up(made: Any) -> None:
     ("change", "named"),
     [
         (_unfreezes, r"the parameter .*wte"),
-        (_averages, r"the parameter .*wte"),
         (_makes_harder, r"train_dataset\.level"),
         (_warms_up, r"args\.learning_rate"),
     ],
@@ -258,6 +257,145 @@ def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_n
     assert follower.wants_stop
     with pytest.raises(ConfigError, match=f"on_step_begin changes {named}"):
         follower.finish(tmp_path)
+
+
+def _copied(model: Any) -> None:
+    next(model.parameters()).detach().clone()
+
+
+def _averaged(model: Any) -> None:
+    average = torch.zeros_like(model.transformer.wte.weight)
+    average.lerp_(model.transformer.wte.weight, 0.1)
+
+
+def _averaged_together(model: Any) -> None:
+    torch._foreach_mul([*model.parameters()], 0.9)
+
+
+def _changed(model: Any) -> None:
+    next(model.parameters()).mul_(0.5)
+
+
+def _read_as_memory(model: Any) -> None:
+    model.transformer.wte.weight.data.numpy()
+
+
+def _written_to_a_file(model: Any) -> None:
+    torch.save(model, io.BytesIO())
+
+
+def _saved(model: Any) -> None:
+    model.state_dict()
+
+
+def _deep_copied(model: Any) -> None:
+    copy.deepcopy(model)
+
+
+def _run(model: Any) -> None:
+    model(input_ids=torch.ones((1, 4), dtype=torch.int64))
+
+
+class Using(TrainerCallback):
+    """Does something with the model from an event on."""
+
+    def __init__(self, use: Callable[[Any], None], event: str) -> None:
+        self.uses: list[int] = []
+
+        def used(args: Any, state: Any, control: Any, *, model: Any, **details: Any) -> None:
+            self._use(use, model, state)
+
+        setattr(self, event, used)
+
+    def _use(self, use: Callable[[Any], None], model: Any, state: Any) -> None:
+        use(model)
+        self.uses.append(state.global_step)
+
+
+READS = [_copied, _averaged, _averaged_together, _read_as_memory, _written_to_a_file, _saved, _deep_copied, _run]
+
+
+@pytest.mark.parametrize(
+    ("use", "event"),
+    [
+        *((use, "on_step_end") for use in (*READS, _changed)),
+        *((_copied, event) for event in ("on_log", "on_save", "on_evaluate")),
+    ],
+)
+def test_a_callback_that_uses_weights_while_they_are_on_the_nodes_ends_the_run(
+    use: Callable[[Any], None], event: str, tmp_path: Path
+):
+    using = Using(use, event)
+    made = trainer(tmp_path, callbacks=[using], num_train_epochs=9, save_steps=1, logging_steps=1)
+    before = {name: each.clone() for name, each in made.model.named_parameters()}
+    follower = told(made)
+    assert not follower.wants_stop
+    for entry in (step(1, 5.0), saved(1), Evaluated(t_s=1.0, step=1, loss=5.0, num_samples=3, duration_s=0.1)):
+        follower.take(entry)
+    assert follower.wants_stop
+    assert not using.uses
+    with pytest.raises(ConfigError, match=r"Using\._use uses the parameter transformer\.\S+ while training runs"):
+        follower.finish(tmp_path)
+    assert all(torch.equal(before[name], each) for name, each in made.model.named_parameters())
+
+
+def test_a_callback_that_hides_its_failures_does_not_hide_this_one(tmp_path: Path):
+    class Trying(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **details: Any) -> None:
+            with contextlib.suppress(Exception):
+                _copied(model)
+
+    follower = told(trainer(tmp_path, callbacks=[Trying()], num_train_epochs=9), step(1, 5.0))
+    assert follower.wants_stop
+    with pytest.raises(ConfigError, match=r"Trying\.on_step_end uses the parameter"):
+        follower.finish(tmp_path)
+
+
+def test_a_view_that_a_callback_has_had_since_before_is_the_parameter_too(tmp_path: Path):
+    made = trainer(tmp_path, num_train_epochs=9)
+    views = [each.data.view(-1) for each in made.model.parameters()]
+    made.add_callback(Using(lambda model: views[0].sum(), "on_step_end"))  # type: ignore[arg-type,return-value]
+    assert told(made, step(1, 5.0)).wants_stop
+
+
+@pytest.mark.parametrize("use", READS)
+def test_the_weights_that_training_begins_with_and_those_it_ends_with_are_a_callbacks_to_use(
+    use: Callable[[Any], None], tmp_path: Path
+):
+    begins, ends = Using(use, "on_train_begin"), Using(use, "on_train_end")
+    made = trainer(tmp_path, callbacks=[begins, ends])
+    told(made, step(1, 5.0)).finish(checkpoint(tmp_path, model()))
+    assert (begins.uses, ends.uses) == ([0], [1])
+
+
+def test_a_run_that_continues_has_other_weights_from_its_beginning(tmp_path: Path):
+    begins = Using(_copied, "on_train_begin")
+    made = trainer(tmp_path, callbacks=[begins])
+    follower = made.follow(made.job())
+    begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
+    follower.take(dataclasses.replace(begun, restored="step-3", restored_step=3, boundary=3))
+    assert follower.wants_stop
+    assert not begins.uses
+
+
+def test_frozen_parameters_buffers_and_shapes_are_a_callbacks_to_look_at(tmp_path: Path):
+    def look(model: Any) -> None:
+        model.transformer.wpe.weight.clone()
+        model.transformer.h[0].attn.seen.clone()
+        assert model.num_parameters() == sum(each.numel() for each in model.parameters())
+        for each in model.parameters():
+            assert (each.device.type, each.dtype, each.grad) == ("cpu", torch.float32, None)
+            assert (each.shape, each.dim()) == (each.size(), each.ndim)
+        model.eval()
+        model.train()
+        assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+
+    looks, made = Using(look, "on_step_end"), trainer(tmp_path, num_train_epochs=9)
+    made.model.transformer.wpe.weight.requires_grad_(False)
+    made.model.transformer.h[0].attn.register_buffer("seen", torch.ones(2))
+    made.add_callback(looks)
+    assert not told(made, step(1, 5.0), step(2, 5.0)).wants_stop
+    assert looks.uses == [1, 2]
 
 
 # --- trackers, as they are ----------------------------------------------------------------------------------------

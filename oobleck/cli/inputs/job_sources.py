@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
+from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel
 from oobleck.host.script import SCRIPT_WAITS, has_job
+from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 
 from .job_file import apply_overrides, default_job, load_job, parse_override
 
 if TYPE_CHECKING:
-    from oobleck.runtime.processes import DescribedScript, TrainerProcess
+    from oobleck.runtime.processes import DescribedScript, ScriptProcess, TrainerProcess
+
+_TRIED = frozenset({"model", "loss", "optimizer", "lr_lambda"})
+"""What a script makes that is tried before anything is launched."""
 
 
 def read_job(
@@ -31,20 +39,46 @@ def read_job(
 
 
 def open_job(
-    file: Path | None, script: Path | None, arguments: tuple[str, ...], settings: Sequence[str], *, num_nodes: int
+    file: Path | None,
+    script: Path | None,
+    arguments: tuple[str, ...],
+    settings: Sequence[str],
+    *,
+    num_nodes: int,
+    finish: Callable[[JobSpec], JobSpec],
+    are_virtual: bool,
 ) -> tuple[JobSpec, TrainerProcess | None]:
-    """The same for a run: a script that calls `train()` is on its way then, and waits in it.
+    """The same for a run, with `finish` applied: a script that calls `train()` is on its way then, and waits in it.
 
-    Raises SystemExit where it exits before.
+    What another script makes is tried, as nodes would. Where that can be done on nodes alone, stderr says so; virtual
+    nodes are this machine. Raises SystemExit where a script exits before its `train()`.
     """
-    if script is not None:
-        from oobleck.runtime.processes import TrainerProcess, read_script
+    if script is None:
+        return finish(read_job(file, script, arguments, settings, num_nodes=num_nodes)), None
+    from oobleck.runtime.processes import ScriptProcess, TrainerProcess, read_script
 
-        spec = read_script(script, arguments)
-        if not has_job(spec) and SCRIPT_WAITS not in os.environ:
-            process = TrainerProcess(spec)
-            return _read(file, script, process.described, settings, num_nodes=num_nodes), process
-    return read_job(file, script, arguments, settings, num_nodes=num_nodes), None
+    spec = read_script(script, arguments)
+    if not has_job(spec) and SCRIPT_WAITS not in os.environ:
+        trainer = TrainerProcess(spec)
+        return finish(_read(file, script, trainer.described, settings, num_nodes=num_nodes)), trainer
+    with closing(ScriptProcess(script, arguments)) as process:
+        job = finish(_read(file, script, process.described, settings, num_nodes=num_nodes))
+        if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):
+            _try_out(process, job, are_virtual=are_virtual)
+    return job, None
+
+
+def _try_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> None:
+    try:
+        note = process.try_out(job)
+    except (ConfigError, ResourceLost) as error:
+        is_elsewhere = job.model.path is not None and not os.path.isdir(expand_user(job.model.path))
+        is_for_nodes = not are_virtual and (isinstance(error, UnbuiltModel) or is_elsewhere)
+        if isinstance(error, ConfigError) and not is_for_nodes:
+            raise
+        note = f"{error}; nodes try model, loss and optimizer once they have started"
+    if note:
+        typer.echo(f"oobleck: {note}", err=True)
 
 
 def _read(

@@ -173,25 +173,26 @@ def up(
         from oobleck.cli.verify import verify_first
 
         verify_first(job_file, script, arguments, settings or [], steps=verify)
+    options = {
+        "--steps": ("max_steps", steps),
+        "--dtype": ("dtype", dtype),
+        "--seed": ("seed", seed),
+        "-f": ("fault_threshold", fault_threshold),
+        "--pipelines": ("num_pipelines", pipelines),
+        "--tp": ("tensor_parallel", tensor_parallel),
+        "--tag": ("tag", tag),
+    }
+
+    def with_options(job: JobSpec) -> JobSpec:
+        return _with_saving(_with_options(job, options), save_every, keep)
+
+    asked = (job_file, script, arguments, settings or [])
     if dry:
-        job, trainer = inputs.read_job(job_file, script, arguments, settings or [], num_nodes=len(names)), None
+        job, trainer = with_options(inputs.read_job(*asked, num_nodes=len(names))), None
     else:
-        job, trainer = inputs.open_job(job_file, script, arguments, settings or [], num_nodes=len(names))
+        job, trainer = inputs.open_job(*asked, num_nodes=len(names), finish=with_options, are_virtual=local is not None)
     if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
         resume = trainer.resume  # what its train() was given
-    job = _with_options(
-        job,
-        {
-            "--steps": ("max_steps", steps),
-            "--dtype": ("dtype", dtype),
-            "--seed": ("seed", seed),
-            "-f": ("fault_threshold", fault_threshold),
-            "--pipelines": ("num_pipelines", pipelines),
-            "--tp": ("tensor_parallel", tensor_parallel),
-            "--tag": ("tag", tag),
-        },
-    )
-    job = _with_saving(job, save_every, keep)
     if scaling is not None:
         with _blaming("--scaling"):
             job = replace(job, scaling=inputs.parse_scaling(scaling, job.scaling, now=datetime.now(UTC)))

@@ -6,7 +6,7 @@ from .conversion import convert, find_tokenizer, write_tokenizer
 from .master_process import restart_master
 from .model_outline import LayerOutline, ModelOutline, outline_of
 from .profile_process import run_profiler
-from .script_process import CallbackProcess, DescribedScript, describe_script, read_script
+from .script_process import CallbackProcess, DescribedScript, ScriptProcess, describe_script, read_script
 from .trainer_process import TrainerProcess
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "DescribedScript",
     "LayerOutline",
     "ModelOutline",
+    "ScriptProcess",
     "TrainerProcess",
     "convert",
     "describe_script",

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import subprocess
+import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from oobleck.control.journal import JournalEntry
-from oobleck.errors import ConfigError, ResourceLost, UsageError
+from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel, UsageError, UserError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
 from oobleck.runtime.python_process import as_no_rank, module_command
@@ -22,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
 _TIMEOUT_S = 120.0
+_LAST_LINES_S = 5.0
+"""How long a script may take to end once it has said what its job is."""
 _ENTRIES_BUFFERED = 10_000
 """Callbacks that are so far behind miss what comes then."""
 _LAST_WORDS_S = 30.0
@@ -44,32 +51,81 @@ def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
 
 
 def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
-    """Run a script for what it says; takes as long as what it imports. Its words go to stderr.
+    """Run a script for what it says; takes as long as what it imports. Its words go to stderr. Raises as below."""
+    with closing(ScriptProcess(path, arguments)) as process:
+        return process.described
 
-    Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
-    back within two minutes.
-    """
-    spec = read_script(path, arguments)
-    try:
-        done = subprocess.run(
-            [*_HOST, "describe"],
-            input=encode_json(spec),
-            stdout=subprocess.PIPE,
-            timeout=_TIMEOUT_S,
-            check=False,
-            env=as_no_rank(),
+
+class ScriptProcess:
+    """A script that has said what its job is, and whose job can be tried where it is."""
+
+    def __init__(self, path: Path, arguments: tuple[str, ...]) -> None:
+        """Run it for what it says; takes as long as what it imports. Its words go to stderr.
+
+        Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
+        back within two minutes.
+        """
+        spec = read_script(path, arguments)
+        self._path = path
+        self._process = subprocess.Popen(
+            [*_HOST, "describe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=as_no_rank()
         )
-    except subprocess.TimeoutExpired as error:
-        raise ResourceLost(f"script {path} took more than {_TIMEOUT_S:g} s to return its job") from error
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError as error:
-        raise ConfigError(f"script {path} ended by itself, with the exit code {done.returncode}") from error
-    if "problem" in answer:
-        raise (UsageError if answer["is_usage"] else ConfigError)(answer["problem"])
-    return DescribedScript(
-        spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
-    )
+        try:
+            answer = self._ask(encode_json(spec), "to return its job")
+            if answer is None:
+                raise ConfigError(f"script {path} ended by itself, with the exit code {self._process.wait()}")
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+        self.described = DescribedScript(
+            spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
+        )
+
+    def try_out(self, job: JobSpec) -> str:
+        """Try the model, the loss and the optimizer of a job; returns what people should know of them.
+
+        Takes as long as it takes to build the model without memory. Raises ConfigError for what cannot be trained,
+        UnbuiltModel and ResourceLost where that cannot be known here.
+        """
+        answer = self._ask(encode_json(job), "to be tried")
+        if answer is None:
+            raise ResourceLost(f"script {self._path} ended, with the exit code {self._process.wait()}, as it was tried")
+        note: str = answer["note"]
+        return note
+
+    def close(self) -> None:
+        """Have the process end, if it has not ended: within a few seconds by itself."""
+        try:
+            self._process.communicate(timeout=_LAST_LINES_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def _ask(self, line: bytes, what: str) -> Any:
+        """The answer to a line; None where the process ends without one."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # its exit status says more
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        until_s, said = time.monotonic() + _TIMEOUT_S, b""
+        while not said.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until_s - time.monotonic()))
+            if not ready:
+                raise ResourceLost(f"script {self._path} took more than {_TIMEOUT_S:g} s {what}")
+            if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
+                return None
+            said += piece
+        answer = json.loads(said)
+        if "problem" in answer:
+            raise _problem_of(answer)
+        return answer
+
+
+def _problem_of(answer: Any) -> UserError:
+    kind = UsageError if answer["is_usage"] else UnbuiltModel if answer.get("is_unbuilt") else ConfigError
+    return kind(answer["problem"])
 
 
 _FAILED = b"failed "

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
 
@@ -45,9 +45,9 @@ class StageBuffers:
         self._everywhere = structure.buffers_everywhere
         sites = [site for layer in structure.sites for site in layer if site.is_buffer]
         if structure.weights is not None and self._everywhere:
-            assert isinstance(model, PreTrainedModel)
-            known = structure.weights.known(self._everywhere, model, renamed=True)
-            values = structure.weights.read(known, model, structure.shapes)
+            named_for: Any = model  # files that transformers has written are those of its own models alone
+            known = structure.weights.known(self._everywhere, named_for, renamed=True)
+            values = structure.weights.read(known, named_for, structure.shapes)
             for site in sites:
                 if site.name in values:
                     first = self._place(site)[site.attribute]

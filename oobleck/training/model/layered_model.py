@@ -4,9 +4,9 @@
 
 A layer whose `forward` has further arguments gets what the samples bring under these names: masks, positions. Every
 module between the first and the last takes the hidden states and returns hidden states of the same shape,
-so the list may be cut anywhere. The list is made twice, of fake tensors and on the meta device, and never holds
-memory of its own: values come from `reset_parameters`, which torch's own modules have, and which modules with
-parameters or buffers of their own need (torch's FSDP wants the same).
+so the list may be cut anywhere. The list is made without memory, and its values come from `reset_parameters`, which
+torch's own modules have, and which modules with parameters or buffers of their own should have (torch's FSDP wants the
+same). A list that has other values is made with memory as well (`live_model.py`).
 """
 
 from __future__ import annotations

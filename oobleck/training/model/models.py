@@ -451,17 +451,17 @@ class StageModel:
 
     @torch.no_grad()
     def _read_layer(self, layer: int, weights: WeightFiles | LiveWeights) -> None:
-        assert isinstance(self.model, PreTrainedModel)
+        model: Any = self.model  # files that transformers has written are those of its own models alone
         in_files = weights.names_in_files(self.structure.layer_parameters(layer))
         wanted = set(in_files.values())
         if self._may_lack(layer):
-            wanted = set(weights.known(wanted, self.model))
+            wanted = set(weights.known(wanted, model))
         else:
             # As transformers does: buffers that files lack have the values that the model's rules give them.
             buffers = wanted & self.structure.buffers.keys()
-            wanted -= buffers - set(weights.known(buffers, self.model, renamed=True))
+            wanted -= buffers - set(weights.known(buffers, model, renamed=True))
         shapes = {known: self.structure.shapes[name] for name, known in in_files.items()}
-        values = weights.read(sorted(wanted), self.model, shapes)
+        values = weights.read(sorted(wanted), model, shapes)
         for name, known in in_files.items():
             if known in values:
                 self._parameters[name].copy_(values[known])

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UnbuiltModel
 from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import names_a_probability
+from oobleck.training.randomness import building_alike
 
 from . import configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
@@ -32,7 +34,7 @@ from .brought import (
     require_no_hooks,
 )
 from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
-from .live_model import LiveModel, LiveWeights
+from .live_model import LiveModel, LiveWeights, own_value_of
 from .losses import LossRule
 from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
@@ -146,10 +148,15 @@ class ModelStructure:
         task: Task | None = None,
         vocab_size: int,
         sequence_length: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        cache_dir: Path | None = None,
     ) -> ModelStructure:
         """Find the layers of what `factory` builds: a transformers model, or a list of layers with its loss.
 
-        Without a loss, that of the next token is taken; without a task, that of the model's class. Raises ConfigError
+        Without a loss, that of the next token is taken; without a task, that of the model's class. Where the factory
+        gives parameters values by itself, or does not run without them, it is run for `dtype` and from `seed` as well:
+        training starts from these values, which go into a file in `cache_dir`, unless that is None. Raises ConfigError
         as above, for what the factory raises too.
         """
 
@@ -161,25 +168,40 @@ class ModelStructure:
                 raise
             # It is somebody else's code, and may fail in any way.
             except Exception as error:
-                raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
+                raise UnbuiltModel(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
             if isinstance(built, PreTrainedModel):
                 return configuration.prepared(built)
             return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
 
+        if _needs_values(make):
+            with building_alike(seed):
+                built = make(dtype)
+            live = LiveModel.skeleton_of(built) if cache_dir is None else LiveModel.taken_apart(built, cache_dir)
+            return cls.from_live(live, task=task, sequence_length=sequence_length)
         return cls._of(make, config=None, task=task, sequence_length=sequence_length, weights=None)
 
     @classmethod
     def from_live(
-        cls, live: LiveModel, *, compute_loss: LossOfOutputs | None = None, sequence_length: int
+        cls,
+        live: LiveModel,
+        *,
+        compute_loss: LossOfOutputs | None = None,
+        task: Task | None = None,
+        sequence_length: int,
     ) -> ModelStructure:
         """Find the layers of a model that a script has made, from whose weights training starts.
 
         Raises ConfigError as above.
         """
+
+        def make(dtype: torch.dtype) -> SplittableModel:
+            built = live.make()
+            return configuration.prepared(built) if isinstance(built, PreTrainedModel) else built
+
         structure = cls._of(
-            lambda dtype: configuration.prepared(live.make()),
+            make,
             config=None,
-            task=None,
+            task=task,
             sequence_length=sequence_length,
             weights=live.weights,
             has_loss=compute_loss is not None,
@@ -316,6 +338,14 @@ class ModelStructure:
             for name in self.layer_parameters(layer):
                 found.setdefault(name, []).append(layer)
         return {name: tuple(layers) for name, layers in found.items()}
+
+
+def _needs_values(make: Callable[[torch.dtype], SplittableModel]) -> bool:
+    """Whether what a script builds has values of its own, or cannot be built without any."""
+    try:
+        return own_value_of(lambda: _on_meta(make)) is not None
+    except ConfigError:
+        return True  # with memory, it is built or refused
 
 
 def _on_meta(make: Callable[[torch.dtype], SplittableModel], dtype: torch.dtype = torch.float32) -> SplittableModel:

@@ -29,6 +29,9 @@ _UNFIT = ("LBFGS", "SparseAdam")
 """They evaluate the model again within a step, or want sparse gradients."""
 
 
+_NUM_RATES_TRIED = 16
+
+
 class Optimizer:
     """The job's optimizer with its schedule. Parameters of one dimension (norms, biases) are not decayed.
 
@@ -66,7 +69,12 @@ class Optimizer:
             optimizer = self._make(self._groups({"probe": probe}))
             self._peak = optimizer.param_groups[0]["lr"]
             layout = optimizer_state.layout_of(optimizer, probe)
-            optimizer_state.require_independent(lambda probes: self._make(self._groups(probes)), device)
+
+            def make(probes: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+                return self._make(self._groups(probes))
+
+            optimizer_state.require_independent(make, device)
+            optimizer_state.require_state_alone(make, layout, device)
             self._layouts[device] = layout
         return self._layouts[device]
 
@@ -99,6 +107,17 @@ class Optimizer:
                 for own, value in zip(self._state([name]), given, strict=True):
                     if own.data_ptr() != value.data_ptr():
                         own.copy_(value)
+
+    def require_pure_schedule(self, *, max_steps: int) -> None:
+        """Raise ConfigError for a schedule that gives a step another rate when it is asked once more."""
+        steps = range(1, min(max_steps, _NUM_RATES_TRIED) + 1)
+        first = [self._schedule(step) for step in steps]
+        for step, rate in zip(reversed(steps), reversed(first), strict=True):
+            if (again := self._schedule(step)) != rate:
+                raise ConfigError(
+                    f"lr_lambda: it gives {rate} for step {step}, and {again} when it is asked again: each worker has "
+                    "its own, and asks from the step that it joins in; have it follow from the step's number alone"
+                )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate that a step is applied with; steps count from 1."""

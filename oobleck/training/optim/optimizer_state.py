@@ -8,7 +8,8 @@ steps. The count is no part of what travels: every parameter takes part in every
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,11 @@ _PROBE_SHAPE = (2, 3)
 _PROBE_SHAPES = {"probe": _PROBE_SHAPE, "other": (5, 7)}
 _GRADIENT_SCALES = (1.0, 1e4)
 """Of the steps of a trial: large enough for what clips them to do so."""
+_SCALES_OF_STEPS = (1.0, 1e4, -1.0, 0.5, 2.0, -3.0, 1.0, 1.0, -0.1, 10.0, 1.0, -1.0)
+"""Of a longer trial: enough steps for what counts up to ten to come around."""
+_NO_OWN = frozenset({"state", "param_groups"})
+_DEEPEST = 6
+"""Of containers in containers that are looked into."""
 _SAME = 1e-4
 """How near updates are that differ by rounding alone: fused and not, or several parameters in one kernel."""
 
@@ -113,6 +119,73 @@ def _updated(
             parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
         optimizer.step()
     return type(optimizer).__name__, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def require_state_alone(
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], layout: StateLayout, device: torch.device
+) -> None:
+    """Require that all an optimizer from `make` goes by is in its `state`, as `layout` has it.
+
+    Workers make it anew in every recovery, and with other parameters each; of what it keeps elsewhere, they would lose
+    all. Raises ConfigError that names such a thing, or the optimizer whose updates show that there is one.
+    """
+    stayed, moved = make_probe(device), make_probe(device)
+    optimizer = make({"probe": stayed})
+    kept: dict[str, object] = {}
+    for step, scale in enumerate(_SCALES_OF_STEPS):
+        anew = make({"probe": moved})
+        state = optimizer.state[stayed]
+        values = [state[entry.name].clone() for entry in layout.entries] if step else None
+        anew.state[moved] = dict(initial_state(layout, moved, values))
+        if layout.step_device is not None:
+            anew.state[moved][STEP].fill_(step)
+        for each, parameter in ((optimizer, stayed), (anew, moved)):
+            parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
+            each.step()
+        before, kept = kept, _kept_outside(optimizer, stayed)
+        changed = sorted(name for name in kept.keys() | before.keys() if kept.get(name) != before.get(name))
+        # What the first step makes for later ones is made in the first step of a new one too.
+        if (changed and step) or not _is_close(stayed, moved):
+            raise ConfigError(
+                f"optimizer.optim: {type(optimizer).__name__} goes by {changed[0] if changed else 'something'}, which "
+                "it keeps outside of `state`, and workers make new optimizers whenever layers change hands; "
+                "keep it in the `state` of each parameter, as a scalar or a tensor of the parameter's shape, or leave "
+                "rates to lr_lambda"
+            )
+        with torch.no_grad():
+            moved.copy_(stayed)  # rounding does not add up
+
+
+def _is_close(one: nn.Parameter, other: nn.Parameter) -> bool:
+    spread = float((one.detach() - 1).abs().max())
+    return torch.allclose(one, other, rtol=_SAME, atol=_SAME * spread, equal_nan=True)
+
+
+def _kept_outside(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> dict[str, object]:
+    """What an optimizer has beside the state of its parameter: its own attributes, and what its groups say."""
+    kept = {f"self.{name}": _plain(value, probe) for name, value in vars(optimizer).items() if name not in _NO_OWN}
+    for group in optimizer.param_groups:
+        kept |= {
+            f"param_groups[…]['{name}']": _plain(value, probe) for name, value in group.items() if name != "params"
+        }
+    others: Mapping[Any, object] = optimizer.state
+    return kept | {f"state[{key!r}]": _plain(value, probe) for key, value in others.items() if key is not probe}
+
+
+def _plain(value: object, probe: nn.Parameter, depth: int = 0) -> object:
+    """A value as something to compare with what it is later; what has no value of its own is the same always."""
+    if value is probe or depth > _DEEPEST or inspect.isroutine(value) or inspect.isclass(value):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), tuple(value.detach().reshape(-1).tolist())
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)  # so that not-a-number is the same as itself
+    inner: Iterable[object] = vars(value).items() if hasattr(value, "__dict__") else ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = value
+    return type(value).__name__, *(_plain(each, probe, depth + 1) for each in inner)
 
 
 def initial_state(

@@ -1,7 +1,8 @@
 """The model of a job in one piece, as transformers or the script builds it.
 
-Weights that are saved are read by transformers itself. Those that a job draws from its seed are copied from Oobleck's
-own model, which alone knows how: they are equal by definition, and what is done with them is not.
+Weights that are saved are read by transformers itself, and a script that gives its model values does that here as well.
+Those that a job draws from its seed are copied from Oobleck's own model, which alone knows how: they are equal by
+definition, and what is done with them is not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Task
 from oobleck.training.assembly import Assembly
 from oobleck.training.model import Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
+from oobleck.training.randomness import building_alike
 
 _CLASSES: Mapping[Task, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -56,14 +58,16 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
     model: Any
     read: frozenset[str] = frozenset()
     if "model" in made:
-        model = _of_script(made["model"], dtype)
+        with building_alike(job.seed):
+            model = _of_script(made["model"], dtype)
     elif job.model.path is not None:
         model, read = _saved(job, assembly, dtype)
     else:
         model = build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
     if assembly.structure.adapters is not None and "model" not in made:
         add_adapters(model, assembly.structure.adapters)
-    _copy_drawn(job, assembly, model, read)
+    if "model" not in made or assembly.structure.weights is None:  # else the script gives all values itself
+        _copy_drawn(job, assembly, model, read)
     model.train()
     whole: nn.Module = model
     return whole

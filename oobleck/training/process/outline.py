@@ -57,12 +57,9 @@ def outline_of_job(job: JobSpec) -> dict[str, object]:
     Raises UserError for a model or an optimizer that cannot be, or a model that devices cannot share.
     """
     with quick_imports():
-        from oobleck.training.assembly import check_optimizer, structure_of_job
-        from oobleck.training.model import share_of
+        from oobleck.training.assembly import try_out
 
-    check_optimizer(job)
-    structure = structure_of_job(job)
-    share_of(structure, rank=0, degree=job.tensor_parallel)
+    structure = try_out(job)
     values = {key: getattr(structure.config, key, None) for key in _SHAPE_KEYS}
     config = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
     return {

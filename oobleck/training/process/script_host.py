@@ -1,6 +1,7 @@
 """Runs a script beside `oobleck up`, in a process of its own: `python -m oobleck.training.process.script_host WHAT`.
 
-    describe    a ScriptSpec on stdin; its settings and what it makes on stdout, or what is wrong with it
+    describe    a ScriptSpec on stdin; its settings and what it makes on stdout, or what is wrong with it. Then, if one
+                comes, the JobSpec that came of it; what its trials say of that
     callbacks   a JobSpec on stdin, then the journal's entries, one JSON line each; "stop" on stdout when a callback
                 wants that
 
@@ -12,13 +13,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import BinaryIO, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO, TextIO
 
 from oobleck.control.journal import JournalEntry
-from oobleck.errors import ConfigError, UserError
+from oobleck.errors import ConfigError, UnbuiltModel, UserError
 from oobleck.host.script import blamed, run_script
 from oobleck.host.streams import shield_scripts
 from oobleck.job import JobSpec, ScriptSpec
+from oobleck.training.forking import quick_imports
 from oobleck.wire import decode_json
 
 from .plain_trainers import refuse_plain_trainers
@@ -30,25 +33,71 @@ def main() -> int:
     os.dup2(2, 1)
     shield_scripts()
     if sys.argv[1] == "describe":
-        _describe(sys.stdin.buffer.readline(), answers)
+        _describe(sys.stdin.buffer, answers)
     else:
         _run_callbacks(sys.stdin.buffer, answers)
     return 0
 
 
-def _describe(line: bytes, answers: TextIO) -> None:
-    script = decode_json((ScriptSpec,), line)
+def _describe(lines: BinaryIO, answers: TextIO) -> None:
+    script = decode_json((ScriptSpec,), lines.readline())
     refuse_plain_trainers()
-    try:
+    made: Mapping[str, Callable[..., Any]] = {}
+
+    def describe() -> dict[str, object]:
+        nonlocal made
         job = run_script(script)
-        answer = _as_text({"settings": job.settings, "provides": job.provides}, script)
+        _require_no_weights(job.callbacks)
+        made = job.made
+        return {"settings": job.settings, "provides": job.provides}
+
+    _answer(describe, script, answers)
+    if line := lines.readline():
+        _answer(lambda: _tried(decode_json((JobSpec,), line), made), script, answers)
+
+
+def _answer(make: Callable[[], dict[str, object]], script: ScriptSpec, answers: TextIO) -> None:
+    """Write an answer as a line, or what is wrong with the script that it is of."""
+    try:
+        answer = _as_text(make(), script)
     except UserError as error:
-        answer = json.dumps({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
+        is_unbuilt = isinstance(error, UnbuiltModel)
+        said = {"problem": str(error), "is_usage": not isinstance(error, ConfigError), "is_unbuilt": is_unbuilt}
+        answer = json.dumps(said)
     # What settings are made of is the user's own, samples and all, and may fail in any way.
     except Exception as error:  # noqa: BLE001
         answer = json.dumps({"problem": blamed(error, script), "is_usage": False})
-    answers.write(answer)
+    answers.write(f"{answer}\n")
     answers.flush()
+
+
+def _tried(job: JobSpec, made: Mapping[str, Callable[..., Any]]) -> dict[str, object]:
+    """Try a job with what its script makes; tells what people should know of it."""
+    with quick_imports():
+        from oobleck.training.assembly import try_out
+
+    structure = try_out(job, made)
+    if "model" in made and structure.keeps_buffers:
+        return {
+            "note": "the script's model() gives parameters or buffers values by itself: each worker builds the whole "
+            "model once, in the host's memory, and training starts from these values"
+        }
+    return {"note": ""}
+
+
+def _require_no_weights(callbacks: Iterable[object]) -> None:
+    """Raise ConfigError that names a callback which has a model, or parts of one: it would see no training of it."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    for callback in callbacks:
+        for name, value in getattr(callback, "__dict__", {}).items():
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, (torch.nn.Module, torch.nn.Parameter)):
+                    raise ConfigError(
+                        f"Job(callbacks=…): {type(callback).__name__}.{name} is a {type(each).__name__}: callbacks run "
+                        "beside the master, and the weights that are trained are on the nodes; leave it out, and read "
+                        "checkpoints (`oobleck checkpoint export`)"
+                    )
 
 
 def _as_text(described: dict[str, object], script: ScriptSpec) -> str:

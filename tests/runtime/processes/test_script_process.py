@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 import trio
 
+from oobleck.cli.inputs import open_job
+from oobleck.cli.main import main
 from oobleck.control.journal import Notice
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, ScriptSpec
@@ -124,3 +127,99 @@ def test_a_fault_in_what_settings_are_made_of_is_said_with_its_line(tmp_path: Pa
     script.write_text(textwrap.dedent(source))
     with pytest.raises(ConfigError, match=r"train\.py:7: KeyError: 'my own fault'"):
         describe_script(script, ())
+
+
+# --- trials before a run -----------------------------------------------------------------------------------------
+
+LAYERS = """
+import sys
+import torch
+from torch import nn
+from oobleck import Job
+
+WORDS = sys.argv
+
+class Counting(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+class Average:
+    def __init__(self, model):
+        self.model = model
+
+def layers():
+    if "file" in WORDS:
+        open("/nowhere/weights")
+    if "end" in WORDS:
+        import os
+        os._exit(9)
+    made = [nn.Embedding(300, 16), nn.Linear(16, 16), nn.Linear(16, 300)]
+    if "narrow" in WORDS:
+        made[1] = nn.Linear(8, 16)
+    if "zeros" in WORDS:
+        nn.init.zeros_(made[2].weight)
+    return made
+
+def loss(output, labels, num_items):
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="mean")
+
+def job():
+    given = {}
+    if "mean" in WORDS:
+        given["loss"] = loss
+    if "count" in WORDS:
+        given["optimizer"] = lambda groups: Counting(groups, lr=0.1)
+    if "average" in WORDS:
+        given["callbacks"] = [Average(nn.Linear(2, 2))]
+    return Job(model=layers, data=list, sequence_length=8, vocab_size=300, global_batch_size=4, **given)
+"""
+
+
+def opened(tmp_path: Path, word: str, *, are_virtual: bool = True) -> tuple[JobSpec, object]:
+    script = tmp_path / "train.py"
+    script.write_text(LAYERS)
+    return open_job(None, script, (word,), [], num_nodes=2, finish=lambda job: job, are_virtual=are_virtual)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("narrow", r"layer 1 does not run"),
+        ("mean", r"loss"),
+        ("count", r"optimizer\.optim: Counting goes by self\.count"),
+        ("file", r"model cannot be built: FileNotFoundError"),
+        ("average", r"Job\(callbacks=….: Average\.model is a Linear"),
+    ],
+)
+def test_what_a_script_makes_is_tried_before_anything_is_started(tmp_path: Path, word: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path, word)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("file", "the script's model cannot be built: FileNotFoundError: .*; nodes try model, loss and optimizer once"),
+        ("end", r"script \S+train\.py ended, with the exit code 9, as it was tried; nodes try"),
+        ("zeros", r"the script's model\(\) gives parameters or buffers values by itself: each worker builds"),
+        ("nothing", "^$"),
+    ],
+)
+def test_what_only_nodes_can_try_and_what_a_trial_finds_are_said(
+    tmp_path: Path, word: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    job, _ = opened(tmp_path, word, are_virtual=False)
+    assert job.script is not None
+    assert job.script.provides == ("data", "model")
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_run_that_is_refused_by_a_trial_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "train.py"
+    script.write_text(LAYERS)
+    assert main(["up", "--local", "2", "--base-dir", str(tmp_path / "runs"), str(script), "--", "count"]) == 78
+    assert "oobleck: optimizer.optim: Counting goes by self.count" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

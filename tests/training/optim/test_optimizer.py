@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -265,6 +267,124 @@ def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused_by_name(k
 
 def test_an_optimizer_that_clips_each_parameter_alone_is_fine():
     assert not _layout_with(ClippingEach, lr=0.3).entries
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps, and has them smaller from one to the next."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad /= self.count
+        return super().step(closure)
+
+
+class CountingForLater(torch.optim.SGD):
+    """Counts its steps, for something that no trial waits for."""
+
+    counts: dict[str, int]
+
+    def step(self, closure: Any = None) -> Any:
+        self.counts = {"steps": getattr(self, "counts", {"steps": 0})["steps"] + 1}
+        if self.counts["steps"] == 1000:
+            raise AssertionError
+        return super().step(closure)
+
+
+class CountingInGroups(torch.optim.SGD):
+    """Has a schedule of its own for its weight decay."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["weight_decay"] = 0.9 * group["weight_decay"]
+        return super().step(closure)
+
+
+class CountingForAll(torch.optim.SGD):
+    """Keeps one count for all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        of_all: Any = self.state["all"]  # type: ignore[index]  # torch takes any key
+        of_all["count"] = of_all.get("count", 0) + 1
+        return super().step(closure)
+
+
+class SkippingTheFirst(torch.optim.SGD):
+    has_begun = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.has_begun:
+            return super().step(closure)
+        self.has_begun = True
+        return None
+
+
+class CountingInAClosure(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        counts = itertools.count(1)
+        self.count = lambda: next(counts)
+
+    def step(self, closure: Any = None) -> Any:
+        number = self.count()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad /= number
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Counting, "self.count"),
+        (CountingForLater, "self.counts"),
+        (CountingInGroups, "param_groups[…]['weight_decay']"),
+        (CountingForAll, "state['all']"),
+        (SkippingTheFirst, "something"),
+        (CountingInAClosure, "something"),
+    ],
+)
+def test_an_optimizer_that_keeps_something_outside_of_its_state_is_refused_by_name(kind: Any, what: str):
+    with pytest.raises(
+        ConfigError, match=rf"optimizer.optim: {kind.__name__} goes by {re.escape(what)}, which it keeps"
+    ):
+        _layout_with(kind, lr=0.3)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps an average of gradients in its state, beside what follows from its parameters and its first step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.all_of_them = [each for group in self.param_groups for each in group["params"]]
+        self.cache: dict[str, int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.cache.setdefault("size", sum(each.numel() for each in self.all_of_them))
+        for each in self.all_of_them:
+            state = self.state[each]
+            state.setdefault("step", torch.zeros(()))
+            state.setdefault("average", torch.zeros_like(each))
+            state["step"] += 1
+            state["average"].lerp_(each.grad, 0.1)
+            each.sub_(state["average"] / (1 - 0.9 ** state["step"]), alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_that_keeps_all_in_its_state_is_fine_whatever_it_refers_to():
+    assert [entry.name for entry in _layout_with(Averaging, lr=0.3).entries] == ["average"]
+
+
+def test_a_schedule_that_counts_by_itself_is_refused():
+    counts = itertools.count(1)
+    Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / step).require_pure_schedule(max_steps=9)
+    with pytest.raises(ConfigError, match=r"lr_lambda: it gives 0.\d+ for step 9, and 0.1 when it is asked again"):
+        Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / next(counts)).require_pure_schedule(max_steps=9)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
