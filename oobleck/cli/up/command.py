@@ -46,7 +46,7 @@ def up(
         ),
     ] = None,
     hosts_from: inputs.HostsFromOption = None,
-    hosts_every: inputs.HostsEveryOption = 10.0,
+    hosts_every: inputs.HostsEveryOption = None,
     dial_in: inputs.DialInOption = None,
     num_nodes: inputs.NumNodesOption = None,
     keys: inputs.KeysOption = None,

@@ -19,6 +19,7 @@ from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import module_command
+from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
@@ -178,7 +179,7 @@ class RankProcesses:
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
-        _check_command(run)
+        check_command(run, os.environ)
         self._num_ranks = _num_ranks(run.ranks_per_node, devices)
         self._states.open(run)
         if run.log_dir is not None:
@@ -277,14 +278,6 @@ def _make_logs(directory: Path) -> None:
 
 def _in_directory(run: RanksSpec, path: str) -> Path:
     return Path(run.directory, os.path.expanduser(path))
-
-
-def _check_command(run: RanksSpec) -> None:
-    """Raise ConfigError for a script that is not here."""
-    if not os.path.isdir(run.directory):
-        raise ConfigError(f"there is no directory {run.directory} here, where the script is to run (--directory)")
-    if run.entry == "script" and not (path := _in_directory(run, run.command[0])).exists():
-        raise ConfigError(f"there is no {path} here")
 
 
 def _bound() -> socket.socket:
