@@ -59,7 +59,7 @@ def _check_module(name: str, paths: list[str]) -> None:
     found, searched = None, paths
     for number in range(len(parts := name.split("."))):
         whole = ".".join(parts[: number + 1])
-        found = _find(whole, searched) if all(parts) else None
+        found = _find(whole, searched) if parts[number] else None
         if found is None:
             raise ConfigError(f"-m {name}: there is no module {whole} here; it is looked for in {paths[0]} first")
         if found.submodule_search_locations is None:

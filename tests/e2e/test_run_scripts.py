@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disks import small_disk
+from tests.disks import fill, small_disk
 from tests.e2e.harness import oobleck
 from tests.e2e.ranks import Ranks
 
@@ -267,6 +267,34 @@ for _ in range(2000):
 sys.stdout.reconfigure(line_buffering=True)
 Path(sys.argv[2]).write_text("ends well")
 """
+
+
+PRINTS = """\
+import sys, time
+from pathlib import Path
+for number in range(300):
+    print("line", number, "x" * 100)
+    if number == 200:
+        Path(sys.argv[1]).unlink()
+        print("room", file=sys.stderr)
+"""
+
+
+def test_what_a_full_disk_does_not_take_is_shown_and_said_once_and_written_again_when_there_is_room(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRINTS)
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        filler = fill(disk)
+        status = ranks.run("--log-dir", str(disk), "--max-restarts", "0", command=[str(script), str(filler)])
+        written = next(disk.rglob("stdout.log"))
+        kept = written.read_text()
+    lines = [f"line {number} {'x' * 100}\n" for number in range(300)]
+    assert (status, ranks.stdout.read_text()) == (0, "".join(lines)), ranks.said()
+    assert kept == "".join(lines[201:])
+    assert ranks.said().count(f"{written}: No space left on device: what ranks print is shown") == 1
+    assert "room\n" in ranks.said()
 
 
 @pytest.mark.slow

@@ -150,6 +150,9 @@ def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
         is_warmed="--no-warm" not in line.flags and line.entry != "program",
         control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
     )
+    named = next((each for each in source.specs if each.devices != tuple(range(len(each.devices)))), None)
+    if named is not None and "CUDA_VISIBLE_DEVICES" in line.environment:
+        raise UsageError(f"--env: the line of {named.name} names the devices that its ranks see: CUDA_VISIBLE_DEVICES")
     if isinstance(source, VirtualOnes) and "--python" not in given:
         check_command(spec, os.environ)
     return spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
-from .fork_client import ForkedProcess, ForkServer
+from .fork_client import ForkedProcess, ForkServer, send_descriptors
 from .oom_kills import OomKills
 from .rank_states import RankStates
 
@@ -33,6 +34,7 @@ _ROOM = " " * 2048
 _CHUNK_BYTES = 1 << 15
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """By which a process ends over a fault of its own, of which native code may have written something before."""
+_STDERR = 2
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
@@ -40,54 +42,80 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class _Output:
-    """What a rank writes to one stream."""
+    """What a rank writes to one stream: into a file, and to the agent where that takes nothing."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
+        self._overflow = bytearray()
+        """Not shown yet."""
+        self._overflow_end = b""
+        self._num_overflow = 0
         self._pending = b""
+        self._num_of_file = 0
+
+    def overflow(self, data: bytes) -> None:
+        """Take what could not be written to the file."""
+        self._overflow += data
+        self._num_overflow += len(data)
+        self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
 
     def new(self, *, is_last: bool) -> str:
         """Whole lines after what was shown, a chunk of them; a line that never ends is cut."""
         if not self._pending:
-            with suppress(OSError), self._path.open("rb") as file:
+            with suppress(OSError), self.path.open("rb") as file:
                 file.seek(self._offset)
                 self._pending = file.read(_CHUNK_BYTES)
+            self._num_of_file = len(self._pending)
+            self._pending += self._overflow[: _CHUNK_BYTES - self._num_of_file]
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
         return self._pending.decode(errors="replace")
 
     def note_shown(self) -> None:
-        self._offset += len(self._pending)
+        num_of_file = min(self._num_of_file, len(self._pending))
+        self._offset += num_of_file
+        del self._overflow[: len(self._pending) - num_of_file]
         self._pending = b""
 
     def size(self) -> int:
         with suppress(OSError):
-            return self._path.stat().st_size
-        return 0
+            return self.path.stat().st_size + self._num_overflow
+        return self._num_overflow
 
     def tail(self) -> str:
         """The last lines of all."""
-        with suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-        return ""
+        last = b""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
+            last = file.read()
+        return "\n".join((last + self._overflow_end).decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 class Rank:
     """A rank's process, from its agent's side."""
 
     def __init__(
-        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, oom_kills: OomKills, can_trace: bool
+        self,
+        process: ForkedProcess,
+        guard: trio.SocketStream,
+        overflow: socket.socket,
+        logs: Path,
+        *,
+        oom_kills: OomKills,
+        can_trace: bool,
     ) -> None:
-        """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
-        to show, and would end by the signal.
+        """`guard` ends the process when it is closed, be it by our own end; `overflow` has what its files do not take.
+
+        A program that is not Python has no stack to show, and would end by the signal.
         """
         self.pid = process.pid
         self.is_warm = process.is_warm
         self._process = process
         self._oom_kills = oom_kills
         self._guard = guard
+        self._overflow = overflow
+        self._problem: str | None = None
         self._error_file = logs / "error.json"
         self._stack_file = logs / "stacks.log"
         self._can_trace = can_trace
@@ -97,6 +125,8 @@ class Rank:
         await self._process.ended.wait()
         self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
         self._guard.socket.close()
+        self._take_overflow()
+        self._overflow.close()
         return self._oom_kills.explain(self._process)
 
     def ask_to_end(self) -> None:
@@ -141,6 +171,20 @@ class Rank:
             _log.info("process %d hangs with the others:\n%s", self.pid, stack)
             return stack
         return ""
+
+    def new_problem(self) -> str | None:
+        self._take_overflow()
+        problem, self._problem = self._problem, None
+        return problem
+
+    def _take_overflow(self) -> None:
+        """Take in what the rank could not write."""
+        with suppress(OSError):  # there is no more, or it is closed
+            while data := self._overflow.recv(_CHUNK_BYTES):
+                number, problem = protocol.OVERFLOW_HEAD.unpack_from(data)
+                output = self._output[number == _STDERR]
+                output.overflow(data[protocol.OVERFLOW_HEAD.size :])
+                self._problem = f"{output.path}: {os.strerror(problem)}"
 
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return self._output[is_error].new(is_last=is_last)
@@ -239,10 +283,14 @@ class RankProcesses:
         _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
-        with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
-            await guard.send_all(encode_frame(self._told(setup, logs)))
+        overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        overflow.setblocking(False)
+        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, as waiting for it tells
+            told = encode_frame(self._told(setup, logs))
+            await send_descriptors(guard.socket, told[:1], (theirs.fileno(),))
+            await guard.send_all(told[1:])
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, logs, oom_kills=self._oom_kills, can_trace=can_trace)
+        return Rank(process, guard, overflow, logs, oom_kills=self._oom_kills, can_trace=can_trace)
 
     def _told(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
         run = setup.run
@@ -267,13 +315,14 @@ def _remove_attempts(logs: Path) -> None:
 
 
 def _make_logs(directory: Path) -> None:
-    """Make a directory with a rank's files. Raises ConfigError."""
+    """Make a directory with a rank's files. Raises ConfigError, but not for a full disk: ranks run without them."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("stdout.log", "stderr.log"):
             (directory / name).touch(mode=0o600)
     except OSError as error:
-        raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
 
 
 def _in_directory(run: RanksSpec, path: str) -> Path:
