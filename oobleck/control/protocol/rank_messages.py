@@ -26,8 +26,8 @@ from .ends import ProcessEnd
 TRACE_SIGNAL = 59
 """A signal of real time that nobody uses: a rank writes down where its threads are."""
 
-OVERFLOW_HEAD = struct.Struct(">BI")
-"""Before what a rank could not write: its descriptor, and the error's number."""
+OVERFLOW_HEAD = struct.Struct(">BIQ")
+"""Before what a rank could not write: its descriptor, the error's number, and how many bytes the file had by then."""
 
 
 class ForRanks:

@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import socket
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,35 +49,59 @@ class _Output:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._overflow = bytearray()
-        """Not shown yet."""
+        self._overflow: deque[tuple[int, bytes]] = deque()
+        """Not shown yet; each after so many bytes of the file."""
         self._overflow_end = b""
         self._num_overflow = 0
         self._pending = b""
-        self._num_of_file = 0
+        self._parts: list[tuple[bool, bytes]] = []
+        """Whether it is of the file, and what it is: what `_pending` was taken from."""
 
-    def overflow(self, data: bytes) -> None:
-        """Take what could not be written to the file."""
-        self._overflow += data
+    def overflow(self, data: bytes, after: int) -> None:
+        """Take what could not be written to the file, after so many bytes of it."""
+        self._overflow.append((after, data))
         self._num_overflow += len(data)
         self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
 
     def new(self, *, is_last: bool) -> str:
         """Whole lines after what was shown, a chunk of them; a line that never ends is cut."""
         if not self._pending:
-            with suppress(OSError), self.path.open("rb") as file:
-                file.seek(self._offset)
-                self._pending = file.read(_CHUNK_BYTES)
-            self._num_of_file = len(self._pending)
-            self._pending += self._overflow[: _CHUNK_BYTES - self._num_of_file]
+            self._parts = list(self._next_parts())
+            self._pending = b"".join(part for _, part in self._parts)
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
         return self._pending.decode(errors="replace")
 
+    def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
+        """A chunk of what follows what was shown, in the order in which it was written."""
+        written, offset = b"", self._offset
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(offset)
+            written = file.read(_CHUNK_BYTES)
+        num_left = _CHUNK_BYTES
+        for after, data in self._overflow:
+            before = written[: max(0, after - offset)]
+            yield True, before
+            written, offset = written[len(before) :], offset + len(before)
+            num_left -= len(before) + len(data)
+            if offset < after:
+                return
+            yield False, data
+            if num_left <= 0:
+                return
+        yield True, written[:num_left]
+
     def note_shown(self) -> None:
-        num_of_file = min(self._num_of_file, len(self._pending))
-        self._offset += num_of_file
-        del self._overflow[: len(self._pending) - num_of_file]
+        num_left = len(self._pending)
+        for is_of_file, part in self._parts:
+            num_shown = min(num_left, len(part))
+            num_left -= num_shown
+            if is_of_file:
+                self._offset += num_shown
+            elif num_shown:
+                after, data = self._overflow.popleft()
+                if num_shown < len(data):
+                    self._overflow.appendleft((after, data[num_shown:]))
         self._pending = b""
 
     def size(self) -> int:
@@ -181,9 +207,9 @@ class Rank:
         """Take in what the rank could not write."""
         with suppress(OSError):  # there is no more, or it is closed
             while data := self._overflow.recv(_CHUNK_BYTES):
-                number, problem = protocol.OVERFLOW_HEAD.unpack_from(data)
+                number, problem, after = protocol.OVERFLOW_HEAD.unpack_from(data)
                 output = self._output[number == _STDERR]
-                output.overflow(data[protocol.OVERFLOW_HEAD.size :])
+                output.overflow(data[protocol.OVERFLOW_HEAD.size :], after)
                 self._problem = f"{output.path}: {os.strerror(problem)}"
 
     def new_output(self, *, is_error: bool, is_last: bool) -> str:

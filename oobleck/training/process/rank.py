@@ -101,8 +101,8 @@ def _end_with_agent(sock: socket.socket) -> None:
 
 def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
     """Write to files, line by line: what is written is there however the process ends."""
-    sys.stdout = sys.__stdout__ = _output(1, stdout, sys.stdout, overflow)
-    sys.stderr = sys.__stderr__ = _output(2, stderr, sys.stderr, overflow)
+    sys.stdout = sys.__stdout__ = _output(1, stdout, sys.stdout, overflow)  # type: ignore[misc]  # what Python has there
+    sys.stderr = sys.__stderr__ = _output(2, stderr, sys.stderr, overflow)  # type: ignore[misc]  # the same
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -112,7 +112,7 @@ def _output(number: int, path: str, before: TextIO, overflow: socket.socket) -> 
     """A stream as Python has made it, but of a file; with the encoding and its errors as Python has chosen them."""
     file = io.BufferedWriter(RankLog(number, path, overflow))
     output = io.TextIOWrapper(file, before.encoding, before.errors, newline="\n", line_buffering=True)
-    output.mode = "w"
+    output.mode = "w"  # type: ignore[misc]  # as Python does
     return output
 
 

@@ -58,5 +58,5 @@ class RankLog(io.FileIO):
         """Give the agent what could not be written, and why; what it has no room for is lost."""
         for start in range(0, len(data), _CHUNK_BYTES):
             with suppress(OSError):
-                head = OVERFLOW_HEAD.pack(self.fileno(), problem)
+                head = OVERFLOW_HEAD.pack(self.fileno(), problem, os.fstat(self.fileno()).st_size)
                 self._overflow.send(head + data[start : start + _CHUNK_BYTES], socket.MSG_DONTWAIT)
