@@ -356,6 +356,8 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
             if isinstance(run.source, VirtualOnes):
                 _check_virtual(run, replayed, launcher.nodes[: run.source.count])
             return replace(past, replayed=replayed)
+    if known := launcher.nodes[: len(run.source.names)]:  # else they dial in later, if they do
+        await wiring.end_left(cluster, launcher, directory.journal, known)
     set_aside(directory.journal)
     return _Past()
 
