@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import fill, small_disk
-from tests.e2e.harness import oobleck
+from tests.e2e.harness import oobleck, processes_with
 from tests.e2e.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -307,3 +307,12 @@ def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path
     assert done.read_text() == "ends well", ranks.said()
     assert status in (0, 74), ranks.said()
     assert "Traceback" not in ranks.said()
+
+
+def test_a_run_of_fewer_nodes_ends_what_a_killed_master_has_left_on_the_others(ranks: Ranks) -> None:
+    with ranks.started("--local", "2", command=ranks.count(10_000)) as first:
+        ranks.wait_for_step(1, rank=1)
+        first.kill()
+        first.wait()
+    assert ranks.run("--local", "1", command=ranks.count(3)) == 0, ranks.said()
+    assert not [each for each in processes_with(f"TMPDIR={ranks.temporary}") if "node1" in " ".join(each.cmdline())]
