@@ -101,7 +101,7 @@ def test_another_job_does_not_take_over(runner: Runner) -> None:
             refused = other.finish()
         assert refused.exit_code == 2, refused.output
         assert "optimizer.learning_rate" in refused.output
-        with runner.up(*options(runner), "--local", "1") as fewer:
+        with runner.up(*options(runner), nodes=("--local", "3")) as fewer:
             refused = fewer.finish()
         assert refused.exit_code == 2, refused.output
         assert "--local: the run e2e continues without its master" in refused.output

@@ -6,12 +6,8 @@ import io
 import os
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from oobleck.control.protocol import OVERFLOW_HEAD
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _NAMES = {1: "<stdout>", 2: "<stderr>"}
 _CHUNK_BYTES = 1 << 12
@@ -36,7 +32,7 @@ class RankLog(io.FileIO):
         with suppress(OSError):
             self._open()
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # all that is given it
         view = memoryview(data).cast("B")
         written = 0
         try:
