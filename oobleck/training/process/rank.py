@@ -110,7 +110,7 @@ def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
 
 def _output(number: int, path: str, before: TextIO, overflow: socket.socket) -> io.TextIOWrapper:
     """A stream as Python has made it, but of a file; with the encoding and its errors as Python has chosen them."""
-    file = io.BufferedWriter(RankLog(number, path, overflow))
+    file = io.BufferedWriter(RankLog(number, path, overflow))  # type: ignore[type-var]  # it writes whatever a buffer has
     output = io.TextIOWrapper(file, before.encoding, before.errors, newline="\n", line_buffering=True)
     output.mode = "w"  # type: ignore[misc]  # as Python does
     return output
