@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from oobleck.control.scaling import first_target
-from oobleck.control.training import check_kinds, fixed_schedule, one_kind_planner, planner_settings
+from oobleck.control.training import check_possible, fixed_schedule, one_kind_planner, planner_settings
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
 from oobleck.host.user_path import expand_user
@@ -147,7 +147,7 @@ def _show_mixed(
     job: JobSpec, shapes: Mapping[str, _Shape], outline: ModelOutline, *, num_local: int, as_json: bool
 ) -> None:
     """Print the plan on nodes of several kinds: estimates, by the data sheets of those whose names have one."""
-    check_kinds(job, dict.fromkeys(shape.kind for shape in shapes.values()))
+    check_possible(job, kinds=dict.fromkeys(shape.kind for shape in shapes.values()))
     unknown = sorted({shape.device for shape in shapes.values() if not _is_known(shape.device)})
     if unknown and job.device != "cpu":
         raise UsageError(

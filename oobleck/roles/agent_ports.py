@@ -149,6 +149,10 @@ class RankHandle(Protocol):
         """What it has written since `note_shown`: whole lines, some of them; all that is left with `is_last`."""
         ...
 
+    def new_problem(self) -> str | None:
+        """Why what it writes does not reach its files, if it has not since this was asked last."""
+        ...
+
     def note_shown(self, *, is_error: bool) -> None:
         """What `new_output` returned last is shown."""
         ...

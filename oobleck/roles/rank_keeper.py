@@ -44,6 +44,8 @@ class _Generation:
     """Its ranks are being ended: how they do is of no interest."""
     is_asked: bool = False
     """They were asked to end: nothing has failed."""
+    is_unwritten: bool = False
+    """A file of theirs could not be written to, and that was said."""
     gone: trio.Event = field(default_factory=trio.Event)
 
     @property
@@ -260,6 +262,10 @@ class RankKeeper:
 
     def _take_output(self, generation: _Generation, *, is_last: bool) -> bool:
         """Offer what ranks have written; returns whether nothing is left of it."""
+        problems = [problem for rank in generation.ranks if (problem := rank.handle.new_problem()) is not None]
+        if problems and not generation.is_unwritten:
+            generation.is_unwritten = True
+            self._say(protocol.RanksUnwritten(problem=problems[0]))
         left = [rank for rank in generation.ranks if not self._show_new(rank, is_last=is_last)]
         return not left
 

@@ -33,7 +33,10 @@ class LineFormatter:
         self._tell_next = True
         level = journal.level_of(entry)
         prefix = "" if level == "info" else f"{level}: "
-        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(journal.sentence(entry))}"
+        text = journal.sentence(entry)
+        if isinstance(entry, journal.JobEnded):
+            text = text.partition("\n")[0]  # what follows, a traceback for one, the command itself prints at its end
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"
         # The step before an event shows where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
         return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)

@@ -1,4 +1,4 @@
-"""A seeded storm of faults on `oobleck run`: masters, agents, fork servers and ranks are killed, stopped and slowed.
+"""A seeded storm of faults on `oobleck run`: any process of it is killed, stopped or slowed.
 
 `python -m tests.e2e.run_storm SEED [SEED …]` runs storms one after the other, and says what broke.
 """
@@ -15,13 +15,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from oobleck.control.journal import RankDown, sentence
+from oobleck.control.protocol import Unseen
 from oobleck.runtime.files import AgentDir, RunDirectory
+from oobleck.runtime.journals import read_journal
 from tests.e2e.harness import processes_with
 
 __all__ = ["RunStorm", "result_of"]
@@ -44,10 +48,19 @@ def result_of(steps: int) -> int:
 class RunStorm:
     """One run, its faults, drawn from a seed, and what must hold in the end."""
 
-    def __init__(self, directory: Path, seed: int, *, steps: int = 150, num_faults: int = 6) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        *,
+        steps: int = 150,
+        num_faults: int = 6,
+        faults: Sequence[tuple[str, str]] | None = None,
+    ) -> None:
+        """`faults` are what happens to what, in place of what the seed draws."""
         self.random = random.Random(seed)
         self.steps = steps
-        self.num_faults = num_faults
+        self.faults = list(faults) if faults is not None else [self.draw() for _ in range(num_faults)]
         self.nodes = self.random.choice((1, 2, 3))
         self.ranks_per_node = self.random.choice((1, 2))
         self.out = directory / "out"
@@ -81,11 +94,11 @@ class RunStorm:
         master = self.start()
         deadline_s = time.monotonic() + _TIMEOUT_S
         try:
-            for _ in range(self.num_faults):
+            for how, kind in self.faults:
                 self.await_step(master, self.saved() + self.random.randint(1, 12), deadline_s)
                 if master.poll() is not None:
                     break
-                self.strike(master)
+                self.strike(master, how, kind)
                 if master.poll() is not None and master.returncode == -signal.SIGKILL:
                     master = self.start()
             while master.poll() is None and time.monotonic() < deadline_s:
@@ -94,7 +107,7 @@ class RunStorm:
         finally:
             if master.poll() is None:
                 master.kill()
-        return [*problems, *self.wrong_steps(), *self.left_behind()]
+        return [*problems, *self.wrong_steps(), *self.unseen_ends(), *self.left_behind()]
 
     def saved(self) -> int:
         """The last step that any rank has noted."""
@@ -115,12 +128,14 @@ class RunStorm:
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
-    def strike(self, master: subprocess.Popen[bytes]) -> None:
-        """Do something to some process; where the draw finds none, to another one."""
-        kinds = ["rank", "rank", "agent", "server", "warm", "master"]
-        kind = self.random.choice(kinds)
+    def draw(self) -> tuple[str, str]:
+        """What is to happen to which kind of process."""
+        kinds = ("rank", "rank", "agent", "server", "warm", "waits", "waits", "master")
+        return self.random.choice(("kill", "kill", "stop", "slow")), self.random.choice(kinds)
+
+    def strike(self, master: subprocess.Popen[bytes], how: str, kind: str) -> None:
+        """Do something to some process; nothing where there is none of its kind."""
         found = [psutil.Process(master.pid)] if kind == "master" else self.processes(kind)
-        how = self.random.choice(("kill", "kill", "stop", "slow"))
         if not found:
             return
         victim = self.random.choice(sorted(found, key=lambda process: process.pid))
@@ -162,6 +177,7 @@ class RunStorm:
                 kinds = {
                     "rank": is_rank,
                     "warm": name == "oobleck-warm",
+                    "waits": name == "oobleck-waits",
                     "server": "rank_server" in line and not name.startswith("oobleck-"),
                     "agent": "agent_process" in line,
                 }
@@ -190,6 +206,13 @@ class RunStorm:
             if len(ranks) == world:
                 saved = max(saved, min(max((e.get("saved", 0) for e in every), default=0) for every in ranks.values()))
         return problems
+
+    def unseen_ends(self) -> list[str]:
+        """Ends of ranks that nobody knows: a supervisor's and its fork server's together may be, and no other."""
+        if any(kind == "server" for _, kind in self.faults):
+            return []
+        entries = read_journal(self.base_dir / "storm" / "journal.jsonl")
+        return [sentence(entry) for entry in entries if isinstance(entry, RankDown) and isinstance(entry.end, Unseen)]
 
     def left_behind(self) -> list[str]:
         """What is left once the run is over; it is removed."""

@@ -101,6 +101,10 @@ def test_another_job_does_not_take_over(runner: Runner) -> None:
             refused = other.finish()
         assert refused.exit_code == 2, refused.output
         assert "optimizer.learning_rate" in refused.output
+        with runner.up(*options(runner), nodes=("--local", "3")) as fewer:
+            refused = fewer.finish()
+        assert refused.exit_code == 2, refused.output
+        assert "--local: the run e2e continues without its master" in refused.output
         with runner.up(*options(runner), "--resume", "never", "--set", "seed=3") as fresh:
             fresh.wait_for_step(2)
             assert entries(runner, "MasterResumed") == []

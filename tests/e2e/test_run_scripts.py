@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.disks import small_disk
-from tests.e2e.harness import oobleck
+from tests.disks import fill, small_disk
+from tests.e2e.harness import oobleck, processes_with
 from tests.e2e.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -269,6 +269,34 @@ Path(sys.argv[2]).write_text("ends well")
 """
 
 
+PRINTS = """\
+import sys, time
+from pathlib import Path
+for number in range(300):
+    print("line", number, "x" * 100)
+    if number == 200:
+        Path(sys.argv[1]).unlink()
+        print("room", file=sys.stderr)
+"""
+
+
+def test_what_a_full_disk_does_not_take_is_shown_and_said_once_and_written_again_when_there_is_room(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRINTS)
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        filler = fill(disk)
+        status = ranks.run("--log-dir", str(disk), "--max-restarts", "0", command=[str(script), str(filler)])
+        written = next(disk.rglob("stdout.log"))
+        kept = written.read_text()
+    lines = [f"line {number} {'x' * 100}\n" for number in range(300)]
+    assert (status, ranks.stdout.read_text()) == (0, "".join(lines)), ranks.said()
+    assert kept == "".join(lines[201:])
+    assert ranks.said().count(f"{written}: No space left on device: what ranks print is shown") == 1
+    assert "room\n" in ranks.said()
+
+
 @pytest.mark.slow
 def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path: Path) -> None:
     """What ranks print, and the journal, lie there; under torchrun the same script would print to a terminal."""
@@ -279,3 +307,12 @@ def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path
     assert done.read_text() == "ends well", ranks.said()
     assert status in (0, 74), ranks.said()
     assert "Traceback" not in ranks.said()
+
+
+def test_a_run_of_fewer_nodes_ends_what_a_killed_master_has_left_on_the_others(ranks: Ranks) -> None:
+    with ranks.started("--local", "2", command=ranks.count(10_000)) as first:
+        ranks.wait_for_step(1, rank=1)
+        first.kill()
+        first.wait()
+    assert ranks.run("--local", "1", command=ranks.count(3)) == 0, ranks.said()
+    assert not [each for each in processes_with(f"TMPDIR={ranks.temporary}") if "node1" in " ".join(each.cmdline())]

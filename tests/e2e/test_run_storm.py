@@ -15,8 +15,14 @@ from .run_storm import RunStorm
 
 
 def test_a_killed_fork_server_and_then_a_killed_rank_cost_no_saved_step(tmp_path: Path) -> None:
-    storm = RunStorm(tmp_path, 31, steps=40, num_faults=2)
+    storm = RunStorm(tmp_path, 31, steps=40, faults=[("kill", "server"), ("kill", "rank")])
     assert storm.ride() == [], (storm.done, storm.said.read_text())
+
+
+def test_a_rank_whose_supervisor_is_killed_or_stopped_ends_as_any_other(tmp_path: Path) -> None:
+    storm = RunStorm(tmp_path, 31, steps=40, faults=[("kill", "waits"), ("stop", "waits")])
+    assert storm.ride() == [], (storm.done, storm.said.read_text())
+    assert storm.said.read_text().count("] generation ") == 3, "it begins, runs and ends, once"
 
 
 @pytest.mark.slow

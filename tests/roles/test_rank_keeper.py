@@ -73,6 +73,9 @@ class _Rank:
     def stack(self) -> str:
         return ""
 
+    def new_problem(self) -> str | None:
+        return None
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return "" if is_error else self.unshown
 

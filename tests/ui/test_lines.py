@@ -79,3 +79,8 @@ def test_a_whole_run_tells_its_loss_in_order():
         < told.index("no step lost")
         < told.index("all steps committed")
     )
+
+
+def test_the_end_of_a_run_is_one_line_without_the_traceback_that_the_command_prints():
+    end = JobEnded(t_s=1.0, exit_code=1, reason="rank 0 failed\nTraceback:\n  x\nno restart is allowed")
+    assert lines_of(job_started(NODES), end)[-1] == "[0:00:01] error: rank 0 failed"

@@ -16,6 +16,7 @@ from .hostfile import parse_hostfile
 from .kinds_option import KindCount
 
 _MOST_PER_CORE = 32
+_INTERVAL_S = 10.0
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077
 _SOURCES = (
@@ -142,7 +143,7 @@ def read_source(
     *,
     local: int | tuple[KindCount, ...] | None = None,
     hosts_from: str | None = None,
-    hosts_every_s: float = 10.0,
+    hosts_every_s: float | None = None,
     dial_in: str | None = None,
     num_nodes: int | None = None,
     slurm: bool = False,
@@ -152,6 +153,8 @@ def read_source(
     keys: Path | None = None,
 ) -> NodeSource:
     """Read where nodes are to come from. Raises UserError."""
+    if hosts_every_s is not None and hosts_from is None:
+        raise UsageError("--hosts-every: it says how often --hosts-from is asked; add that, or leave it out")
     if slurm or slurm_job is not None:
         if any(given is not None for given in (hostfile, local, hosts_from, num_nodes)) or (slurm and slurm_job):
             raise UsageError("--slurm, or --slurm-job NAME, names all nodes; leave the others out")
@@ -182,10 +185,11 @@ def read_source(
         text = read_input(hostfile, "hostfile")
         return FromHostfile(path=expand_user(hostfile).absolute(), text=text, specs=_specs(text, str(hostfile)))
     if hosts_from is not None:
-        if hosts_every_s < _LEAST_INTERVAL_S:
-            raise UsageError(f"--hosts-every: {hosts_every_s:g} s is not possible; it must be at least 100ms")
+        interval_s = _INTERVAL_S if hosts_every_s is None else hosts_every_s
+        if interval_s < _LEAST_INTERVAL_S:
+            raise UsageError(f"--hosts-every: {interval_s:g} s is not possible; it must be at least 100ms")
         text, named = _printed_by(hosts_from)
-        return FromCommand(command=hosts_from, interval_s=hosts_every_s, text=text, specs=_specs(text, named))
+        return FromCommand(command=hosts_from, interval_s=interval_s, text=text, specs=_specs(text, named))
     assert local is not None
     most = _MOST_PER_CORE * (os.cpu_count() or 1)
     source = VirtualOnes.alike(local) if isinstance(local, int) else VirtualOnes(kinds=local)

@@ -28,7 +28,7 @@ HostsFromOption = Annotated[
 ]
 
 HostsEveryOption = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--hosts-every",
         metavar="TIME",

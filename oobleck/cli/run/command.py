@@ -19,9 +19,10 @@ from oobleck.job import ControlSpec
 from oobleck.job.bounds import bounds_of, require
 from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_tag
+from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import identity_of
 
-from .options import LAUNCHER_OPTIONS, USED, CommandLine, HelpAsked, options_text, parse_command_line
+from . import options
 
 _TAG_CHARS = 40
 
@@ -40,10 +41,10 @@ def run(
     comes takes part in the next start.
     """
     try:
-        line = parse_command_line(words or [], os.environ)
-    except HelpAsked:
+        line = options.parse_command_line(words or [], os.environ)
+    except options.HelpAsked:
         head, examples, tail = ctx.get_help().partition("Examples:")
-        typer.echo(f"{head.rstrip()}\n\n{options_text()}\n\n{examples}{tail}")
+        typer.echo(f"{head.rstrip()}\n\n{options.options_text()}\n\n{examples}{tail}")
         return
     given = line.given
     for text in line.unused:
@@ -85,12 +86,12 @@ def _base_dir(given: str | None) -> Path | None:
     return Path(named) if named else None
 
 
-def _read_source(line: CommandLine) -> NodeSource:
+def _read_source(line: options.CommandLine) -> NodeSource:
     given = line.given
     hostfile = line.hostfile or given.get("--hostfile")
     slurm_job, is_slurm, is_ray = given.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
     named = (hostfile, given.get("--local"), given.get("--hosts-from"), given.get("--dial-in"), slurm_job)
-    local = _count("--local", given.get("--local"))
+    local = options.whole("--local", given)
     if "--standalone" in line.flags and any(named):
         raise UsageError("--standalone runs on this machine alone; leave it out, or the nodes")
     if not any((*named, is_slurm, is_ray, given.get("--kubernetes"))):
@@ -106,7 +107,7 @@ def _read_source(line: CommandLine) -> NodeSource:
         local=local,
         hosts_from=given.get("--hosts-from"),
         dial_in=given.get("--dial-in"),
-        num_nodes=_count("--nodes", given.get("--nodes")),
+        num_nodes=options.whole("--nodes", given),
         slurm=is_slurm,
         slurm_job=slurm_job,
         ray=is_ray,
@@ -115,29 +116,14 @@ def _read_source(line: CommandLine) -> NodeSource:
     )
 
 
-def _count(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or len(text) > 9:
-        raise UsageError(f"{name}: {text!r} is not a whole number")
-    return int(text)
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{name}: {text!r} is not a number of seconds") from None
-
-
-def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
+def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
     given, num_nodes = line.given, len(source.names)
     low, high = line.nodes if line.nodes is not None else (1, num_nodes)
     if low > num_nodes and not isinstance(source, DialIn):
         raise UsageError(f"--nnodes: at least {low} nodes are asked for, and there are {num_nodes}")
-    lease_s, lease_bounds = _seconds("--lease", given.get("--lease", "3")), bounds_of(ControlSpec)["lease_s"]
+    lease_s, lease_bounds = options.seconds("--lease", given, 3.0), bounds_of(ControlSpec)["lease_s"]
     require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
-    unit = _count("--node-unit", given.get("--node-unit"))
+    unit = options.whole("--node-unit", given)
     spec = RanksSpec(
         tag=given.get("--tag", _tag_of(line.command[0])),
         is_tag_given="--tag" in given,
@@ -157,19 +143,18 @@ def _spec_of(line: CommandLine, source: NodeSource) -> RanksSpec:
         tee=line.tee,
         shown_ranks=line.shown_ranks,
         master_port=line.master_port,
-        shutdown_timeout_s=30.0 if line.shutdown_timeout_s is None else line.shutdown_timeout_s,
-        hang_timeout_s=_seconds("--hang-timeout", given.get("--hang-timeout", "600")),
-        join_timeout_s=_seconds("--join-timeout", given.get("--join-timeout", "600")),
+        shutdown_timeout_s=line.shutdown_timeout_s,
+        hang_timeout_s=options.seconds("--hang-timeout", given, 600.0),
+        join_timeout_s=options.seconds("--join-timeout", given, 600.0),
         hides_devices="--virtual-local-rank" in line.flags,
         is_warmed="--no-warm" not in line.flags and line.entry != "program",
         control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
     )
-    if (
-        isinstance(source, VirtualOnes)
-        and spec.entry == "script"
-        and not Path(spec.directory, spec.command[0]).exists()
-    ):
-        raise UsageError(f"{spec.command[0]}: there is no such script in {spec.directory}")
+    named = next((each for each in source.specs if each.devices != tuple(range(len(each.devices)))), None)
+    if named is not None and "CUDA_VISIBLE_DEVICES" in line.environment:
+        raise UsageError(f"--env: the line of {named.name} names the devices that its ranks see: CUDA_VISIBLE_DEVICES")
+    if isinstance(source, VirtualOnes) and "--python" not in given:
+        check_command(spec, os.environ)
     return spec
 
 
@@ -177,7 +162,7 @@ def _by_option(problem: str) -> str:
     """What is wrong with a field of the specification, said of the option that gave it."""
     field, colon, rest = problem.partition(": ")
     option = f"--{field.removesuffix('_s').replace('_', '-')}"
-    return f"{option}{colon}{rest}" if option in (*LAUNCHER_OPTIONS, *USED) else problem
+    return f"{option}{colon}{rest}" if option in (*options.LAUNCHER_OPTIONS, *options.USED) else problem
 
 
 def _tag_of(command: str) -> str:

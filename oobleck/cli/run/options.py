@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES
 from oobleck.job.ranks import RankStreams, Redirection
+from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
 
 LAUNCHER_OPTIONS = {
     "--hostfile": ("FILE", "nodes, one per line; in place of HOSTFILE before the script"),
@@ -84,6 +86,10 @@ REFUSED = {
     "--auto-tunning": "name the options",
 }
 """Options of torchrun and dlrover-run that are not there, and what there is instead."""
+_OWN_VARIABLES = {
+    **OWN_VARIABLES,
+    **dict.fromkeys((MEMORY_VARIABLE, START_VARIABLE), f"{DIRECTORY_VARIABLE} says where states lie"),
+}
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
 _TRUE = ("1", "true", "t", "yes", "y")
@@ -110,7 +116,7 @@ class CommandLine:
     tee: RankStreams
     shown_ranks: tuple[int, ...]
     master_port: int | None
-    shutdown_timeout_s: float | None
+    shutdown_timeout_s: float
     unused: tuple[str, ...]
     """Options that were given and have no meaning here."""
 
@@ -155,15 +161,15 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         command=command,
         nodes=_node_range(str(said["--nnodes"])) if "--nnodes" in said else None,
         ranks_per_node=str(said.get("--nproc-per-node", "slots")),
-        max_restarts=_whole("--max-restarts", said),
+        max_restarts=whole("--max-restarts", said),
         run_id=str(said.get("--rdzv-id", "none")),
         role=str(said.get("--role", "default")),
         log_dir=str(said["--log-dir"]) if "--log-dir" in said else None,
         redirects=_streams("--redirects", said),
         tee=_streams("--tee", said),
         shown_ranks=_ranks(said),
-        master_port=_whole("--master-port", said),
-        shutdown_timeout_s=_seconds("--shutdown-timeout", said),
+        master_port=whole("--master-port", said),
+        shutdown_timeout_s=seconds("--shutdown-timeout", said, 30.0),
         unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in said),
     )
 
@@ -246,6 +252,8 @@ def _variables(given: object, environment: Mapping[str, str]) -> Iterator[tuple[
         name, equals, value = str(text).partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"--env: {text!r} is not NAME or NAME=VALUE")
+        if name in _OWN_VARIABLES:
+            raise UsageError(f"--env: {name} is set for each rank by the run itself; {_OWN_VARIABLES[name]}")
         if not equals and name not in environment:
             raise UsageError(f"--env: {name} is not set here; give its value, as in {name}=1")
         yield name, value if equals else environment[name]
@@ -261,20 +269,20 @@ def _node_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _whole(name: str, said: Mapping[str, object]) -> int | None:
+def whole(name: str, said: Mapping[str, object]) -> int | None:
+    """The whole number that an option was given, if it was; who uses it says which are possible. Raises UsageError."""
     if name not in said:
         return None
     text = str(said[name])
-    if not text.isdecimal() or len(text) > 9:
+    if not re.fullmatch(r"[+-]?[0-9]{1,300}", text):
         raise UsageError(f"{name}: {text!r} is not a whole number")
     return int(text)
 
 
-def _seconds(name: str, said: Mapping[str, object]) -> float | None:
-    if name not in said:
-        return None
+def seconds(name: str, said: Mapping[str, object], default: float) -> float:
+    """The seconds that an option was given. Raises UsageError."""
     try:
-        return float(str(said[name]))
+        return float(str(said.get(name, default)))
     except ValueError:
         raise UsageError(f"{name}: {said[name]!r} is not a number of seconds") from None
 

@@ -123,6 +123,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         if run.check and not launcher.are_virtual:
             say(output, f"oobleck run: checking {len(known)} nodes")
             chosen, remarks = await wiring.check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
+        left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
 
         def tell_of_gap(gap: JournalGap) -> None:
@@ -158,7 +159,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                     end = await master.run()
                     watching.cancel_scope.cancel()
                 if end.exit_code in wiring.ENDS_WELL:
-                    await wiring.give_memory_back(cluster, master.nodes, keeps_only_copies=True)
+                    await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
                     await cluster.aclose()

@@ -46,7 +46,7 @@ def up(
         ),
     ] = None,
     hosts_from: inputs.HostsFromOption = None,
-    hosts_every: inputs.HostsEveryOption = 10.0,
+    hosts_every: inputs.HostsEveryOption = None,
     dial_in: inputs.DialInOption = None,
     num_nodes: inputs.NumNodesOption = None,
     keys: inputs.KeysOption = None,
@@ -229,8 +229,8 @@ def up(
         dry_run(job, source, base_dir=base_dir_of(base_dir), resume=resume, as_json=as_json)
         return
 
-    if job.tensor_parallel > 1:
-        _check_shares(job)
+    if job.tensor_parallel > 1 or job.schedule == "interleaved":
+        _check_model(job)
     if trainer is not None and local is None and job.checkpoint.directory is None:
         typer.echo(
             "oobleck: the script needs the trained weights on this machine, and nodes save to their own "
@@ -262,17 +262,22 @@ def up(
     raise SystemExit(run_job(run))
 
 
-def _check_shares(job: JobSpec) -> None:
-    """Raise ConfigError for a model that devices cannot share, as far as this machine can read it; nodes ask too."""
+def _check_model(job: JobSpec) -> None:
+    """Raise ConfigError for a model that devices cannot share, or that cannot be cut into as many chunks as are asked
+    for, as far as this machine can read it; nodes ask too.
+    """
+    from oobleck.control.training import check_possible
     from oobleck.runtime.processes import outline_of
 
     try:
-        outline_of(job)
+        outline = outline_of(job)
     except ConfigError as error:
         if str(error).startswith("tensor_parallel"):
             raise
     except ResourceLost:
         pass  # without torch, or a model that only nodes have
+    else:
+        check_possible(job, num_layers=len(outline.layers))
 
 
 def _owner(job_file: Path | None, script: Path | None, base_dir: Path) -> str:

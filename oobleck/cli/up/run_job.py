@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -352,9 +352,26 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
                     f"the run {run.job.tag} continues without its master, and its job differs from this one in "
                     f"{changed}; give the same job to take it over, or --resume never to end it and start from scratch"
                 )
+            if isinstance(run.source, VirtualOnes):
+                _check_virtual(run, replayed, launcher.nodes[: run.source.count])
             return replace(past, replayed=replayed)
+    if known := launcher.nodes[: len(run.source.names)]:  # else they dial in later, if they do
+        await wiring.end_left(cluster, launcher, directory.journal, known)
     set_aside(directory.journal)
     return _Past()
+
+
+def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:
+    """Raise UsageError where a run has begun on other virtual nodes than these: it would go on with its own."""
+    began, named = (
+        [(each.name, each.device, each.devices) for each in nodes] for nodes in (replayed.started.nodes, asked)
+    )
+    if began != named:
+        raise UsageError(
+            f"--local: the run {run.job.tag} continues without its master, on the {len(began)} virtual nodes that it "
+            f"began with, and this asks for {len(named)} or for others; give the same to take it over (`oobleck add` "
+            "and `oobleck drain` change them then), or --resume never to end it and start from scratch"
+        )
 
 
 def _make_master(

@@ -9,7 +9,7 @@ from .launching import open_launcher
 from .lifeline import end_with_stdin
 from .log_output import background_logging
 from .node_memory import ENDS_WELL, give_memory_back
-from .past import is_any_alive, keep_image, read_past
+from .past import end_left, is_any_alive, keep_image, read_past
 from .places import check_first, open_nodes, remote_paths
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
@@ -20,6 +20,7 @@ __all__ = [
     "Session",
     "background_logging",
     "check_first",
+    "end_left",
     "end_with_stdin",
     "give_memory_back",
     "is_any_alive",

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import trio
 
+from oobleck.control.journal import JobStarted, NodeAdded, ScriptStarted
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.errors import ConfigError, OobleckError
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.journals import read_entries, read_image, write_image
+from oobleck.runtime.journals import has_end, read_entries, read_image, read_journal, write_image
+from oobleck.runtime.launchers import Launcher
 
 _log = logging.getLogger("oobleck.up")
 
@@ -24,6 +28,7 @@ LEAST_BYTES = 4 << 20
 """An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
 TIMES_AS_LONG = 4
 """And by so many times the image's own size: of what a run writes, images are a small part."""
+_END_S = 20.0
 _FIRST_ASKED = 8
 """Nodes; four times as many after them, and so on."""
 
@@ -126,3 +131,37 @@ async def _lives_one(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
         for spec in nodes:
             asking.start_soon(ask, spec)
     return bool(living)
+
+
+async def end_left(
+    cluster: LiveCluster, launcher: Launcher, journal: Path, known: Sequence[NodeSpec]
+) -> tuple[NodeSpec, ...]:
+    """End what a run without a master has left on nodes that are not `known`: it would go on beside the next one.
+
+    Best effort; those that are known are cleaned up when their agents start. Returns these nodes.
+    """
+    names = {spec.name for spec in known}
+    now = {spec.name: spec for spec in launcher.nodes}
+    left = [now.get(spec.name, spec) for spec in _nodes_of(journal) if spec.name not in names]
+    if launcher.are_virtual:  # all are this machine, whichever of them is asked
+        left = [replace(known[0], name=spec.name) for spec in left]
+    with trio.move_on_after(_END_S):
+        async with trio.open_nursery() as ending:
+            for spec in left:
+                ending.start_soon(cluster.clean, spec)
+    return tuple(left)
+
+
+def _nodes_of(journal: Path) -> tuple[NodeSpec, ...]:
+    """The nodes of a run that has not ended, lost ones included: they may have been cut off alone."""
+    specs: dict[str, NodeSpec] = {}
+    if not journal.exists() or has_end(journal):
+        return ()
+    with suppress(ConfigError):  # of another version, or damaged from here on
+        for entry in read_journal(journal):
+            match entry:
+                case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
+                    specs |= {spec.name: spec for spec in nodes}
+                case NodeAdded(node=spec):
+                    specs[spec.name] = spec
+    return tuple(specs.values())

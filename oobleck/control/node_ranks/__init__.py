@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rank_setup import RankSetup, is_shown, rank_environment, shown_text
+from .rank_setup import OWN_VARIABLES, RankSetup, is_shown, rank_environment, shown_text
 from .signs import NodeSigns
 
-__all__ = ["NodeSigns", "RankSetup", "is_shown", "rank_environment", "shown_text"]
+__all__ = ["OWN_VARIABLES", "NodeSigns", "RankSetup", "is_shown", "rank_environment", "shown_text"]

@@ -8,6 +8,21 @@ from dataclasses import dataclass
 from oobleck.control.protocol import StartRanks
 from oobleck.job.ranks import RanksSpec
 
+_BY_PLACE = "--nnodes and --nproc-per-node say how many there are"
+OWN_VARIABLES = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), _BY_PLACE),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), _BY_PLACE),
+    "ROLE_NAME": "--role sets it",
+    "MASTER_ADDR": "it is the address of the first node: its line of the hostfile says another with address=",
+    "MASTER_PORT": "--master-port sets it",
+    "TORCHELASTIC_RESTART_COUNT": "it counts the generations",
+    "TORCHELASTIC_MAX_RESTARTS": "--max-restarts sets it",
+    "TORCHELASTIC_RUN_ID": "--rdzv-id sets it",
+    "TORCHELASTIC_USE_AGENT_STORE": "rank 0 serves the rendezvous",
+    "TORCHELASTIC_ERROR_FILE": "--log-dir says below which directory it lies",
+}
+"""What no user can give a rank in an environment, and what there is instead."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:

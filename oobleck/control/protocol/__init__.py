@@ -93,6 +93,7 @@ from .plan_orders import (
     WorkerNames,
 )
 from .rank_messages import (
+    OVERFLOW_HEAD,
     TRACE_SIGNAL,
     BecomeRank,
     ConfigureRanks,
@@ -110,6 +111,7 @@ from .rank_messages import (
     RanksReport,
     RanksStarted,
     RankStacks,
+    RanksUnwritten,
     StartRanks,
     TraceRanks,
 )
@@ -167,6 +169,7 @@ from .worker_messages import (
 __all__ = [
     "MANIFEST_VERSION",
     "NOTHING",
+    "OVERFLOW_HEAD",
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
     "Activity",
@@ -256,6 +259,7 @@ __all__ = [
     "RanksReady",
     "RanksReport",
     "RanksStarted",
+    "RanksUnwritten",
     "RecordRun",
     "RecordsFailed",
     "RecordsOver",

@@ -6,6 +6,7 @@ master ── StartRanks ──> agent ── RanksStarted ──> master
 agent  ── RankFailed ──> master         a rank has failed; the agent has killed the node's others already
 master ── EndRanks ──> agents ── RanksReady ──> master
 agent  ── RanksFinished ──> master      all ranks of the node have ended well
+agent  ── RanksUnwritten ──> master     why what its ranks write is not in their files
 agent  ── RanksCold ──> master          why later ranks of the node do not start warm
 agent  ── RanksQuiet ──> master         whether they have shown no sign of life for long
 master ── TraceRanks ──> agent ── RankStacks ──> master
@@ -13,6 +14,7 @@ master ── TraceRanks ──> agent ── RankStacks ──> master
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +25,9 @@ from .ends import ProcessEnd
 
 TRACE_SIGNAL = 59
 """A signal of real time that nobody uses: a rank writes down where its threads are."""
+
+OVERFLOW_HEAD = struct.Struct(">BIQ")
+"""Before what a rank could not write: its descriptor, the error's number, and how many bytes the file had by then."""
 
 
 class ForRanks:
@@ -137,6 +142,13 @@ class RanksCold(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksUnwritten(FromRanks):
+    """A rank could not write to one of its files; what ranks print is shown all the same."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksQuiet(FromRanks):
     """Whether the node's ranks have shown no sign of life for as long as is allowed; said when it changes."""
 
@@ -190,4 +202,14 @@ class BecomeRank:
 
 
 RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks
-RanksReport = RanksReady | RanksStarted | RankFailed | RanksFinished | RanksCold | RanksQuiet | RankStacks | RankOutput
+RanksReport = (
+    RanksReady
+    | RanksStarted
+    | RankFailed
+    | RanksFinished
+    | RanksUnwritten
+    | RanksCold
+    | RanksQuiet
+    | RankStacks
+    | RankOutput
+)

@@ -195,6 +195,9 @@ class RanksCoordinator:
                 self._do(
                     (events.notice(now_s, "warning", f"{node}: ranks that start now start cold: {problem}"),), now_s
                 )
+            case protocol.RanksUnwritten(problem=problem):
+                text = f"{node}: {problem}: what ranks print is shown, and is not in their files until there is room"
+                self._do((events.notice(now_s, "warning", text),), now_s)
             case protocol.RankOutput():
                 pass  # for people
             case protocol.RanksQuiet() | protocol.RankStacks():

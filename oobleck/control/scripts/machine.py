@@ -182,11 +182,15 @@ def _begin(state: states.Gathering, chosen: tuple[states.Candidate, ...]) -> Ste
 
 
 def _too_few(num_nodes: int, rules: states.Rules, waited_s: float) -> str:
-    waited = f", after {waited_s:.0f} s" if waited_s >= 1 else ""
+    """What is missing, and which option would change that."""
+    waited = f", after {waited_s:.0f} s (--join-timeout)" if waited_s >= rules.waits_for_min_s else ""
+    if not num_nodes:
+        least = f"; at least {rules.fewest_nodes} must be" if rules.fewest_nodes > 1 else ""
+        return f"no node is there to run on{waited}{least}"
     there = f"{num_nodes} node{' is' if num_nodes == 1 else 's are'} there{waited}"
     if num_nodes >= rules.min_nodes:
         return f"{there}; a multiple of {rules.node_unit} must be (--node-unit), and at least {rules.min_nodes}"
-    return f"{there}; at least {rules.min_nodes} must be (--nnodes MIN:MAX allows fewer)"
+    return f"{there}; at least {rules.min_nodes} must be (--nnodes {num_nodes}:{rules.most_nodes} would do with fewer)"
 
 
 # --- ranks run -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from oobleck.control.recovery import GiveUp, Phase
 
 from .coordinator import Coordinator
 from .node_lifecycle import NodeLifecycle
-from .planning import check_kinds, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
+from .planning import check_possible, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
 from .preparation import misfit_of
 from .replayed_run import Replay, ReplayedRun, ReplayImage
 from .requests import Effect as LifecycleEffect
@@ -25,7 +25,7 @@ __all__ = [
     "ReplayImage",
     "ReplayedRun",
     "Silence",
-    "check_kinds",
+    "check_possible",
     "finished_text",
     "fixed_schedule",
     "misfit_of",

@@ -24,7 +24,7 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     """
     from oobleck.planner import MixedPlanner
 
-    check_kinds(job, [kind.name for kind in kinds])
+    check_possible(job, kinds=[kind.name for kind in kinds])
     if len(kinds) > 1:
         # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
         by_name = sorted(kinds, key=lambda kind: kind.name)
@@ -32,8 +32,14 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     return one_kind_planner(job, kinds[0].profile, devices_per_node=kinds[0].devices_per_node)
 
 
-def check_kinds(job: JobSpec, kinds: Collection[str]) -> None:
-    """Raise PlanningError where a job asks for what pipelines over several kinds of nodes do not have."""
+def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:
+    """Raise PlanningError where no plan of these kinds of nodes, or of so many layers, has what a job asks for."""
+    least = 2 * job.num_chunks
+    if job.schedule == "interleaved" and num_layers is not None and num_layers < least:
+        raise PlanningError(
+            f"num_chunks is {job.num_chunks}: two stages of so many chunks need {least} layers, and the model has "
+            f"{num_layers}; lower it, or choose another schedule"
+        )
     if len(kinds) <= 1:
         return
     nodes = f"nodes are of {len(kinds)} kinds ({', '.join(kinds)})"
@@ -52,6 +58,7 @@ def one_kind_planner(job: JobSpec, profile: Profile, *, devices_per_node: int) -
     """Return a planner for a job's settings, and for nodes of one kind. Raises PlanningError."""
     from oobleck.planner import TensorParallelPlanner
 
+    check_possible(job, num_layers=profile.num_layers)
     settings = planner_settings(job, devices_per_node=devices_per_node)
     return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
 

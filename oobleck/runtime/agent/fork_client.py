@@ -1,5 +1,7 @@
 """What a fork server does for an agent: it forks processes, whose ends other processes report (see `_REPORT`).
 
+Where such a process is gone, the fork server reports the end in its place; one that is stopped is ended for that.
+
 The first agent of a job on a machine that needs the server starts it; it ends with its last client. Where it ends
 before, the processes that it has forked live on, and the first agent that notices starts another one.
 """
@@ -17,6 +19,7 @@ import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import trio
 
@@ -26,6 +29,7 @@ from oobleck.runtime.files import AgentDir, ProcessId
 
 _REPORT = struct.Struct(">III")
 """That a process exists: its number, and whether it is warm. Then that it has ended: its number, and how."""
+_SUPERVISOR = "oobleck-waits"
 _ANY = b"f"
 _COLD = b"c"
 _LISTEN_BACKLOG = 64
@@ -62,6 +66,7 @@ class ForkedProcess:
         self.end: protocol.ProcessEnd = protocol.Unseen()
         self._report = report
         self._id = ProcessId.of(pid)
+        self._told = trio.Event()
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
@@ -76,17 +81,35 @@ class ForkedProcess:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look, nursery.cancel_scope)
             if (end := await _next_report(self._report)) is not None:
-                self.end = _end_of(end[2])
-                nursery.cancel_scope.cancel()
+                self.note_end(end[2])
+            await self._told.wait()
+            nursery.cancel_scope.cancel()
         await self._report.aclose()
         self.ended.set()
 
+    def note_end(self, wait_status: int) -> None:
+        """Note how it ended; whoever has waited for it says so."""
+        self.end = _end_of(wait_status)
+        self._told.set()
+
     async def _look(self, scope: trio.CancelScope) -> None:
-        """Look whether it lives: the process that waits for it may be stopped, or gone."""
+        """Look whether it lives: the process that waits for it may be stopped, or gone with the fork server."""
         while self._id is not None and self._id.lives:  # noqa: ASYNC110  nothing tells
             await trio.sleep(_LOOK_S)
         await trio.sleep(_LAST_WORDS_S)
+        if (supervisor := _supervisor_of(self.pid)) is not None:
+            supervisor.send(signal.SIGKILL)  # the fork server waits in its place then
+            await trio.sleep(_LAST_WORDS_S)
         scope.cancel()
+
+
+def _supervisor_of(pid: int) -> ProcessId | None:
+    """The process that waits for this one, and has not noticed its end."""
+    with suppress(OSError, ValueError):
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        if state == "Z" and Path(f"/proc/{parent}/comm").read_text().strip() == _SUPERVISOR:
+            return ProcessId.of(int(parent))
+    return None
 
 
 async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
@@ -122,7 +145,7 @@ class _Connection:
         with trio.move_on_after(_PATIENCE_S if self.has_answered else _START_TIMEOUT_S):
             with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
                 sent.callback(os.close, writing)
-                await _send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
+                await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
             first = await self._first_report(report)
         if first is None:
             await report.aclose()
@@ -145,7 +168,9 @@ class _Connection:
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 
-    async def hear(self, tell: Callable[[protocol.RanksCold], Awaitable[None]]) -> None:
+    async def hear(
+        self, tell: Callable[[protocol.RanksCold], Awaitable[None]], note_end: Callable[[int, int], None]
+    ) -> None:
         """Hear what the server has to say, until it ends."""
         buffered = b""
         async with self._stream:
@@ -153,7 +178,11 @@ class _Connection:
                 while data := await self._stream.receive_some(4096):
                     *lines, buffered = (buffered + data).split(b"\n")
                     for line in lines:
-                        await tell(protocol.RanksCold(problem=str(json.loads(line)["problem"])))
+                        match json.loads(line):
+                            case {"ended": int(pid), "status": int(status)}:
+                                note_end(pid, status)
+                            case {"problem": problem}:
+                                await tell(protocol.RanksCold(problem=str(problem)))
         self.ended.set()
 
     def kill(self) -> None:
@@ -180,6 +209,7 @@ class ForkServer:
         self._settled = trio.Event()
         """There is a server, or there will be none any more."""
         self._given_up: str | None = None
+        self._living: dict[int, ForkedProcess] = {}
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
         self._follow_up, self._followed = trio.open_memory_channel[ForkedProcess](math.inf)
         self._say, self._said = trio.open_memory_channel[protocol.ForkServerEnded | protocol.RanksCold](
@@ -207,7 +237,7 @@ class ForkServer:
                     continue
                 self._server = server
                 self._settled.set()
-                await server.hear(self._say.send)
+                await server.hear(self._say.send, self._note_end)
                 self._server, self._settled = None, trio.Event()
                 await self._tell_end(await self._how_it_ended())
             self._settled.set()
@@ -215,7 +245,18 @@ class ForkServer:
     async def _follow(self, nursery: trio.Nursery) -> None:
         """Follow the processes that were forked, however their server fares."""
         async for process in self._followed:
-            nursery.start_soon(process.follow)
+            self._living[process.pid] = process
+            nursery.start_soon(self._follow_one, process)
+
+    async def _follow_one(self, process: ForkedProcess) -> None:
+        await process.follow()
+        if self._living.get(process.pid) is process:
+            del self._living[process.pid]
+
+    def _note_end(self, pid: int, wait_status: int) -> None:
+        """Note the end of a process whose supervisor is gone; it may be another agent's."""
+        if (process := self._living.get(pid)) is not None:
+            process.note_end(wait_status)
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until a fork server, or the warm process of one, ends that was not meant to; returns how it ended."""
@@ -315,6 +356,7 @@ def _start_fork_server(command: Sequence[str], path: str, environment: Mapping[s
     return process.pid
 
 
-async def _send_descriptors(sock: trio.socket.SocketType, request: bytes, descriptors: tuple[int, int]) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", *descriptors))]
+async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descriptors: Sequence[int]) -> None:
+    """Send descriptors along with a byte. Raises OSError."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
     await sock.sendmsg([request], ancillary)

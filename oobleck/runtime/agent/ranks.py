@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import signal
 import socket
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,10 +22,11 @@ from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import module_command
+from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
-from .fork_client import ForkedProcess, ForkServer
+from .fork_client import ForkedProcess, ForkServer, send_descriptors
 from .oom_kills import OomKills
 from .rank_states import RankStates
 
@@ -32,6 +36,7 @@ _ROOM = " " * 2048
 _CHUNK_BYTES = 1 << 15
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """By which a process ends over a fault of its own, of which native code may have written something before."""
+_STDERR = 2
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
@@ -39,54 +44,104 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class _Output:
-    """What a rank writes to one stream."""
+    """What a rank writes to one stream: into a file, and to the agent where that takes nothing."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
+        self._overflow: deque[tuple[int, bytes]] = deque()
+        """Not shown yet; each after so many bytes of the file."""
+        self._overflow_end = b""
+        self._num_overflow = 0
         self._pending = b""
+        self._parts: list[tuple[bool, bytes]] = []
+        """Whether it is of the file, and what it is: what `_pending` was taken from."""
+
+    def overflow(self, data: bytes, after: int) -> None:
+        """Take what could not be written to the file, after so many bytes of it."""
+        self._overflow.append((after, data))
+        self._num_overflow += len(data)
+        self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
 
     def new(self, *, is_last: bool) -> str:
         """Whole lines after what was shown, a chunk of them; a line that never ends is cut."""
         if not self._pending:
-            with suppress(OSError), self._path.open("rb") as file:
-                file.seek(self._offset)
-                self._pending = file.read(_CHUNK_BYTES)
+            self._parts = list(self._next_parts())
+            self._pending = b"".join(part for _, part in self._parts)
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
         return self._pending.decode(errors="replace")
 
+    def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
+        """A chunk of what follows what was shown, in the order in which it was written."""
+        written, offset = b"", self._offset
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(offset)
+            written = file.read(_CHUNK_BYTES)
+        num_left = _CHUNK_BYTES
+        for after, data in self._overflow:
+            before = written[: max(0, after - offset)]
+            yield True, before
+            written, offset = written[len(before) :], offset + len(before)
+            num_left -= len(before) + len(data)
+            if offset < after:
+                return
+            yield False, data
+            if num_left <= 0:
+                return
+        yield True, written[:num_left]
+
     def note_shown(self) -> None:
-        self._offset += len(self._pending)
+        num_left = len(self._pending)
+        for is_of_file, part in self._parts:
+            num_shown = min(num_left, len(part))
+            num_left -= num_shown
+            if is_of_file:
+                self._offset += num_shown
+            elif num_shown:
+                after, data = self._overflow.popleft()
+                if num_shown < len(data):
+                    self._overflow.appendleft((after, data[num_shown:]))
         self._pending = b""
 
     def size(self) -> int:
         with suppress(OSError):
-            return self._path.stat().st_size
-        return 0
+            return self.path.stat().st_size + self._num_overflow
+        return self._num_overflow
 
     def tail(self) -> str:
         """The last lines of all."""
-        with suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-        return ""
+        last = b""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
+            last = file.read()
+        return "\n".join((last + self._overflow_end).decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 class Rank:
     """A rank's process, from its agent's side."""
 
     def __init__(
-        self, process: ForkedProcess, guard: trio.SocketStream, logs: Path, *, oom_kills: OomKills, can_trace: bool
+        self,
+        process: ForkedProcess,
+        guard: trio.SocketStream,
+        overflow: socket.socket,
+        logs: Path,
+        *,
+        oom_kills: OomKills,
+        can_trace: bool,
     ) -> None:
-        """`guard` ends the process when it is closed, be it by our own end. A program that is not Python has no stack
-        to show, and would end by the signal.
+        """`guard` ends the process when it is closed, be it by our own end; `overflow` has what its files do not take.
+
+        A program that is not Python has no stack to show, and would end by the signal.
         """
         self.pid = process.pid
         self.is_warm = process.is_warm
         self._process = process
         self._oom_kills = oom_kills
         self._guard = guard
+        self._overflow = overflow
+        self._problem: str | None = None
         self._error_file = logs / "error.json"
         self._stack_file = logs / "stacks.log"
         self._can_trace = can_trace
@@ -96,6 +151,8 @@ class Rank:
         await self._process.ended.wait()
         self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
         self._guard.socket.close()
+        self._take_overflow()
+        self._overflow.close()
         return self._oom_kills.explain(self._process)
 
     def ask_to_end(self) -> None:
@@ -141,6 +198,20 @@ class Rank:
             return stack
         return ""
 
+    def new_problem(self) -> str | None:
+        self._take_overflow()
+        problem, self._problem = self._problem, None
+        return problem
+
+    def _take_overflow(self) -> None:
+        """Take in what the rank could not write."""
+        with suppress(OSError):  # there is no more, or it is closed
+            while data := self._overflow.recv(_CHUNK_BYTES):
+                number, problem, after = protocol.OVERFLOW_HEAD.unpack_from(data)
+                output = self._output[number == _STDERR]
+                output.overflow(data[protocol.OVERFLOW_HEAD.size :], after)
+                self._problem = f"{output.path}: {os.strerror(problem)}"
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return self._output[is_error].new(is_last=is_last)
 
@@ -178,7 +249,7 @@ class RankProcesses:
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
-        _check_command(run)
+        check_command(run, os.environ)
         self._num_ranks = _num_ranks(run.ranks_per_node, devices)
         self._states.open(run)
         if run.log_dir is not None:
@@ -238,10 +309,14 @@ class RankProcesses:
         _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
-        with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
-            await guard.send_all(encode_frame(self._told(setup, logs)))
+        overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        overflow.setblocking(False)
+        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, as waiting for it tells
+            told = encode_frame(self._told(setup, logs))
+            await send_descriptors(guard.socket, told[:1], (theirs.fileno(),))
+            await guard.send_all(told[1:])
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, logs, oom_kills=self._oom_kills, can_trace=can_trace)
+        return Rank(process, guard, overflow, logs, oom_kills=self._oom_kills, can_trace=can_trace)
 
     def _told(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
         run = setup.run
@@ -266,25 +341,18 @@ def _remove_attempts(logs: Path) -> None:
 
 
 def _make_logs(directory: Path) -> None:
-    """Make a directory with a rank's files. Raises ConfigError."""
+    """Make a directory with a rank's files. Raises ConfigError, but not for a full disk: ranks run without them."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("stdout.log", "stderr.log"):
             (directory / name).touch(mode=0o600)
     except OSError as error:
-        raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
 
 
 def _in_directory(run: RanksSpec, path: str) -> Path:
     return Path(run.directory, os.path.expanduser(path))
-
-
-def _check_command(run: RanksSpec) -> None:
-    """Raise ConfigError for a script that is not here."""
-    if not os.path.isdir(run.directory):
-        raise ConfigError(f"there is no directory {run.directory} here, where the script is to run (--directory)")
-    if run.entry == "script" and not (path := _in_directory(run, run.command[0])).exists():
-        raise ConfigError(f"there is no {path} here")
 
 
 def _bound() -> socket.socket:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .supervisor import fork_supervised
+from .supervisor import adopt_orphans, fork_supervised
 
 COLD = b"c"
 """A request that is to be served by this process itself; any other may be passed on."""
@@ -162,13 +162,20 @@ class _ForkServer:
                 return
             if pid == 0:
                 return
-            self._supervisors.discard(pid)
+            if pid in self._supervisors:
+                self._supervisors.discard(pid)
+                continue
+            self._say({"ended": pid, "status": status})  # it may be one whose supervisor is gone
             if self._forker is not None:
                 self._forker.note_end(pid, status)
 
     def tell(self, problem: str) -> None:
-        line = json.dumps({"problem": problem}) + "\n"
         sys.stderr.write(f"{problem}\n")
+        self._say({"problem": problem})
+
+    def _say(self, said: dict[str, object]) -> None:
+        """Say something to all agents."""
+        line = json.dumps(said) + "\n"
         for client in list(self._clients.values()):
             try:
                 client.send(line.encode(), socket.MSG_DONTWAIT)
@@ -206,6 +213,7 @@ def serve(
     `forker` makes another process that may fork in this one's place.
     """
     path = listener.getsockname()
+    adopt_orphans(True)
     try:
         _ForkServer(listener, work, forker).serve()
     finally:

@@ -4,15 +4,17 @@
       ^                                                         │
       └── reports through the pipe: (FORKED, pid, is warm), then (ENDED, pid, wait status)
 
-A fork server that is busy, stopped or gone therefore never hides how a process ended.
+A fork server that is busy, stopped or gone therefore never hides how a process ended. Nor does a supervisor: where it
+is gone, the process becomes the fork server's (PR_SET_CHILD_SUBREAPER), which tells all agents of such ends.
 
 Rejected: the fork server waits for its children. It is shared by the agents of a machine, and each of its faults was a
-fault of all reports. Rejected too: an agent that adopts its ranks (PR_SET_CHILD_SUBREAPER). Only the agent that has
+fault of all reports. Rejected too: an agent that adopts its ranks. Only the agent that has
 started the server is an ancestor of them, and the kernel reports an end to the living parent alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -29,6 +31,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 """A forked process has them blocked: one that arrives early waits until the process has decided what it does then."""
 FORKED = 0
 ENDED = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def fork_supervised(
@@ -36,14 +39,16 @@ def fork_supervised(
 ) -> int | None:
     """Fork a process that does `work` with the first descriptor, a socket; its life is reported to the second, a pipe.
 
-    Both are closed here. `leave` is called in the supervisor: it closes what belongs to the server. Returns the
-    supervisor's process id; None where no process can be made, which the agent sees by the pipe's end.
+    Both are closed here. `leave` is called in the supervisor: it closes what belongs to the server. A supervisor that a
+    warm process forks becomes the server's child: what is a child of the warm process counts as left by a package.
+    Returns the supervisor's process id; None from a warm process, and where no process can be made, which the agent
+    sees by the pipe's end.
     """
-    try:
-        pid = os.fork()
-    except OSError as error:
-        traceback.print_exception(error)
-        pid = None
+    pid = _fork()
+    if is_warm and pid == 0 and _fork() != 0:
+        os._exit(0)
+    if is_warm and pid:
+        os.waitpid(pid, 0)
     if pid == 0:
         try:
             os.setsid()  # what reaches the server's process group does not reach this
@@ -55,7 +60,20 @@ def fork_supervised(
             os._exit(1)  # whatever it was: what comes after this is the server's
     for descriptor in descriptors:
         os.close(descriptor)
-    return pid
+    return None if is_warm else pid
+
+
+def _fork() -> int | None:
+    try:
+        return os.fork()
+    except OSError as error:
+        traceback.print_exception(error)
+        return None
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Become the parent of descendants whose own parent ends, or do not any more."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, is_warm: bool) -> NoReturn:

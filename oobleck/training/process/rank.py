@@ -26,12 +26,12 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
-from oobleck.host.streams import shield_scripts
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
 from .generators import reseed_generators
 from .import_log import ImportLog
+from .rank_log import RankLog
 
 _F_SETSIG = 10
 _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
@@ -49,10 +49,10 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # it may have been asked to end before it began
-    setup = _receive(sock)
+    setup, overflow = _receive(sock)
     _end_with_agent(sock)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    _redirect(setup.stdout, setup.stderr)
+    _redirect(setup.stdout, setup.stderr, overflow)
     os.environ.clear()
     os.environ.update(setup.environment)
     command = list(setup.command)
@@ -72,12 +72,16 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     _leave(_run_python(command, is_module=setup.entry == "module"))
 
 
-def _receive(sock: socket.socket) -> BecomeRank:
+def _receive(sock: socket.socket) -> tuple[BecomeRank, socket.socket]:
+    """What the agent says, and where it takes what no file does."""
     sock.setblocking(True)
     decoder = FrameDecoder[BecomeRank](BecomeRank)
-    while data := sock.recv(1 << 16):
+    data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
+    while data and descriptors:
         if said := decoder.feed(data):
-            return said[0]
+            os.set_inheritable(descriptors[0], False)
+            return said[0], socket.socket(fileno=descriptors[0])
+        data = sock.recv(1 << 16)
     os._exit(1)  # the agent has ended
 
 
@@ -95,18 +99,21 @@ def _end_with_agent(sock: socket.socket) -> None:
         os._exit(1)
 
 
-def _redirect(stdout: str, stderr: str) -> None:
+def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
     """Write to files, line by line: what is written is there however the process ends."""
-    for number, path in ((1, stdout), (2, stderr)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, number)
-        os.close(file)
+    sys.stdout = sys.__stdout__ = _output(1, stdout, sys.stdout, overflow)  # type: ignore[misc]  # what Python has there
+    sys.stderr = sys.__stderr__ = _output(2, stderr, sys.stderr, overflow)  # type: ignore[misc]  # the same
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    for stream in (sys.stdout, sys.stderr):  # with the encoding and its errors as Python has chosen them by itself
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: a TextIO
-    shield_scripts()
+
+
+def _output(number: int, path: str, before: TextIO, overflow: socket.socket) -> io.TextIOWrapper:
+    """A stream as Python has made it, but of a file; with the encoding and its errors as Python has chosen them."""
+    file = io.BufferedWriter(RankLog(number, path, overflow))  # type: ignore[type-var]  # it writes whatever a buffer has
+    output = io.TextIOWrapper(file, before.encoding, before.errors, newline="\n", line_buffering=True)
+    output.mode = "w"  # type: ignore[misc]  # as Python does
+    return output
 
 
 def _be_named(words: list[str]) -> None:
@@ -128,7 +135,10 @@ def _be_fresh() -> None:
 def _leave_stack_when_asked(directory: str) -> None:
     """Have where all threads are written to a file at a signal, whatever they are in, be it native code."""
     global _stacks
-    _stacks = open(os.path.join(directory, "stacks.log"), "w", encoding="utf-8")  # noqa: SIM115  kept for good
+    try:
+        _stacks = open(os.path.join(directory, "stacks.log"), "w", encoding="utf-8")  # noqa: SIM115  kept for good
+    except OSError:  # the disk is full
+        _stacks = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the same
     faulthandler.register(TRACE_SIGNAL, file=_stacks, all_threads=True)
 
 

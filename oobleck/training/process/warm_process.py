@@ -14,7 +14,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import select
 import signal
 import site
 import socket
@@ -26,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from oobleck.training.forking import fork_supervised, set_name
+from oobleck.training.forking import adopt_orphans, fork_supervised, set_name
 
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
@@ -42,9 +41,7 @@ READY = b"r"
 
 _MESSAGE_BYTES = 4096
 _DESCRIPTORS = 2
-_REAP_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def be_warm(
@@ -52,7 +49,7 @@ def be_warm(
 ) -> NoReturn:
     """Import and fork as the other end of `sock` says, until it is gone."""
     parent = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     if os.getppid() != parent:  # it had ended before
         os._exit(0)
@@ -61,22 +58,20 @@ def be_warm(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sock.setblocking(True)
     while True:
-        if select.select([sock], [], [], _REAP_S)[0]:
-            data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _DESCRIPTORS)
-            if not data:
-                os._exit(0)
-            if data.startswith(LEARN):
-                _learn(sock, log.read(int(data[1:])), refused)
-                sock.send(READY)
-            elif len(descriptors) == _DESCRIPTORS:
-                fork_supervised(work, descriptors, is_warm=True, leave=sock.close)
-        _reap()
+        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _DESCRIPTORS)
+        if not data:
+            os._exit(0)
+        if data.startswith(LEARN):
+            _learn(sock, log.read(int(data[1:])), refused)
+            sock.send(READY)
+        elif len(descriptors) == _DESCRIPTORS:
+            fork_supervised(work, descriptors, is_warm=True, leave=sock.close)
 
 
 def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]) -> None:
     own = os.getpid()
     installed = tuple(_installed())
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a package starts and abandons is seen
+    adopt_orphans(True)  # what a package starts and abandons is seen
     gc.disable()  # imports make millions of objects that all stay
     # Libraries with generators first: a package that seeds one is then seen to have changed it.
     for each in sorted(found, key=lambda each: each.name not in LIBRARIES):
@@ -93,7 +88,7 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
             sock.send(REFUSED + f"{each.name} {taint}".encode())
             _end_children()
             os._exit(0)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    adopt_orphans(False)
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -137,10 +132,6 @@ def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _is_installed(name: str, installed: tuple[str, ...]) -> bool:

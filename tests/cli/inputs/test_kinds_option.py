@@ -80,3 +80,8 @@ def test_virtual_nodes_may_be_of_kinds():
         read_source(None, local=(replace(local[0], num_nodes=29_999), local[1]))
     with pytest.raises(UsageError, match="--local 'fast' is not KIND:VALUE"):
         parse_local("fast")
+
+
+def test_how_often_a_command_is_asked_is_refused_without_the_command() -> None:
+    with pytest.raises(UsageError, match=r"--hosts-every: .*--hosts-from"):
+        read_source(None, local=1, hosts_every_s=5.0)

@@ -11,8 +11,10 @@ import pytest
 
 from oobleck.cli.main import main
 from oobleck.cli.run.options import REFUSED, UNUSED, CommandLine, options_text, parse_command_line
+from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import ExitCode, UsageError
 from oobleck.job.ranks import RankStreams, Redirection
+from oobleck.storage.scripts import MEMORY_VARIABLE, START_VARIABLE
 
 
 def parsed(*words: str, **environment: str) -> CommandLine:
@@ -83,7 +85,7 @@ def test_what_has_no_meaning_is_said_to_be_unused():
         (["--nprocs", "2", "train.py"], "--nprocs: there is no such option"),
         (["--nnodes", "4:2", "train.py"], "--nnodes: 4:2 is not possible"),
         (["--nnodes", "all", "train.py"], "--nnodes: 'all' is not N or MIN:MAX"),
-        (["--max-restarts", "-1", "train.py"], "--max-restarts"),
+        (["--max-restarts", "few", "train.py"], "--max-restarts: 'few' is not a whole number"),
         (["--tee", "5", "train.py"], "--tee: '5' is not 0, 1, 2, 3"),
         (["--env", "A-B=1", "train.py"], "--env: 'A-B=1' is not NAME or NAME=VALUE"),
         (["--env", "MISSING", "train.py"], "--env: MISSING is not set here"),
@@ -100,6 +102,12 @@ def test_a_mistake_is_named(words: list[str], said: str):
 
 def test_variables_are_given_to_ranks():
     assert parsed("--env", "A=1", "--env", "B", "train.py", B="x").environment == {"A": "1", "B": "x"}
+
+
+@pytest.mark.parametrize("name", [*OWN_VARIABLES, MEMORY_VARIABLE, START_VARIABLE])
+def test_a_variable_that_ranks_get_from_the_run_is_refused_with_what_there_is_instead(name: str):
+    with pytest.raises(UsageError, match=f"--env: {name} is set for each rank by the run itself; .+"):
+        parsed("--env", f"{name}=7", "train.py")
 
 
 def test_options_of_dlrover_run_are_taken():
@@ -157,7 +165,13 @@ def test_an_option_that_may_be_several_is_refused_with_their_names():
         ("--hang-timeout", "-1"),
         ("--join-timeout", "nan"),
         ("--max-restarts", "99999999"),
+        ("--max-restarts", "-1"),
+        ("--max-restarts", "9" * 30),
         ("--master-port", "0"),
+        ("--master-port=-1",),
+        ("--local", "-1"),
+        ("--local", "0"),
+        ("--dial-in", "7077", "--nodes", "-1"),
         ("--nproc-per-node", "0"),
         ("--shutdown-timeout", "1e9"),
         ("--nnodes", "1:2", "--node-unit", "3"),
@@ -168,7 +182,9 @@ def test_what_an_option_cannot_be_is_said_of_that_option_as_a_usage_error(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    option = [word for word in words if word.startswith("--")][-1].removesuffix("=")
+    option = [word for word in words if word.startswith("--")][-1].partition("=")[0]
     assert main(["run", "--base-dir", str(tmp_path), *words, "train.py"]) == ExitCode.USAGE
-    assert f"oobleck: {option}: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"oobleck: {option}: " in said
+    assert "is not a whole number" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was begun"

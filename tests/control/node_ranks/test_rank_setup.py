@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.control.node_ranks import RankSetup, is_shown, rank_environment, shown_text
+from oobleck.control.node_ranks import OWN_VARIABLES, RankSetup, is_shown, rank_environment, shown_text
 from oobleck.control.protocol import StartRanks
 from oobleck.job.ranks import RanksSpec, RankStreams, Redirection
 
@@ -49,9 +49,12 @@ def test_a_rank_finds_what_torchrun_sets():
     }
 
 
-def test_what_the_user_gives_counts_but_not_for_what_makes_a_rank():
-    environment = rank_environment(setup_of(environment={"OMP_NUM_THREADS": "4", "A": "b", "RANK": "9"}), {})
-    assert (environment["OMP_NUM_THREADS"], environment["A"], environment["RANK"]) == ("4", "b", "3")
+def test_what_the_user_gives_counts_but_for_what_the_command_refuses_to_take():
+    set_by_run = rank_environment(setup_of(), {})
+    given = dict.fromkeys([*set_by_run, "A"], "9")
+    environment = rank_environment(setup_of(environment=given), {})
+    own = {name for name, value in environment.items() if value != "9"}
+    assert own == OWN_VARIABLES.keys() - {"TORCHELASTIC_ERROR_FILE"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -298,13 +299,29 @@ def test_as_many_nodes_are_missing_as_make_a_unit_whole() -> None:
         assert effects == (TooFew(num_missing=num_missing, until_s=60.0),)
 
 
-def test_less_than_a_unit_is_too_few() -> None:
-    rules = replace(UNITS, min_nodes=1)
-    state, effects = step(start(0), TimePassed(), 100.0, roster=there("a"), rules=rules)
+@pytest.mark.parametrize(
+    ("present", "changes", "now_s", "reason"),
+    [
+        ((), {}, 0.0, "no node is there to run on; at least 2 must be"),
+        ((), {"min_nodes": 1}, 0.0, "no node is there to run on"),
+        ((), {"min_nodes": 1}, 100.0, "no node is there to run on, after 100 s (--join-timeout)"),
+        (("a",), {}, 1.0, "1 node is there; at least 2 must be (--nnodes 1:4 would do with fewer)"),
+        (
+            ("a",),
+            {"min_nodes": 1, "node_unit": 2},
+            100.0,
+            "1 node is there, after 100 s (--join-timeout); a multiple of 2 must be (--node-unit), and at least 1",
+        ),
+    ],
+)
+def test_too_few_nodes_are_told_with_what_would_change_it(
+    present: tuple[str, ...], changes: dict[str, int], now_s: float, reason: str
+) -> None:
+    rules = replace(UNITS, **{"min_nodes": 2, "max_nodes": 4, "node_unit": 1, **changes})  # type: ignore[arg-type]
+    state, (end,) = step(start(0), TimePassed(), now_s, roster=there(*present), rules=rules)
     assert isinstance(state, Over)
-    (end,) = effects
     assert isinstance(end, EndRun)
-    assert "1 node is there, after 100 s; a multiple of 2 must be (--node-unit), and at least 1" in end.reason
+    assert end.reason == reason
 
 
 def test_all_start_again_when_they_hang_and_not_more_often_than_allowed() -> None:

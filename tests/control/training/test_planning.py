@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.journal import PlanAdopted
-from oobleck.control.training.planning import schedules_for
+from oobleck.control.training.planning import check_possible, schedules_for
+from oobleck.errors import PlanningError
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
@@ -92,3 +93,11 @@ def test_a_plan_of_which_some_pipelines_are_of_one_stage_says_how_many_split() -
     assert sorted(stages) == [1, 2]
     assert [kind is SPLIT for kind in adopted.schedules] == [count == 2 for count in stages]
     assert adopted.reason.endswith("1 of 2 pipelines")
+
+
+def test_more_chunks_than_the_layers_of_two_stages_are_refused_by_name() -> None:
+    job = replace(AUTO, schedule="interleaved", num_chunks=3)
+    check_possible(job, num_layers=6)
+    check_possible(replace(job, schedule="1f1b"), num_layers=2)
+    with pytest.raises(PlanningError, match=r"num_chunks is 3: .* need 6 layers, and the model has 5"):
+        check_possible(job, num_layers=5)

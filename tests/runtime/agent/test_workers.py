@@ -114,18 +114,28 @@ async def test_a_server_that_is_stopped_hides_no_end_and_the_next_start_does_not
         assert await host.server_ended() == ForkServerEnded(end=Killed(signal=9), is_restarted=True)
 
 
-async def test_the_end_of_a_process_is_noticed_when_the_one_that_waits_for_it_is_gone_or_stopped(
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_how_a_process_ended_is_known_when_the_one_that_waits_for_it_is_gone_or_stopped(
+    directory: AgentDir, number: int
+) -> None:
+    async with hosts(directory) as (host,):
+        worker = await host.start(setup())
+        os.kill(parent_of(worker.pid), number)
+        os.kill(worker.pid, signal.SIGUSR1)
+        assert await worker.wait() == Killed(signal=signal.SIGUSR1)
+        await host.start(setup())  # the next one is as any
+
+
+async def test_without_the_one_that_waits_and_the_fork_server_an_end_is_noticed_all_the_same(
     directory: AgentDir,
 ) -> None:
     async with hosts(directory) as (host,):
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            worker = await host.start(setup())
-            supervisor = parent_of(worker.pid)
-            os.kill(supervisor, number)
-            worker.kill()
-            assert await worker.wait() == Unseen()
-            if number == signal.SIGSTOP:
-                os.kill(supervisor, signal.SIGCONT)
+        worker = await host.start(setup())
+        kill_server(directory)
+        await host.server_ended()
+        os.kill(parent_of(worker.pid), signal.SIGKILL)
+        worker.kill()
+        assert await worker.wait() == Unseen()
 
 
 async def test_a_start_waits_for_the_next_server(directory: AgentDir) -> None:

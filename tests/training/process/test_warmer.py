@@ -27,6 +27,8 @@ class Server:
 def work(sock):
     said = {name: name in sys.modules for name in names} | {"mark": os.environ.get("MARK")}
     sock.sendall(json.dumps(said).encode())
+    if os.environ.get("STAYS"):
+        sock.recv(1)
     os._exit(5)
 
 def until(condition):
@@ -79,6 +81,21 @@ said, _ = forked()
 print(json.dumps({"said": said, "problems": server.problems}))
 warmer.close()
 """
+GROW = """
+until(warmth.exists)
+ours, theirs = socket.socketpair()
+reading, writing = os.pipe()
+assert warmer.fork([theirs.detach(), writing])
+said = json.loads(ours.recv(4096))
+os.write(log, (json.dumps({"name": "later", "environment": {}}) + "\\n").encode())
+until(lambda: not warmth.exists())
+until(warmth.exists)
+assert REPORT.unpack(os.read(reading, REPORT.size))[0] == 0
+ours.close()
+assert os.waitstatus_to_exitcode(REPORT.unpack(os.read(reading, REPORT.size))[2]) == 5
+print(json.dumps({"said": said, "problems": server.problems}))
+warmer.close()
+"""
 LOSE = """
 until(lambda: len(server.problems) == 4)
 for _ in range(20):
@@ -100,6 +117,7 @@ PACKAGES = {
     "threads": "import threading\nthreading.Thread(target=threading.Event().wait, args=(9,), daemon=True).start()\n",
     "seeds": "import random\nrandom.seed(0)\n",
     "closes": "import os\nos.closerange(3, 100)\n",
+    "later": "VALUE = 1\n",
     "fine": "VALUE = 1\n",
 }
 
@@ -185,6 +203,13 @@ def test_a_warm_process_that_is_killed_or_stopped_is_not_waited_for_and_another_
     assert said["said"]["fine"]
     (told,) = said["problems"]
     assert problem in told
+    assert marked(tmp_path) == []
+
+
+def test_ranks_live_on_while_the_process_that_has_forked_them_imports_more(tmp_path: Path, site: Path) -> None:
+    done = driven(tmp_path, site, "fine", GROW, STAYS="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []
     assert marked(tmp_path) == []
 
 
