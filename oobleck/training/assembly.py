@@ -20,7 +20,7 @@ from oobleck.training.data import (
     ScriptStream,
     open_source,
 )
-from oobleck.training.model import LiveModel, ModelStructure, separates_documents, with_tried_loss
+from oobleck.training.model import LiveModel, ModelStructure, separates_documents, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
@@ -116,7 +116,7 @@ def structure_of_job(job: JobSpec) -> ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
     made = _made_by_script(job)
     if "live_model" in made:
-        return _live_structure(job, made, None)
+        return _live_structure(job, made, None)  # its own process has tried its layers
     return _structure(job, made, vocab_size=job.data.vocab_size)
 
 
@@ -192,6 +192,7 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int) -> ModelStructure:
     structure = ModelStructure.from_factory(
         made["model"], loss=made.get("loss"), task=job.model.task, vocab_size=vocab_size, sequence_length=length
     )
+    try_layers(structure)
     return replace(with_tried_loss(structure), drops=job.dropout)
 
 

@@ -23,7 +23,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec
 from oobleck.script import Job
-from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
+from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
 from .epochs import EpochOrder, Epochs
@@ -72,7 +72,7 @@ class TrainerJob(Job):
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
-        """Take the model apart, try its loss and the optimizer, and draw an epoch's order, as workers do.
+        """Take the model apart, try its layers, its loss and the optimizer, and draw an epoch's order, as workers do.
 
         Raises ConfigError for what cannot be trained.
         """
@@ -81,6 +81,7 @@ class TrainerJob(Job):
         trainer = self._trainer
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
+        try_layers(structure)
         num_batches = self._epochs.batches_per_step
         if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"

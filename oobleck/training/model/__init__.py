@@ -8,6 +8,7 @@ from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_pa
 from .configuration import build_model
 from .documents import separates_documents
 from .forward_passes import require_compiler
+from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import with_tried_loss
 from .models import StageModel
@@ -35,6 +36,7 @@ __all__ = [
     "separates_documents",
     "share_of",
     "tied_parameters",
+    "try_layers",
     "unwrapped",
     "with_tried_loss",
 ]

@@ -1,0 +1,111 @@
+"""What a dataset and a collator return, whoever wrote them: tried on some samples before anything is launched.
+
+Each worker reads the samples of its own microbatches, and some of them again after a failure. So a sample must be the
+same whenever it is read, and whatever was read before; and a collator may pad a row to the length of the others, and
+otherwise must not look at them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from oobleck.errors import ConfigError
+from oobleck.training.randomness import drawing_alike
+
+from .batches import IGNORED_LABEL
+from .script_data import Collate, from_all_over, numbers_in
+
+_NUM_TRIED = 8
+_LEAST = 2
+_ASKED_AGAIN = (
+    "each worker reads the samples of its own microbatches, and reads some again after a failure; leave out what "
+    "depends on earlier calls (a count, a memory), and draw random numbers from random, numpy or torch itself, which "
+    "are seeded for each microbatch"
+)
+
+
+def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
+    """Raise ConfigError where samples or what is collated of them depend on earlier calls, or rows on other rows.
+
+    `samples` are asked for by number, and `place` is where they are from. What does not run is left to those who read
+    it. Reads a few samples a few times.
+    """
+    numbers = from_all_over(len(samples), _NUM_TRIED)
+    with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
+        fault = _fault_of_samples(samples, numbers) or _fault_of_rows([samples[number] for number in numbers], collate)
+        if fault is not None:
+            raise ConfigError(f"{place}: {fault}")
+
+
+def _fault_of_samples(samples: Any, numbers: Sequence[int]) -> str | None:
+    for number in numbers:
+        if _read(samples, number) != _read(samples, number):
+            return f"sample {number} is another one when it is read again, and {_ASKED_AGAIN}"
+    return None
+
+
+def _read(samples: Any, number: int) -> bytes:
+    with drawing_alike(number):
+        return numbers_in(samples[number])
+
+
+_Rows = list[dict[str, Any]]
+
+
+def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
+    together, draws = _collated(items, collate)
+    alone = [_collated([item], collate) for item in items]
+    again, _ = _collated(items, collate)
+    if not all(map(_are_equal, together, again)):
+        return f"data_collator returns other rows when it is called again with the same samples, and {_ASKED_AGAIN}"
+    if draws or any(has_drawn for _, has_drawn in alone) or len(items) < _LEAST:
+        return None  # what is drawn depends on how many rows there are
+    for row, (rows, _) in zip(together, alone, strict=True):
+        if not _are_equal(row, rows[0]) and not _is_padded(row, rows[0]):
+            return (
+                "data_collator gives a sample other tokens or labels when it has others beside it, and batches are cut "
+                "into microbatches over nodes; have it make each row of its own sample, pad rows to the longest alone, "
+                f"and give padding the label {IGNORED_LABEL}"
+            )
+    return None
+
+
+def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, bool]:
+    """Return rows, and whether random numbers were drawn for them."""
+    with drawing_alike(0):
+        before = _generators()
+        columns: Mapping[str, Any] = dict(collate(list(items)))
+        draws = _generators() != before
+        rows = [{name: np.asarray(values[row]) for name, values in columns.items()} for row in range(len(items))]
+    return rows, draws
+
+
+def _generators() -> tuple[object, ...]:
+    kind, keys, *others = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *others, torch.default_generator.get_state().tolist()
+
+
+def _are_equal(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return numbers_in(row) == numbers_in(other)
+
+
+def _is_padded(row: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
+    """Say whether a row may be another one that was padded, at its end or its beginning: by its tokens and labels.
+
+    A shorter one, whose padding was left out, is taken for one as well.
+    """
+    length, longer = len(alone["input_ids"]), len(row["input_ids"])
+    if longer < length:
+        return _is_padded(alone, row)
+    for kept, rest in ((slice(0, length), slice(length, None)), (slice(longer - length, None), slice(0, longer - length))):
+        names = [name for name in ("input_ids", "labels") if name in alone and alone[name].ndim == 1]
+        same = all(np.array_equal(row[name][kept], alone[name]) for name in names)
+        if same and ("labels" not in names or bool((row["labels"][rest] == IGNORED_LABEL).all())):
+            return longer > length or not names
+    return False
