@@ -23,6 +23,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec
 from oobleck.script import Job
+from oobleck.training.data import try_collator
 from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
@@ -36,6 +37,7 @@ _ENOUGH_TOKENS = 1024
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
+_TRAIN_DATA = "Trainer(train_dataset=…)"
 _TRIED_LENGTH = 16
 """Tokens of the samples that the model is tried with."""
 
@@ -72,13 +74,14 @@ class TrainerJob(Job):
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
-        """Take the model apart, try its layers, its loss and the optimizer, and draw an epoch's order, as workers do.
+        """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
 
         Raises ConfigError for what cannot be trained.
         """
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
-        trainer = self._trainer
+        trainer, loader = self._trainer, self._loader
+        try_collator(loader.dataset, loader.collate_fn, place=_TRAIN_DATA)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         try_layers(structure)
@@ -100,7 +103,7 @@ class TrainerJob(Job):
         make_optimizer, peak = _optimizer(trainer)
         parts: dict[str, Callable[..., Any]] = {
             "live_model": lambda: trainer.model,
-            "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
+            "data": lambda: (loader.dataset, loader.collate_fn, _TRAIN_DATA),
             "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),

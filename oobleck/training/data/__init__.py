@@ -14,6 +14,7 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
+    from .collator_trial import try_collator
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
     from .script_data import CollatedSamples, ScriptSamples
@@ -32,6 +33,7 @@ __all__ = [
     "open_source",
     "prepare_dataset",
     "samples_of_step",
+    "try_collator",
 ]
 
 _WITH_TORCH = {
@@ -44,6 +46,7 @@ _WITH_TORCH = {
     "ScriptStream": "script_stream",
     "open_source": "data",
     "prepare_dataset": "data",
+    "try_collator": "collator_trial",
 }
 
 

@@ -19,15 +19,9 @@ from oobleck.errors import ConfigError
 from oobleck.training.randomness import drawing_alike
 
 from .batches import IGNORED_LABEL
-from .script_data import Collate, from_all_over, numbers_in
+from .script_data import ASKED_AGAIN, Collate, from_all_over, numbers_in
 
 _NUM_TRIED = 8
-_LEAST = 2
-_ASKED_AGAIN = (
-    "each worker reads the samples of its own microbatches, and reads some again after a failure; leave out what "
-    "depends on earlier calls (a count, a memory), and draw random numbers from random, numpy or torch itself, which "
-    "are seeded for each microbatch"
-)
 
 
 def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
@@ -46,7 +40,7 @@ def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
 def _fault_of_samples(samples: Any, numbers: Sequence[int]) -> str | None:
     for number in numbers:
         if _read(samples, number) != _read(samples, number):
-            return f"sample {number} is another one when it is read again, and {_ASKED_AGAIN}"
+            return f"sample {number} is another one when it is read again, and {ASKED_AGAIN}"
     return None
 
 
@@ -63,14 +57,14 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
     alone = [_collated([item], collate) for item in items]
     again, _ = _collated(items, collate)
     if not all(map(_are_equal, together, again)):
-        return f"data_collator returns other rows when it is called again with the same samples, and {_ASKED_AGAIN}"
-    if draws or any(has_drawn for _, has_drawn in alone) or len(items) < _LEAST:
+        return f"data_collator returns other rows when it is called again with the same samples, and {ASKED_AGAIN}"
+    if draws or any(has_drawn for _, has_drawn in alone):
         return None  # what is drawn depends on how many rows there are
     for row, (rows, _) in zip(together, alone, strict=True):
         if not _are_equal(row, rows[0]) and not _is_padded(row, rows[0]):
             return (
-                "data_collator gives a sample other tokens or labels when it has others beside it, and batches are cut "
-                "into microbatches over nodes; have it make each row of its own sample, pad rows to the longest alone, "
+                "data_collator makes another row of a sample when it has others beside it, and batches are cut into "
+                "microbatches over nodes; have it make each row of its own sample, pad rows to the longest alone, "
                 f"and give padding the label {IGNORED_LABEL}"
             )
     return None
@@ -96,16 +90,12 @@ def _are_equal(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_padded(row: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    """Say whether a row may be another one that was padded, at its end or its beginning: by its tokens and labels.
-
-    A shorter one, whose padding was left out, is taken for one as well.
-    """
-    length, longer = len(alone["input_ids"]), len(row["input_ids"])
-    if longer < length:
-        return _is_padded(alone, row)
-    for kept, rest in ((slice(0, length), slice(length, None)), (slice(longer - length, None), slice(0, longer - length))):
-        names = [name for name in ("input_ids", "labels") if name in alone and alone[name].ndim == 1]
-        same = all(np.array_equal(row[name][kept], alone[name]) for name in names)
-        if same and ("labels" not in names or bool((row["labels"][rest] == IGNORED_LABEL).all())):
-            return longer > length or not names
+    """Say whether a row may be another one with padding at its end or its beginning, by its tokens and labels."""
+    length, missing = len(alone["input_ids"]), len(row["input_ids"]) - len(alone["input_ids"])
+    if missing <= 0:
+        return missing < 0  # what was cut off is not known
+    columns = [(row[name], alone[name]) for name in ("input_ids", "labels") if name in alone and alone[name].ndim == 1]
+    for kept, rest in ((slice(length), slice(length, None)), (slice(missing, None), slice(missing))):
+        if all(np.array_equal(long[kept], short) for long, short in columns):
+            return "labels" not in row or row["labels"].ndim != 1 or bool((row["labels"][rest] == IGNORED_LABEL).all())
     return False

@@ -27,6 +27,13 @@ from .samples import ModelInputs, Sample, read_sample, side_by_side
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """From samples to named arrays, [samples, …]."""
 
+ASKED_AGAIN = (
+    "each worker reads the samples of its own microbatches, and reads some again after a failure; leave out what "
+    "depends on earlier calls (a count, a memory), and draw random numbers from random, numpy or torch itself, which "
+    "are seeded for each microbatch"
+)
+"""Why what a script brings must return the same each time, and what to change where it does not."""
+
 _LABELS = ("labels", "label_ids")
 _DIGESTED_SAMPLES, _CHECKED_SAMPLES = 64, 8
 
@@ -92,7 +99,11 @@ class ScriptSamples:
         return read_item(self._item(index, step), inputs, place=place, length=self._length, vocab_size=self._vocab_size)
 
     def check(self, inputs: ModelInputs) -> None:
-        """Look at some samples from all over. Raises ConfigError where one does not fit the model."""
+        """Look at some samples from all over. Raises ConfigError where one does not fit the model, or is another one
+        when it is read again.
+        """
+        if self._digest_some() != self._digest:
+            raise ConfigError(f"{self._place}: some samples are others when they are read again, and {ASKED_AGAIN}")
         for index in self._some():
             sample = self.sample(index, inputs)
             check_alone(sample, inputs, place=f"{self._place}: sample {index}", length=self._length)
@@ -106,7 +117,7 @@ class ScriptSamples:
             raise ConfigError(f"{self._place}: sample {index}: {type(error).__name__}: {error}") from error
 
     def _some(self) -> list[int]:
-        return _from_all_over(self._num_samples, _DIGESTED_SAMPLES)
+        return from_all_over(self._num_samples, _DIGESTED_SAMPLES)
 
     def _digest_some(self) -> str:
         """Digest the number of samples, and the numbers in some of them."""
@@ -151,7 +162,7 @@ class CollatedSamples:
 
     def check(self, inputs: ModelInputs) -> None:
         """Look at some samples. Raises ConfigError where one does not fit the model."""
-        for number in _from_all_over(self.num_samples, _CHECKED_SAMPLES):
+        for number in from_all_over(self.num_samples, _CHECKED_SAMPLES):
             self.batch([number], inputs, step=0)
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
@@ -182,14 +193,14 @@ class CollatedSamples:
 
     def _digest_some(self) -> str:
         digest = hashlib.blake2b(f"{self.num_samples}".encode(), digest_size=16)
-        for number in _from_all_over(self.num_samples, _DIGESTED_SAMPLES):
+        for number in from_all_over(self.num_samples, _DIGESTED_SAMPLES):
             with self._blaming([number]), drawing_alike(0):
                 digest.update(numbers_in(self._samples[number]))
         return digest.hexdigest()
 
 
-def _from_all_over(num_samples: int, count: int) -> list[int]:
-    """Numbers of some samples, at most so many."""
+def from_all_over(num_samples: int, count: int) -> list[int]:
+    """Return the numbers of some samples, at most so many."""
     return [int(number) for number in np.linspace(0, num_samples - 1, min(num_samples, count))]
 
 

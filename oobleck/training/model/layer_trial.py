@@ -21,6 +21,7 @@ from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_alike
 
+from .counters import counter_of
 from .loss_trial import CapturedHead, made_up_labels, made_up_weights
 from .models import StageModel
 from .structure import ModelStructure
@@ -39,11 +40,6 @@ _MOST_DIFFERENTIATED = 1 << 20
 """Elements of a parameter whose gradient is looked at; that of hidden states always is."""
 _MOST_OF_ONE_THREAD = 1 << 24
 """Elements of a layer."""
-_LATER = (1_000, 1_000_000)
-"""How many forward passes later a module that counts them is tried again."""
-
-_Counts = dict[tuple[str, str], float]
-"""Plain numbers of modules, by the module's name and the attribute's."""
 
 
 class _Fault(Enum):
@@ -94,9 +90,8 @@ def try_layers(structure: ModelStructure) -> None:
 def _is_tried(layer: _Layer) -> bool:
     """Say whether a layer runs on made-up samples. Raises ConfigError for one with a fault."""
     try:
-        before = layer.counts()
         fault = _fault_of(layer.run, layer.stage.evaluating)
-        counter = None if fault or before == layer.counts() else _counter_of(layer)
+        counter = None if fault else _counter_of(layer)
     except ConfigError:
         raise
     # It is somebody else's code, and may fail in any way.
@@ -181,24 +176,6 @@ class _Layer:
         inputs = [each for each in stage.parameters.values() if each.requires_grad]
         return _Pass(output, tuple(inputs if hidden is None else [hidden, *inputs]), rows)
 
-    def counts(self) -> _Counts:
-        """Return the numbers that the modules have beside parameters."""
-        return {
-            (path, name): float(value)
-            for path, module in self.stage.model.named_modules()
-            for name, value in (*vars(module).items(), *module._buffers.items())
-            if type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1 and not value.is_meta)
-        }
-
-    def set_count(self, place: tuple[str, str], value: float) -> None:
-        """Set one of these."""
-        module, name = self.stage.model.get_submodule(place[0]), place[1]
-        before = getattr(module, name)
-        if torch.is_tensor(before):
-            before.fill_(value)
-        else:
-            setattr(module, name, type(before)(value))
-
     def culprit(self, fault: _Fault) -> str:
         """Name the innermost module that has the fault by itself; the layer where none has."""
         model = self.stage.model
@@ -278,6 +255,16 @@ def _fault_of(run: _Run, evaluating: Callable[[], AbstractContextManager[object]
         return _fault_of_parts(run, first) if _draws_nothing(run, first) else None
 
 
+def _counter_of(layer: _Layer) -> str | None:
+    """Name what counts forward passes, and changes what the layer computes sooner or later."""
+    first = layer.run(_ALL, 0)
+
+    def same() -> bool:
+        return _are_near([layer.run(_ALL, 0).output], [first.output], _LINEAR)
+
+    return counter_of(dict(layer.stage.model.named_modules()), same)
+
+
 def _draws_nothing(run: _Run, first: _Pass) -> bool:
     return _are_near([run(_ALL, 1).output], [first.output], _LINEAR)
 
@@ -308,21 +295,3 @@ def _are_near(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor], to
         for value, other in zip(values, others, strict=True)
         if other.numel()
     )
-
-
-def _counter_of(layer: _Layer) -> str | None:
-    """Name an attribute that counts forward passes, and that what the layer computes depends on sooner or later."""
-    seen: list[_Counts] = []
-    for _ in range(3):
-        now = layer.run(_ALL, 0)
-        seen.append(layer.counts())
-    for place, value in seen[-1].items():
-        if not seen[0].get(place, value) != seen[1].get(place, value) != value:
-            continue
-        for later in _LATER:
-            layer.set_count(place, value + later)
-            with suppress(Exception):  # as above
-                if not _are_near([layer.run(_ALL, 0).output], [now.output], _LINEAR):
-                    return ".".join(filter(None, place))
-        layer.set_count(place, value)
-    return None

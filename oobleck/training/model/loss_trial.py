@@ -21,8 +21,9 @@ from oobleck.job import Task
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
+from .counters import counter_of
 from .layered_model import LayeredModel
-from .losses import Loss, LossRule, fault_of_loss, is_near, is_same, loss_of_outputs, unfit_loss
+from .losses import Loss, LossRule, fault_of_loss, is_near, is_same, loss_of_outputs, name_of, unfit_loss
 from .models import StageModel
 from .structure import ModelStructure
 
@@ -61,7 +62,7 @@ def _with_tried(
     own, whose argument `argument` is.
     """
     head = CapturedHead()
-    if not head.is_run(_on_head(head.stage_of(structure))) or (fault := _fault(loss, head)) is None:
+    if not head.is_run(_on_head(head.stage_of(structure))) or (fault := _fault(loss, head, given)) is None:
         return structure
     if fault:
         raise ConfigError(unfit_loss(given, fault, argument=argument))
@@ -119,7 +120,7 @@ class CapturedHead:
         return False
 
 
-def _fault(loss: Loss, head: CapturedHead) -> str | None:
+def _fault(loss: Loss, head: CapturedHead, given: object) -> str | None:
     """What is wrong with a loss, the empty string if nothing; None where it cannot be tried."""
 
     def number_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
@@ -137,8 +138,16 @@ def _fault(loss: Loss, head: CapturedHead) -> str | None:
                 labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
                 with suppress(Exception):  # a loss that knows no ignored labels
                     fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
-            return fault or ""
+            return fault or _fault_of_later_calls(number_of, head.outputs, labels, given) or ""
     return None
+
+
+def _fault_of_later_calls(loss: Loss, outputs: Any, labels: torch.Tensor, given: object) -> str | None:
+    first = float(loss(outputs, labels.clone(), _NUM_ITEMS))
+    counter = counter_of(
+        {name_of(given): given}, lambda: is_same(float(loss(outputs, labels.clone(), _NUM_ITEMS)), first)
+    )
+    return None if counter is None else f"it depends on {counter}, which counts its calls"
 
 
 def made_up_labels(task: Task, ids: torch.Tensor) -> torch.Tensor:

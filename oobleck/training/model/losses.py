@@ -127,15 +127,16 @@ def unfit_loss(compute: object, fault: str, *, argument: str = "num_items_in_bat
     """Return what to say of a loss with that fault; `argument` is what it calls the number of items."""
     place = "compute_loss_func" if argument == "num_items_in_batch" else "the script's loss"
     return (
-        f"{place}: {_name_of(compute)} must return a sum divided by {argument}, as samples are spread over nodes; "
+        f"{place}: {name_of(compute)} must return a sum divided by {argument}, as samples are spread over nodes; "
         f"{fault}. Divide the sum over the labels by {argument}, with weights that depend neither on other samples nor "
         "on earlier calls"
     )
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
+    """Return what a script calls a function, or an object that it calls."""
     if isinstance(function, functools.partial):
-        return _name_of(function.func)
+        return name_of(function.func)
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
