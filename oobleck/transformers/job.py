@@ -37,7 +37,6 @@ _ENOUGH_TOKENS = 1024
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
-_TRAIN_DATA = "Trainer(train_dataset=…)"
 _TRIED_LENGTH = 16
 """Tokens of the samples that the model is tried with."""
 
@@ -80,8 +79,10 @@ class TrainerJob(Job):
         """
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
-        trainer, loader = self._trainer, self._loader
-        try_collator(loader.dataset, loader.collate_fn, place=_TRAIN_DATA)
+        trainer = self._trainer
+        for name in self.made.keys() & {"data", "eval_data"}:
+            samples, collate, place = self.made[name]()
+            try_collator(samples, collate, place=place)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         try_layers(structure)
@@ -103,7 +104,7 @@ class TrainerJob(Job):
         make_optimizer, peak = _optimizer(trainer)
         parts: dict[str, Callable[..., Any]] = {
             "live_model": lambda: trainer.model,
-            "data": lambda: (loader.dataset, loader.collate_fn, _TRAIN_DATA),
+            "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
             "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),

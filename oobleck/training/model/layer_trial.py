@@ -177,7 +177,7 @@ class _Layer:
         return _Pass(output, tuple(inputs if hidden is None else [hidden, *inputs]), rows)
 
     def culprit(self, fault: _Fault) -> str:
-        """Name the innermost module that has the fault by itself; the layer where none has."""
+        """Name the innermost module that has the fault by itself; the layer where none does."""
         model = self.stage.model
         names = {id(module): path for path, module in model.named_modules()}
         with _noting_calls(model) as calls:
@@ -186,6 +186,9 @@ class _Layer:
             with suppress(Exception):  # as above
                 if _fault_of(call.run, self.stage.evaluating) is fault:
                     return f"{names[id(call.module)]} ({type(call.module).__name__})"
+        modules = self.stage.modules_of(self._layer)
+        if len(modules) == 1:
+            return f"{names[id(modules[0])]} ({type(modules[0]).__name__})"
         return f"{self.stage.structure.layer_names[self._layer]} of {type(model).__name__}"
 
 
