@@ -96,3 +96,9 @@ def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Itera
         np.random.set_state(of_numpy)
         for generator, state in of_own:
             generator.set_state(state)
+
+
+def generator_states() -> tuple[object, ...]:
+    """Return the states of what a script's code draws from, to be compared: `random`, numpy and torch, on the CPU."""
+    kind, keys, *others = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *others, torch.default_generator.get_state().tolist()

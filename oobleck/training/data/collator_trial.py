@@ -7,16 +7,14 @@ otherwise must not look at them.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 
 from oobleck.errors import ConfigError
-from oobleck.training.randomness import drawing_alike
+from oobleck.training.randomness import drawing_alike, generator_states
 
 from .batches import IGNORED_LABEL
 from .script_data import ASKED_AGAIN, Collate, from_all_over, numbers_in
@@ -73,16 +71,11 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
 def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, bool]:
     """Return rows, and whether random numbers were drawn for them."""
     with drawing_alike(0):
-        before = _generators()
+        before = generator_states()
         columns: Mapping[str, Any] = dict(collate(list(items)))
-        draws = _generators() != before
+        draws = generator_states() != before
         rows = [{name: np.asarray(values[row]) for name, values in columns.items()} for row in range(len(items))]
     return rows, draws
-
-
-def _generators() -> tuple[object, ...]:
-    kind, keys, *others = np.random.get_state()
-    return random.getstate(), kind, np.asarray(keys).tobytes(), *others, torch.default_generator.get_state().tolist()
 
 
 def _are_equal(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -53,9 +53,9 @@ def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | 
     seen: list[dict[str, float | None]] = []
     for _ in range(3):
         same()
-        seen.append({number.name: number.value() for number in _numbers_of(owners)})
+        seen.append(numbers_of(owners))
     first, second, third = seen
-    for number in _numbers_of(owners):
+    for number in _all_numbers(owners):
         value = third.get(number.name)
         if value is None or len({first.get(number.name), second.get(number.name), value}) < len(seen):
             continue
@@ -68,7 +68,12 @@ def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | 
     return None
 
 
-def _numbers_of(owners: Mapping[str, object]) -> Iterator[_Number]:
+def numbers_of(owners: Mapping[str, object]) -> dict[str, float | None]:
+    """Return all numbers that modules or functions keep, by their names."""
+    return {number.name: number.value() for number in _all_numbers(owners)}
+
+
+def _all_numbers(owners: Mapping[str, object]) -> Iterator[_Number]:
     for name, owner in owners.items():
         while isinstance(owner, functools.partial):
             owner = owner.func

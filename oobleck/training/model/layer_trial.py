@@ -9,7 +9,7 @@ plan, and no error would say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -19,9 +19,9 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
-from oobleck.training.randomness import MicrobatchKey, drawing_alike
+from oobleck.training.randomness import MicrobatchKey, drawing_alike, generator_states
 
-from .counters import counter_of
+from .counters import counter_of, numbers_of
 from .loss_trial import CapturedHead, made_up_labels, made_up_weights
 from .models import StageModel
 from .structure import ModelStructure
@@ -30,16 +30,19 @@ _LENGTH, _NUM_TOKENS = 6, 16
 """Tokens of a sample, and how many different ones there are."""
 _LONGEST = 512
 """Tokens of a sample for layers that do not run on fewer than the model is made for."""
-_ALL, _PARTS = slice(0, 3), (slice(0, 1), slice(1, 3))
+_FEWEST = 2
+"""Tokens of a sample of a large layer."""
+_ALL, _ONE = slice(0, 3), slice(0, 1)
 """Of three samples: a number that few other dimensions have."""
 _SCALES = (2.0**-20, 2.0**20)
-"""Of gradients: powers of two, by which nothing is rounded differently."""
+"""Of gradients: far apart, and powers of two, by which nothing is rounded differently."""
+_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 _LINEAR, _ALIKE = 1e-5, 1e-4
 """By how much results may differ, as a share of the largest."""
 _MOST_DIFFERENTIATED = 1 << 20
 """Elements of a parameter whose gradient is looked at; that of hidden states always is."""
-_MOST_OF_ONE_THREAD = 1 << 24
-"""Elements of a layer."""
+_LARGE = 1 << 24
+"""Elements of a layer that is worth more than one thread, and tried on fewer tokens."""
 
 
 class _Fault(Enum):
@@ -68,8 +71,8 @@ def try_layers(structure: ModelStructure) -> None:
     and a dozen passes of a few tokens for each kind of layer; memory for one layer.
     """
     captured = CapturedHead()
-    stage = captured.stage_of(replace(structure, drops=False, weights=None))
-    lengths = sorted({min(each, structure.sequence_length) for each in (_LENGTH, _LONGEST)})
+    # What is drawn is not seeded by the stage, so that it shows whether anything is.
+    stage = captured.stage_of(replace(structure, drops=False, draws_at_random=False, weights=None))
     tried: set[object] = set()
     for layer in range(structure.num_layers):
         modules = stage.modules_of(layer)
@@ -81,8 +84,12 @@ def try_layers(structure: ModelStructure) -> None:
         stage.start_buffers([layer])
         for parameter in stage.trained_parameters.values():
             parameter.requires_grad_(parameter.numel() <= _MOST_DIFFERENTIATED)
-        with _in_one_thread(stage):
-            for length in lengths:
+        is_large = sum(each.numel() for each in stage.parameters.values()) > _LARGE
+        lengths = {
+            min(each, structure.sequence_length) for each in (_FEWEST if is_large else _LENGTH, _LENGTH, _LONGEST)
+        }
+        with nullcontext() if is_large else _one_thread():
+            for length in sorted(lengths):
                 if _is_tried(_Layer(stage, layer, captured, length)):
                     break
 
@@ -90,8 +97,9 @@ def try_layers(structure: ModelStructure) -> None:
 def _is_tried(layer: _Layer) -> bool:
     """Say whether a layer runs on made-up samples. Raises ConfigError for one with a fault."""
     try:
+        before = numbers_of(layer.modules)
         fault = _fault_of(layer.run, layer.stage.evaluating)
-        counter = None if fault else _counter_of(layer)
+        counter = None if fault or numbers_of(layer.modules) == before else _counter_of(layer)
     except ConfigError:
         raise
     # It is somebody else's code, and may fail in any way.
@@ -105,11 +113,10 @@ def _is_tried(layer: _Layer) -> bool:
 
 
 @contextmanager
-def _in_one_thread(stage: StageModel) -> Iterator[None]:
-    """Within the block small layers are computed by one thread: others would cost more than they do."""
+def _one_thread() -> Iterator[None]:
+    """Within the block torch computes in this thread alone: for small layers, others would cost more than they do."""
     before = torch.get_num_threads()
-    if sum(each.numel() for each in stage.parameters.values()) <= _MOST_OF_ONE_THREAD:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -117,12 +124,14 @@ def _in_one_thread(stage: StageModel) -> Iterator[None]:
 
 
 def _traits(root: nn.Module) -> Iterator[object]:
-    """What makes layers compute differently, beside their parameters."""
+    """What makes layers compute differently, beside their parameters; of numbers, whether they are zero."""
     for path, module in root.named_modules():
-        plain = [(key, value) for key, value in vars(module).items() if isinstance(value, bool | str)]
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
         functions = [*(hook for kind in hooks for hook in kind.values()), *filter(callable, vars(module).values())]
-        yield path, type(module), *plain, *(getattr(each, "__code__", type(each)) for each in functions)
+        yield path, type(module), *(getattr(each, "__code__", type(each)) for each in functions)
+        for name, value in vars(module).items():
+            if isinstance(value, str | bool | float):
+                yield name, value if isinstance(value, str) else bool(value)
 
 
 # --- what is run -----------------------------------------------------------------------------------------------
@@ -136,8 +145,10 @@ class _Pass:
     inputs: tuple[torch.Tensor, ...]
     """What the gradient is taken of: hidden states first, if there are any."""
     rows: slice
+    draws: bool
+    """Whether it has drawn random numbers."""
 
-    def gradients(self, scale: float = 1.0) -> list[torch.Tensor]:
+    def gradients(self, scale: float) -> list[torch.Tensor]:
         """Return the gradients of the inputs, divided by the scale that they are computed at."""
         if not self.output.requires_grad or not self.inputs:
             return []
@@ -149,8 +160,8 @@ class _Pass:
         return [each / scale for each in found]
 
 
-_Run = Callable[[slice, int], _Pass]
-"""From which samples there are, and a seed of what is drawn, to a forward pass."""
+_Run = Callable[[slice], _Pass]
+"""From which samples there are to a forward pass."""
 
 
 class _Layer:
@@ -163,25 +174,31 @@ class _Layer:
         self._ids = torch.randint(min(_NUM_TOKENS, structure.config.vocab_size), size, generator=generator)
         self._hidden = torch.randn((*size, structure.hidden_size), generator=generator)
 
-    def run(self, rows: slice, seed: int) -> _Pass:
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """All modules that it runs with, by their names."""
+        return dict(self.stage.model.named_modules())
+
+    def run(self, rows: slice) -> _Pass:
         """Run the layer on some of the samples."""
         stage, ids = self.stage, self._ids[rows]
         hidden = None if self._layer == 0 else self._hidden[rows].clone().requires_grad_()
         batch = Batch(input_ids=ids, labels=made_up_labels(stage.structure.task, ids))
-        key = MicrobatchKey(seed=seed, step=1, microbatch=0)
-        with drawing_alike(seed):
-            output = stage.forward(batch, hidden, num_items=ids.numel(), key=key)
+        with drawing_alike(0):
+            before = generator_states()
+            output = stage.forward(batch, hidden, num_items=ids.numel(), key=_KEY)
+            draws = generator_states() != before
         if stage.is_last:
             output = self._captured.logits()
         inputs = [each for each in stage.parameters.values() if each.requires_grad]
-        return _Pass(output, tuple(inputs if hidden is None else [hidden, *inputs]), rows)
+        return _Pass(output, tuple(inputs if hidden is None else [hidden, *inputs]), rows, draws)
 
     def culprit(self, fault: _Fault) -> str:
         """Name the innermost module that has the fault by itself; the layer where none does."""
         model = self.stage.model
         names = {id(module): path for path, module in model.named_modules()}
         with _noting_calls(model) as calls:
-            self.run(_ALL, 0)
+            self.run(_ALL)
         for call in calls:
             with suppress(Exception):  # as above
                 if _fault_of(call.run, self.stage.evaluating) is fault:
@@ -200,7 +217,7 @@ class _Call:
     arguments: tuple[Any, ...]
     named: dict[str, Any]
 
-    def run(self, rows: slice, seed: int) -> _Pass:
+    def run(self, rows: slice) -> _Pass:
         """Call the module again with some of the samples."""
         leaves: list[torch.Tensor] = []
 
@@ -216,10 +233,12 @@ class _Call:
             return value
 
         arguments, named = of_rows(self.arguments), {name: of_rows(value) for name, value in self.named.items()}
-        with drawing_alike(seed):
+        with drawing_alike(0):
+            before = generator_states()
             output = self.module(*arguments, **named)
+            draws = generator_states() != before
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return _Pass(given, tuple(leaves), rows)
+        return _Pass(given, tuple(leaves), rows, draws)
 
 
 @contextmanager
@@ -243,53 +262,44 @@ def _noting_calls(model: nn.Module) -> Iterator[list[_Call]]:
 
 def _fault_of(run: _Run, evaluating: Callable[[], AbstractContextManager[object]]) -> _Fault | None:
     """Find what is wrong with what is run, by its results alone. Raises what it raises."""
-    first = run(_ALL, 0)
-    gradients = first.gradients()
-    if not all(each.isfinite().all() for each in (first.output, *gradients)):
+    first = run(_ALL)
+    small, large = (first.gradients(scale) for scale in _SCALES)
+    if not all(each.isfinite().all() for each in (first.output, *small)):
         raise ArithmeticError("made-up values have no result")
-    if not _are_near([run(_ALL, 0).output], [first.output], _LINEAR):
+    if not _are_near([run(_ALL).output], [first.output], _LINEAR):
         return _Fault.REPEATS
-    if not all(_are_near(first.gradients(scale), gradients, _LINEAR) for scale in _SCALES):
+    if not _are_near(large, small, _LINEAR):
         return _Fault.SCALES
-    if _draws_nothing(run, first):
-        return _fault_of_parts(run, first)
-    with evaluating():  # what is drawn in training differs with the number of samples
-        first = run(_ALL, 0)
-        return _fault_of_parts(run, first) if _draws_nothing(run, first) else None
+    if first.draws:  # in training, which depends on the number of samples
+        with evaluating():
+            first = run(_ALL)
+            small = first.gradients(_SCALES[0])
+    return None if first.draws else _fault_of_a_part(run, first, small)
+
+
+def _fault_of_a_part(run: _Run, together: _Pass, gradients: Sequence[torch.Tensor]) -> _Fault | None:
+    """Compare a sample beside others with the same one alone."""
+    alone = run(_ONE)
+    if (len(alone.output), len(together.output)) != (_ONE.stop, _ALL.stop):
+        raise ValueError("its output is not by samples")
+    if not _are_near([alone.output], [together.output[_ONE]], _ALIKE):
+        return _Fault.MIXES
+    by_samples = [
+        (one, several[_ONE])
+        for one, several in zip(alone.gradients(_SCALES[0]), gradients, strict=True)
+        if one.shape != several.shape  # those of parameters are sums over samples
+    ]
+    return None if all(_are_near([one], [other], _ALIKE) for one, other in by_samples) else _Fault.MIXES
 
 
 def _counter_of(layer: _Layer) -> str | None:
     """Name what counts forward passes, and changes what the layer computes sooner or later."""
-    first = layer.run(_ALL, 0)
+    first = layer.run(_ALL)
 
     def same() -> bool:
-        return _are_near([layer.run(_ALL, 0).output], [first.output], _LINEAR)
+        return _are_near([layer.run(_ALL).output], [first.output], _LINEAR)
 
-    return counter_of(dict(layer.stage.model.named_modules()), same)
-
-
-def _draws_nothing(run: _Run, first: _Pass) -> bool:
-    return _are_near([run(_ALL, 1).output], [first.output], _LINEAR)
-
-
-def _fault_of_parts(run: _Run, together: _Pass) -> _Fault | None:
-    """Compare samples together with the same ones in two parts."""
-    one, other = (run(rows, 0) for rows in _PARTS)
-    output = torch.cat([one.output, other.output])
-    if output.shape != together.output.shape:
-        raise ValueError("its output is not by samples")
-    if not _are_near([output], [together.output], _ALIKE):
-        return _Fault.MIXES
-    gradients = [
-        first + second if first.shape == whole.shape else torch.cat([first, second])
-        for first, second, whole in zip(one.gradients(), other.gradients(), together.gradients(), strict=True)
-    ]
-    return None if _are_near(_as_one(gradients), _as_one(together.gradients()), _ALIKE) else _Fault.MIXES
-
-
-def _as_one(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What is rounded in the sums of some parameters' gradients may be as large as these: so all count together."""
-    return [torch.cat([each.flatten() for each in gradients])] if gradients else []
+    return counter_of(layer.modules, same)
 
 
 def _are_near(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tolerance: float) -> bool:
