@@ -21,9 +21,9 @@ from oobleck.job import Task
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
+from . import losses
 from .counters import counter_of
 from .layered_model import LayeredModel
-from .losses import Loss, LossRule, fault_of_loss, is_near, is_same, loss_of_outputs, name_of, unfit_loss
 from .models import StageModel
 from .structure import ModelStructure
 
@@ -44,7 +44,7 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
     each microbatch adds to it.
     """
     if structure.compute_loss is not None:
-        return _with_tried(structure, loss_of_outputs(structure.compute_loss), structure.compute_loss)
+        return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss)
     if structure.task != "causal_lm":
         return structure
     stage = _on_head(StageModel(replace(structure, has_tried_loss=True), dtype=torch.float32, device="cpu"))
@@ -56,7 +56,7 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
 
 
 def _with_tried(
-    structure: ModelStructure, loss: Loss, given: object, argument: str = "num_items_in_batch"
+    structure: ModelStructure, loss: losses.Loss, given: object, argument: str = "num_items_in_batch"
 ) -> ModelStructure:
     """The structure with a script's loss tried, unless that takes more than made-up outputs. `given` is the script's
     own, whose argument `argument` is.
@@ -65,7 +65,7 @@ def _with_tried(
     if not head.is_run(_on_head(head.stage_of(structure))) or (fault := _fault(loss, head, given)) is None:
         return structure
     if fault:
-        raise ConfigError(unfit_loss(given, fault, argument=argument))
+        raise ConfigError(losses.unfit_loss(given, fault, argument=argument))
     return replace(structure, has_tried_loss=True)
 
 
@@ -120,7 +120,7 @@ class CapturedHead:
         return False
 
 
-def _fault(loss: Loss, head: CapturedHead, given: object) -> str | None:
+def _fault(loss: losses.Loss, head: CapturedHead, given: object) -> str | None:
     """What is wrong with a loss, the empty string if nothing; None where it cannot be tried."""
 
     def number_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
@@ -132,20 +132,20 @@ def _fault(loss: Loss, head: CapturedHead, given: object) -> str | None:
 
     for labels in (head.labels, head.ids):
         with suppress(Exception):  # it is somebody else's code, and may fail in any way
-            fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+            fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
             if fault is None and labels.ndim > 1:
                 labels = labels.clone()
                 labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
                 with suppress(Exception):  # a loss that knows no ignored labels
-                    fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+                    fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
             return fault or _fault_of_later_calls(number_of, head.outputs, labels, given) or ""
     return None
 
 
-def _fault_of_later_calls(loss: Loss, outputs: Any, labels: torch.Tensor, given: object) -> str | None:
+def _fault_of_later_calls(loss: losses.Loss, outputs: Any, labels: torch.Tensor, given: object) -> str | None:
     first = float(loss(outputs, labels.clone(), _NUM_ITEMS))
     counter = counter_of(
-        {name_of(given): given}, lambda: is_same(float(loss(outputs, labels.clone(), _NUM_ITEMS)), first)
+        {losses.name_of(given): given}, lambda: losses.is_same(float(loss(outputs, labels.clone(), _NUM_ITEMS)), first)
     )
     return None if counter is None else f"it depends on {counter}, which counts its calls"
 
@@ -187,7 +187,7 @@ class _Trial:
         self._stage = stage
         self._name = type(stage.model).__name__
 
-    def rule(self) -> LossRule:
+    def rule(self) -> losses.LossRule:
         """Find the rule that all losses follow. Raises ConfigError where there is none."""
         both = self._samples()
         one, other = both.take(0, 1).without_last_label(), both.take(1, 2)
@@ -195,18 +195,18 @@ class _Trial:
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
         alone = self._loss(one), self._loss(other)
         counts_first = self._loss(other.with_other_first_label()) != alone[1]
-        if not is_same(again := self._loss(both), together):
+        if not losses.is_same(again := self._loss(both), together):
             raise ConfigError(
                 f"model: {self._name} returns another loss when it runs again on the same samples, {again:g} after "
                 f"{together:g}: microbatches are spread over nodes; leave out what depends on earlier forward passes"
             )
-        if is_near(2 * halved, together) and is_near(sum(alone), together):
-            return LossRule(counts_first=counts_first)
+        if losses.is_near(2 * halved, together) and losses.is_near(sum(alone), together):
+            return losses.LossRule(counts_first=counts_first)
         first = 0 if counts_first else 1
         counts = [int((each.batch.labels[:, first:] != IGNORED_LABEL).sum()) for each in (one, other)]
         mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
-        if is_near(halved, together) and is_near(mean, together):
-            return LossRule(is_mean=True, counts_first=counts_first)
+        if losses.is_near(halved, together) and losses.is_near(mean, together):
+            return losses.LossRule(is_mean=True, counts_first=counts_first)
         raise ConfigError(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for two samples, {alone[0]:g} and {alone[1]:g} for each of them, which have {counts[0]} and "
