@@ -14,10 +14,9 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
-    from .collator_trial import try_collator
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
-    from .script_data import CollatedSamples, ScriptSamples
+    from .script_data import CollatedSamples, ScriptSamples, try_collator
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -46,7 +45,7 @@ _WITH_TORCH = {
     "ScriptStream": "script_stream",
     "open_source": "data",
     "prepare_dataset": "data",
-    "try_collator": "collator_trial",
+    "try_collator": "script_data",
 }
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError
+from oobleck.training.counters import counter_of, numbers_of
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_alike, generator_states
 
-from .counters import counter_of, numbers_of
 from .loss_trial import CapturedHead, made_up_labels, made_up_weights
 from .models import StageModel
 from .structure import ModelStructure

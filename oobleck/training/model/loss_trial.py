@@ -18,11 +18,11 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
+from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
 from . import losses
-from .counters import counter_of
 from .layered_model import LayeredModel
 from .models import StageModel
 from .structure import ModelStructure
