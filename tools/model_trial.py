@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
-from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel, with_tried_loss
+from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel, try_layers, with_tried_loss
 from oobleck.training.model.losses import label_loss
 from tools.tiny_models import VOCAB_SIZE, tiny_configs
 
@@ -122,6 +122,7 @@ def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:
         began_s = time.process_time()
         try:
             structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=LENGTH)
+            try_layers(structure)
             return with_tried_loss(structure)
         except ConfigError as error:
             seconds.append(time.process_time() - began_s)

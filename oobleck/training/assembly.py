@@ -26,6 +26,7 @@ from oobleck.training.model import (
     Precision,
     separates_documents,
     share_of,
+    try_layers,
     with_tried_loss,
 )
 from oobleck.training.optim import Optimizer
@@ -130,6 +131,8 @@ def try_out(job: JobSpec, made: _Made | None = None) -> ModelStructure:
     check_optimizer(job, made)
     structure = structure_of_job(job, made)
     share_of(structure, rank=0, degree=job.tensor_parallel)
+    if "model" in made:  # here alone: it takes seconds for large layers, and workers start again in a recovery
+        try_layers(structure)
     return structure
 
 
@@ -137,7 +140,7 @@ def structure_of_job(job: JobSpec, made: _Made | None = None) -> ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
     made = _made_by_script(job) if made is None else made
     if "live_model" in made:
-        return _live_structure(job, made, None)
+        return _live_structure(job, made, None)  # its own process has tried its layers
     return _structure(job, made, vocab_size=job.data.vocab_size)
 
 

@@ -101,3 +101,9 @@ def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Itera
 def building_alike(seed: int) -> AbstractContextManager[None]:
     """Within the block, a script's model with values of its own draws the same wherever a job of `seed` builds it."""
     return drawing_alike(derive_seed(seed, "values of a script's model"))
+
+
+def generator_states() -> tuple[object, ...]:
+    """Return the states of what a script's code draws from, to be compared: `random`, numpy and torch, on the CPU."""
+    kind, keys, *others = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *others, torch.default_generator.get_state().tolist()

@@ -23,7 +23,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from oobleck.errors import ConfigError
 from oobleck.host.script import Job
 from oobleck.job import OptimizerSpec
-from oobleck.training.model import LiveModel, ModelStructure, with_tried_loss
+from oobleck.training.data import try_collator
+from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
 from .epochs import EpochOrder, Epochs
@@ -72,15 +73,19 @@ class TrainerJob(Job):
         return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
-        """Take the model apart, try its loss and the optimizer, and draw an epoch's order, as workers do.
+        """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
 
         Raises ConfigError for what cannot be trained.
         """
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
+        for name in self.made.keys() & {"data", "eval_data"}:
+            samples, collate, place = self.made[name]()
+            try_collator(samples, collate, place=place)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
+        try_layers(structure)
         num_batches = self._epochs.batches_per_step
         if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"

@@ -203,7 +203,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
 INIT_ARGUMENTS: Mapping[str, Rule] = {
     "model": _honoured("training starts from its weights, and they are the trained ones afterwards"),
     "args": _honoured("as the table of `TrainingArguments` says"),
-    "data_collator": _honoured("called in the workers, for a microbatch at a time; it may draw random numbers"),
+    "data_collator": _honoured(
+        "called in the workers, for a microbatch at a time; it may draw random numbers, and [is tried](#what-is-tried)"
+    ),
     "train_dataset": _honoured("with a length: others are refused"),
     "eval_dataset": _honoured("one, with a length; a dictionary of several is refused while `eval_strategy` is on"),
     "processing_class": _honoured(),

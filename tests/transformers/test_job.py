@@ -84,6 +84,48 @@ def test_a_loss_that_does_not_add_up_is_refused_before_anything_is_launched(tmp_
         trainer(tmp_path, compute_loss_func=weighted_by_hardness).job().check()
 
 
+class Centred(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(0)
+
+
+def test_a_layer_that_depends_on_its_microbatch_is_refused_before_anything_is_launched(tmp_path: Path):
+    changed = model()
+    changed.transformer.h[1].ln_2 = Centred()
+    job = trainer(tmp_path, model=changed).job()
+    with pytest.raises(ConfigError, match=r"transformer\.h\.1\.ln_2 \(Centred\) computes a sample with the others"):
+        job.check()
+    with pytest.raises(ConfigError, match=r"transformer\.h\.1\.ln_2 \(Centred\) computes a sample with the others"):
+        _ = job.settings
+
+
+class ShorterAndShorter(list[Any]):
+    def __getitem__(self, number: Any) -> Any:
+        row = super().__getitem__(number)
+        self[number] = {name: values[:-1] for name, values in row.items()}
+        return row
+
+
+def test_samples_that_depend_on_what_was_read_before_are_refused_before_anything_is_launched(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"Trainer\(train_dataset=…\): sample 0 is another one when it is read again"):
+        trainer(tmp_path, train_dataset=ShorterAndShorter(rows(11))).job().check()
+    evaluated = {"eval_dataset": ShorterAndShorter(rows(11)), "eval_strategy": "steps", "eval_steps": 2}
+    with pytest.raises(ConfigError, match=r"Trainer\(eval_dataset=…\): sample 0 is another one when it is read again"):
+        trainer(tmp_path, **evaluated).job().check()
+
+
+def test_a_collator_that_counts_is_refused_before_anything_is_launched(tmp_path: Path):
+    made = trainer(tmp_path)
+    collate, calls = made.data_collator, iter(range(10_000))
+
+    def counting(batch: list[Any]) -> dict[str, torch.Tensor]:
+        return {**collate(batch), "labels": collate(batch)["labels"] + next(calls)}
+
+    made.data_collator = counting
+    with pytest.raises(ConfigError, match="data_collator returns other rows when it is called again"):
+        made.job().check()
+
+
 def test_smoothed_labels_add_up(tmp_path: Path):
     trainer(tmp_path, label_smoothing_factor=0.1).job().check()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
-    from .script_data import CollatedSamples, ScriptSamples
+    from .script_data import CollatedSamples, ScriptSamples, try_collator
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "open_source",
     "prepare_dataset",
     "samples_of_step",
+    "try_collator",
 ]
 
 _WITH_TORCH = {
@@ -44,6 +45,7 @@ _WITH_TORCH = {
     "ScriptStream": "script_stream",
     "open_source": "data",
     "prepare_dataset": "data",
+    "try_collator": "script_data",
 }
 
 

@@ -7,11 +7,11 @@ from oobleck.training.randomness import MicrobatchKey
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
 from .documents import separates_documents
-from .forward_passes import require_compiler
+from .forward_passes import Precision, require_compiler
+from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import with_tried_loss
 from .models import StageModel
-from .precision import Precision
 from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients
@@ -35,6 +35,7 @@ __all__ = [
     "separates_documents",
     "share_of",
     "tied_parameters",
+    "try_layers",
     "unwrapped",
     "with_tried_loss",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,3 +54,25 @@ def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws_at_random, **kwargs)
 
     module.forward = forgetful
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """What a stage keeps and computes in."""
+
+    parameters: torch.dtype
+    autocast: torch.dtype | None = None
+    """What autocast computes in; None for no autocast."""
+
+    @classmethod
+    def of(cls, dtype: str) -> Precision:
+        """Read a job's `dtype`."""
+        named: torch.dtype = getattr(torch, dtype)
+        if named in (torch.float32, torch.float64):
+            return cls(parameters=named)
+        return cls(parameters=torch.float32, autocast=named)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would be lost below the smallest number: float16 has five bits of exponent."""
+        return self.autocast == torch.float16

@@ -18,13 +18,14 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
+from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
+from . import losses
 from .layered_model import LayeredModel
-from .losses import Loss, LossRule, fault_of_loss, is_near, unfit_loss
 from .models import StageModel
-from .structure import LossOfOutputs, ModelStructure
+from .structure import ModelStructure
 
 _LENGTH, _LABELS = 6, 16
 """Tokens of a sample, and how many different ones there are."""
@@ -43,69 +44,83 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
     each microbatch adds to it.
     """
     if structure.compute_loss is not None:
-        return _with_tried_function(structure, structure.compute_loss)
+        return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss)
     if structure.task != "causal_lm":
         return structure
-    stage = _head_of(structure)
+    stage = _on_head(StageModel(replace(structure, has_tried_loss=True), dtype=torch.float32, device="cpu"))
     if isinstance(stage.model, LayeredModel):
-        if (loss := stage.model.loss) is not None:
-            head = _Captured()
-            stage.model.loss = head.take
-            if head.is_run(stage) and (fault := _fault(loss, head)):
-                raise ConfigError(unfit_loss(loss, fault, argument="num_items"))
-        return structure
+        loss = stage.model.loss
+        return structure if loss is None else _with_tried(structure, loss, loss, argument="num_items")
     with stage.evaluating(), torch.no_grad(), drawing_from(0):  # its layers seed the generator
         return replace(structure, loss_rule=_Trial(stage).rule())
 
 
-def _with_tried_function(structure: ModelStructure, compute: LossOfOutputs) -> ModelStructure:
-    """The structure with its `compute_loss` tried, unless that takes more than made-up outputs."""
-
-    def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-        return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items))
-
-    head = _Captured()
-    stage = _head_of(replace(structure, compute_loss=head.take, has_tried_loss=True))
-    if not head.is_run(stage) or (fault := _fault(loss_of, head)) is None:
+def _with_tried(
+    structure: ModelStructure, loss: losses.Loss, given: object, argument: str = "num_items_in_batch"
+) -> ModelStructure:
+    """The structure with a script's loss tried, unless that takes more than made-up outputs. `given` is the script's
+    own, whose argument `argument` is.
+    """
+    head = CapturedHead()
+    if not head.is_run(_on_head(head.stage_of(structure))) or (fault := _fault(loss, head, given)) is None:
         return structure
     if fault:
-        raise ConfigError(unfit_loss(compute, fault))
+        raise ConfigError(losses.unfit_loss(given, fault, argument=argument))
     return replace(structure, has_tried_loss=True)
 
 
-def _head_of(structure: ModelStructure) -> StageModel:
-    """The last layer, with made-up weights."""
-    stage = StageModel(structure, dtype=torch.float32, device="cpu")
-    head = structure.num_layers - 1
-    stage.adopt(head, head + 1, _weights(structure, head))
+def _on_head(stage: StageModel) -> StageModel:
+    """Have a stage hold the last layer, with made-up weights."""
+    head = stage.structure.num_layers - 1
+    # Logits far apart, and so the losses of tokens: of equal ones any mean is a sum divided by a number.
+    stage.adopt(head, head + 1, made_up_weights(stage.structure, head, spread=4.0))
+    stage.start_buffers([head])
     return stage
 
 
-class _Captured:
+class CapturedHead:
     """What a loss is given by a head, taken in its place."""
 
     outputs: Any
     labels: torch.Tensor
+    ids: torch.Tensor
+    """What the labels may be too."""
 
-    def take(self, outputs: Any, labels: torch.Tensor, *_count: int, **_named: object) -> torch.Tensor:
+    def stage_of(self, structure: ModelStructure) -> StageModel:
+        """Return a stage of a model, without layers, whose head gives its outputs here."""
+        stage = StageModel(structure, dtype=torch.float32, device="cpu")
+        if any(buffer.dtype == torch.float64 for buffer in stage.model.buffers()):
+            stage = StageModel(structure, dtype=torch.float64, device="cpu")  # what it computes with them is float64
+        if isinstance(stage.model, LayeredModel):
+            stage.model.loss = self.take
+        else:
+            stage.compute_loss = self.take
+        return stage
+
+    def take(self, outputs: Any, labels: torch.Tensor, _num_items: int) -> torch.Tensor:
         self.outputs, self.labels = outputs, labels.clone()
         return torch.zeros(())
+
+    def logits(self) -> torch.Tensor:
+        """Return what a loss would be taken of."""
+        logits: torch.Tensor = self.outputs if isinstance(self.outputs, torch.Tensor) else self.outputs.logits
+        return logits
 
     def is_run(self, stage: StageModel) -> bool:
         """Run the head on made-up hidden states. False where it takes more than these."""
         structure = stage.structure
         generator = torch.Generator().manual_seed(1)
         length = min(_LENGTH, structure.sequence_length)
-        ids = torch.randint(min(_LABELS, structure.config.vocab_size), (_NUM_SAMPLES, length), generator=generator)
+        self.ids = torch.randint(min(_LABELS, structure.config.vocab_size), (_NUM_SAMPLES, length), generator=generator)
         hidden = torch.randn((_NUM_SAMPLES, length, structure.hidden_size), generator=generator)
-        batch = Batch(input_ids=ids, labels=_labels(structure.task, ids))
+        batch = Batch(input_ids=self.ids, labels=made_up_labels(structure.task, self.ids))
         with stage.evaluating(), torch.no_grad(), drawing_from(0), suppress(Exception):  # somebody else's code
             stage.forward(batch, hidden, num_items=_NUM_ITEMS, key=_KEY)
             return True
         return False
 
 
-def _fault(loss: Loss, head: _Captured) -> str | None:
+def _fault(loss: losses.Loss, head: CapturedHead, given: object) -> str | None:
     """What is wrong with a loss, the empty string if nothing; None where it cannot be tried."""
 
     def number_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
@@ -115,22 +130,30 @@ def _fault(loss: Loss, head: _Captured) -> str | None:
             raise ArithmeticError("made-up values have no loss")
         return value
 
-    labels = head.labels
-    try:
-        fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
-    except Exception:  # noqa: BLE001  # it is somebody else's code, and may fail in any way
-        return None
-    if fault is None and labels.ndim > 1:
-        labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
-        with suppress(Exception):  # a loss that knows no ignored labels
-            fault = fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
-    return fault or ""
+    for labels in (head.labels, head.ids):
+        with suppress(Exception):  # it is somebody else's code, and may fail in any way
+            fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+            if fault is None and labels.ndim > 1:
+                labels = labels.clone()
+                labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
+                with suppress(Exception):  # a loss that knows no ignored labels
+                    fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+            return fault or _fault_of_later_calls(number_of, head.outputs, labels, given) or ""
+    return None
 
 
-def _labels(task: Task, ids: torch.Tensor) -> torch.Tensor:
-    """Two classes, of which the first sample has more of one, and the others of the other."""
+def _fault_of_later_calls(loss: losses.Loss, outputs: Any, labels: torch.Tensor, given: object) -> str | None:
+    first = float(loss(outputs, labels.clone(), _NUM_ITEMS))
+    counter = counter_of(
+        {losses.name_of(given): given}, lambda: losses.is_same(float(loss(outputs, labels.clone(), _NUM_ITEMS)), first)
+    )
+    return None if counter is None else f"it depends on {counter}, which counts its calls"
+
+
+def made_up_labels(task: Task, ids: torch.Tensor) -> torch.Tensor:
+    """Return labels of two classes, of which the first sample has more of one, and the others of the other."""
     if task == "sequence_classification":
-        return torch.tensor([0, 1, 1, 0])
+        return torch.tensor([0, 1, 1, 0])[: len(ids)]
     labels = torch.ones_like(ids)
     labels[0] = 0
     labels[:, -1] = 1 - labels[:, -1]
@@ -164,7 +187,7 @@ class _Trial:
         self._stage = stage
         self._name = type(stage.model).__name__
 
-    def rule(self) -> LossRule:
+    def rule(self) -> losses.LossRule:
         """Find the rule that all losses follow. Raises ConfigError where there is none."""
         both = self._samples()
         one, other = both.take(0, 1).without_last_label(), both.take(1, 2)
@@ -172,13 +195,18 @@ class _Trial:
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
         alone = self._loss(one), self._loss(other)
         counts_first = self._loss(other.with_other_first_label()) != alone[1]
-        if is_near(2 * halved, together) and is_near(sum(alone), together):
-            return LossRule(counts_first=counts_first)
+        if not losses.is_same(again := self._loss(both), together):
+            raise ConfigError(
+                f"model: {self._name} returns another loss when it runs again on the same samples, {again:g} after "
+                f"{together:g}: microbatches are spread over nodes; leave out what depends on earlier forward passes"
+            )
+        if losses.is_near(2 * halved, together) and losses.is_near(sum(alone), together):
+            return losses.LossRule(counts_first=counts_first)
         first = 0 if counts_first else 1
         counts = [int((each.batch.labels[:, first:] != IGNORED_LABEL).sum()) for each in (one, other)]
         mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
-        if is_near(halved, together) and is_near(mean, together):
-            return LossRule(is_mean=True, counts_first=counts_first)
+        if losses.is_near(halved, together) and losses.is_near(mean, together):
+            return losses.LossRule(is_mean=True, counts_first=counts_first)
         raise ConfigError(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for two samples, {alone[0]:g} and {alone[1]:g} for each of them, which have {counts[0]} and "
@@ -203,15 +231,16 @@ class _Trial:
             raise ConfigError(f"model: the loss of {self._name} cannot be tried on its head: {detail}") from error
 
 
-def _weights(structure: ModelStructure, layer: int) -> Mapping[str, torch.Tensor]:
-    """Values for a layer's parameters, of which only the first are not zero."""
+def made_up_weights(structure: ModelStructure, layer: int, *, spread: float = 1.0) -> Mapping[str, torch.Tensor]:
+    """Return values for a layer's parameters, of which only the first are not zero: rows of that norm, or about 1."""
     generator = torch.Generator().manual_seed(2)
     made = {}
     for name in structure.layer_parameters(layer):
+        if name in structure.buffers:
+            continue
         shape = structure.shapes[name]
-        # Logits far apart, and so the losses of tokens: of equal ones any mean is a sum divided by a number.
-        spread = 0.1 if len(shape) < 2 else 4 / shape[-1] ** 0.5
+        scale = 0.1 if len(shape) < 2 else spread / shape[-1] ** 0.5
         made[name] = value = torch.from_numpy(np.zeros(shape, dtype=np.float32))  # pages that are not written are free
         some = value.view(-1)[:_NUM_SET]
-        some.copy_(torch.randn(some.shape, generator=generator) * spread + (len(shape) == 1))
+        some.copy_(torch.randn(some.shape, generator=generator) * scale + (len(shape) == 1))
     return made

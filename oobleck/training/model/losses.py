@@ -16,9 +16,10 @@ import torch
 from torch.nn import functional
 from transformers.utils.generic import ModelOutput
 
+from oobleck.errors import ConfigError
 from oobleck.training.data import IGNORED_LABEL
 
-_TOLERANCE = 1e-3
+_TOLERANCE, _ROUNDING = 1e-3, 1e-6
 
 Loss = Callable[[Any, torch.Tensor, int], torch.Tensor]
 """From outputs, labels and the number of items in a step, to a microbatch's share."""
@@ -71,6 +72,32 @@ def label_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> to
     )
 
 
+def loss_of_outputs(compute: Callable[..., torch.Tensor]) -> Loss:
+    """Return a function as `Trainer(compute_loss_func=…)` takes it, to be called as all losses are."""
+
+    def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
+
+    return loss_of
+
+
+def tried_at_first(loss: Loss, given: object, *, argument: str = "num_items_in_batch") -> Loss:
+    """Return a loss that raises ConfigError on its first microbatch where what it returns there does not add up.
+
+    `given` is the script's own, which calls the number of items `argument`.
+    """
+    is_tried = False
+
+    def compute(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        nonlocal is_tried
+        if not is_tried and (fault := fault_of_loss(loss, outputs, labels, num_items=num_items)) is not None:
+            raise ConfigError(unfit_loss(given, fault, argument=argument))
+        is_tried = True
+        return loss(outputs, labels, num_items)
+
+    return compute
+
+
 @torch.no_grad()
 def fault_of_loss(compute: Loss, outputs: Any, labels: torch.Tensor, *, num_items: int) -> str | None:
     """Say what a loss returns that is no sum over samples divided by `num_items`; None where it is one.
@@ -84,6 +111,8 @@ def fault_of_loss(compute: Loss, outputs: Any, labels: torch.Tensor, *, num_item
         return float(compute(_rows(outputs, first, stop, count), labels[first:stop].clone(), num_items))
 
     together, halved = loss_of(0, count, num_items), loss_of(0, count, 2 * num_items)
+    if not is_same(again := loss_of(0, count, num_items), together):
+        return f"of the same {count} samples it returns {again:g} when it runs again, after {together:g}"
     if not is_near(2 * halved, together):
         return f"of twice as many items it returns {halved:g}, and of these {together:g}"
     if count < 2:
@@ -98,20 +127,27 @@ def unfit_loss(compute: object, fault: str, *, argument: str = "num_items_in_bat
     """Return what to say of a loss with that fault; `argument` is what it calls the number of items."""
     place = "compute_loss_func" if argument == "num_items_in_batch" else "the script's loss"
     return (
-        f"{place}: {_name_of(compute)} must return a sum divided by {argument}, as samples are spread over nodes; "
-        f"{fault}. Divide the sum over the labels by {argument}, with weights that do not depend on other samples"
+        f"{place}: {name_of(compute)} must return a sum divided by {argument}, as samples are spread over nodes; "
+        f"{fault}. Divide the sum over the labels by {argument}, with weights that depend neither on other samples nor "
+        "on earlier calls"
     )
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
+    """Return what a script calls a function, or an object that it calls."""
     if isinstance(function, functools.partial):
-        return _name_of(function.func)
+        return name_of(function.func)
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def is_near(value: float, other: float) -> bool:
     """Say whether two losses are the same but for rounding."""
     return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+
+
+def is_same(value: float, other: float) -> bool:
+    """Say whether two losses of the same samples are the same."""
+    return abs(value - other) <= _ROUNDING * abs(other)
 
 
 def _rows(value: Any, first: int, stop: int, count: int) -> Any:

@@ -27,11 +27,12 @@ from .buffers import StageBuffers
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import compile_forward, recompute_activations
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
+from .layered_model import LayeredModel
 from .live_model import LiveWeights
-from .losses import causal_lm_loss, fault_of_loss, label_loss, unfit_loss
+from .losses import Loss, causal_lm_loss, label_loss, loss_of_outputs, tried_at_first
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 from .signature import arguments_of
-from .structure import LossOfOutputs, ModelStructure, Site
+from .structure import ModelStructure, Site
 from .traced_forward import TracedForward, trace_forward
 from .weights import WeightFiles
 
@@ -57,6 +58,8 @@ class StageModel:
 
     loss_scale: float = 1.0
     """What gradients are multiplied with where they begin, at the loss; it itself is returned as it is."""
+    compute_loss: Loss | None
+    """What takes the place of the model's own loss."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class StageModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers that are elsewhere are without memory, and stood in for."""
-        self._tried_loss = structure.has_tried_loss
+        self.compute_loss = self._script_loss()
         has_own_loss = "_loss_function" in vars(self.model)
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss takes the logits to float32, which would throw away half of the digits.
@@ -184,7 +187,7 @@ class StageModel:
         """
         for layer in layers:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
-            self._buffers.begin(self.structure.sites[layer], self._parameters)
+            self.start_buffers([layer])
             if self.structure.weights is None or self._may_lack(layer):
                 self._initialize_layer(layer, seed=seed)
             elif self.structure.adapters is not None and not self.structure.weights.is_whole:
@@ -195,6 +198,11 @@ class StageModel:
             for name in self.structure.layer_parameters(layer):
                 if self._parameters[name].isnan().any():
                     raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
+
+    def start_buffers(self, layers: Iterable[int]) -> None:
+        """Set the persistent buffers of held layers to the values that they begin with."""
+        for layer in layers:
+            self._buffers.begin(self.structure.sites[layer], self._parameters)
 
     # --- what it computes ----------------------------------------------------------------------------------
 
@@ -255,8 +263,8 @@ class StageModel:
         loss: torch.Tensor
         # With a cache, models overlook where documents begin.
         given = {"input_ids": batch.input_ids, "use_cache": False, **self._others(batch)}
-        if self.structure.compute_loss is not None:
-            loss = self._loss_by(self.structure.compute_loss, self.model(**given), batch.labels, num_items)
+        if self.compute_loss is not None:
+            loss = self.compute_loss(self.model(**given), batch.labels, num_items)
         elif self.structure.task == "causal_lm":
             outputs = self.model(labels=batch.labels, num_items_in_batch=num_items, **given)
             loss = self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss
@@ -264,6 +272,21 @@ class StageModel:
             logits = self.model(**given).logits
             loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return loss if self.loss_scale == 1.0 else _Scaled.apply(loss, self.loss_scale)  # type: ignore[no-untyped-call]
+
+    def _script_loss(self) -> Loss | None:
+        """What takes the place of the model's own loss. What made-up outputs do not suit is tried when it is first run.
+
+        A list of layers calls its loss itself.
+        """
+        structure, model = self.structure, self.model
+        if isinstance(model, LayeredModel):
+            if model.loss is not None and not structure.has_tried_loss:
+                model.loss = tried_at_first(model.loss, model.loss, argument="num_items")
+            return None
+        if (given := structure.compute_loss) is None:
+            return None
+        loss = loss_of_outputs(given)
+        return loss if structure.has_tried_loss else tried_at_first(loss, given)
 
     def _share_of_mean(self, outputs: Any, batch: Batch, num_items: int) -> torch.Tensor:
         """What a microbatch adds to the mean over a step, of the mean over its own labels."""
@@ -273,18 +296,6 @@ class StageModel:
             return loss
         loss = outputs.loss * (batch.num_items / num_items)
         return loss
-
-    def _loss_by(self, compute: LossOfOutputs, outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-        """A script's own loss. Raises ConfigError for one that does not add up, where that is not known yet."""
-
-        def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-            return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
-
-        if not self._tried_loss:
-            if (fault := fault_of_loss(loss_of, outputs, labels, num_items=num_items)) is not None:
-                raise ConfigError(unfit_loss(compute, fault))
-            self._tried_loss = True
-        return loss_of(outputs, labels, num_items)
 
     def _others(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What a batch brings beside tokens and labels, numbers in the precision of this stage."""

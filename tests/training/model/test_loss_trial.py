@@ -240,17 +240,63 @@ def test_a_function_that_classifies_samples_is_tried_too() -> None:
 
 def test_a_function_that_made_up_outputs_do_not_suit_is_tried_on_its_first_microbatch() -> None:
     def picky(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-        if labels.max() < 2:
+        if labels.max() < 16:
             raise ValueError("no such labels")
         return hardest(outputs, labels, num_items_in_batch)
 
     structure = with_tried_loss(with_loss(picky))
-    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    ids = 20 + torch.arange(2 * LENGTH).view(2, LENGTH)
     state = {name: torch.rand(shape) for name, shape in structure.shapes.items()}
     stage = StageModel(structure, dtype=torch.float32, device="cpu")
     stage.adopt(0, structure.num_layers, state)
     with pytest.raises(ConfigError, match="picky must return a sum"):
         stage.forward(Batch(input_ids=ids, labels=ids), None, num_items=9, key=KEY)
+
+
+class WarmingUp(Counting):
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return super().__call__(outputs, labels, num_items_in_batch) * min(1.0, self.calls / 1000)
+
+
+class OtherwiseLater(Counting):
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return super().__call__(outputs, labels, num_items_in_batch) * (0.5 if self.calls > 500 else 1.0)
+
+
+def otherwise_later() -> Any:
+    calls = 0
+
+    def counted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return summed(outputs, labels, num_items_in_batch) * (0.5 if calls > 500 else 1.0)
+
+    return counted
+
+
+COUNTING = [
+    (WarmingUp, "WarmingUp must .* when it runs again"),
+    (OtherwiseLater, r"OtherwiseLater must .* it depends on OtherwiseLater\.calls, which counts its calls"),
+    (otherwise_later, r"counted must .* it depends on .*counted\.calls, which counts its calls"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), COUNTING)
+def test_a_function_that_depends_on_how_often_it_was_called_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"compute_loss_func: .*{words}"):
+        with_tried_loss(with_loss(make()))
+
+
+def test_a_models_own_loss_that_depends_on_how_often_it_was_called_is_refused() -> None:
+    class Scheduled(Mean):
+        calls = 0
+
+        def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().own(logits, labels) * min(1.0, self.calls / 1000)
+
+    with pytest.raises(ConfigError, match=r"Scheduled returns (a loss of which|another loss when)"):
+        tried(Scheduled(GPT2))
 
 
 def layers() -> list[torch.nn.Module]:
@@ -266,7 +312,36 @@ def test_a_loss_of_layers_whose_microbatches_do_not_add_up_is_refused_by_its_nam
         with_tried_loss(structure)
 
 
-@pytest.mark.parametrize("loss", [summed, None])
+@pytest.mark.parametrize(("make", "words"), COUNTING)
+def test_a_loss_of_layers_that_depends_on_how_often_it_was_called_is_refused(make: Any, words: str) -> None:
+    structure = ModelStructure.from_factory(layers, loss=make(), vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
+    with pytest.raises(ConfigError, match=f"the script's loss: .*{words}"):
+        with_tried_loss(structure)
+
+
+@pytest.mark.parametrize("loss", [summed, Counting(), None])
 def test_a_loss_of_layers_that_adds_up_is_taken(loss: Any) -> None:
     structure = ModelStructure.from_factory(layers, loss=loss, vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
-    assert with_tried_loss(structure) == structure
+    assert with_tried_loss(structure).has_tried_loss is (loss is not None)
+
+
+@pytest.mark.parametrize(("least", "is_tried"), [(2, True), (16, False)])
+def test_a_loss_of_layers_is_tried_with_other_labels_and_else_on_its_first_microbatch(
+    least: int, is_tried: bool
+) -> None:
+    def picky(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        if labels.max() < least:
+            raise ValueError("no such labels")
+        return hardest(outputs, labels, num_items_in_batch)
+
+    structure = ModelStructure.from_factory(layers, loss=picky, vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
+    refused = pytest.raises(ConfigError, match=r"the script's loss: .*picky must return a sum divided by num_items,")
+    if is_tried:
+        with refused:
+            with_tried_loss(structure)
+        return
+    stage = StageModel(with_tried_loss(structure), dtype=torch.float32, device="cpu")
+    stage.adopt(0, structure.num_layers, {name: torch.rand(shape) for name, shape in structure.shapes.items()})
+    ids = 20 + torch.arange(2 * LENGTH).view(2, LENGTH)
+    with refused:
+        stage.forward(Batch(input_ids=ids, labels=ids), None, num_items=9, key=KEY)

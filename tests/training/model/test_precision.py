@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from oobleck.training.model.forward_passes import Precision
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.precision import Precision
 from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import KEY, gradients_of, random_batch, run_pipeline, state_of, structure_of, whole_stage
 

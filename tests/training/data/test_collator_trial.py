@@ -1,0 +1,163 @@
+"""What a dataset and a collator return is the same however often it is asked for, and beside whatever."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DataCollatorForLanguageModeling
+
+from oobleck.errors import ConfigError
+from oobleck.training.data import IGNORED_LABEL, ModelInputs, ScriptSamples, try_collator
+
+ROWS = [[5], [6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16]]
+
+
+def padded(rows: list[list[int]], *, left: bool = False, label: int = IGNORED_LABEL) -> dict[str, torch.Tensor]:
+    longest = max(map(len, rows))
+
+    def filled(row: list[int], value: int) -> list[int]:
+        missing = [value] * (longest - len(row))
+        return [*missing, *row] if left else [*row, *missing]
+
+    return {
+        "input_ids": torch.tensor([filled(row, 0) for row in rows]),
+        "labels": torch.tensor([filled(row, label) for row in rows]),
+        "attention_mask": torch.tensor([filled([1] * len(row), 0) for row in rows]),
+    }
+
+
+def padded_on_the_left(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return padded(rows, left=True)
+
+
+def to_multiples(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    batch = padded([*rows, [0] * 8])
+    return {name: value[:-1] for name, value in batch.items()}
+
+
+def classified(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return {**padded(rows), "labels": torch.tensor([row[0] % 2 for row in rows])}
+
+
+def masking(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    batch = padded(rows)
+    drawn = torch.rand(batch["labels"].shape) + random.random() + np.random.rand()
+    return {**batch, "labels": batch["labels"].masked_fill(drawn < 1.5, IGNORED_LABEL)}
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return padded(rows)
+
+
+class MaskingMoreAndMore(Counting):
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        return {**batch, "labels": batch["labels"].masked_fill(batch["input_ids"] < self.calls, IGNORED_LABEL)}
+
+
+class Remembering:
+    last = 0
+
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        batch = padded(rows)
+        batch["labels"][0, 0], self.last = self.last, rows[-1][-1]
+        return batch
+
+
+class DrawingByItself:
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        return padded([[self.generator.randrange(99) for _ in row] for row in rows])
+
+
+def ranked(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    batch = padded(rows)
+    batch["labels"][:, 0] = torch.tensor([sorted(map(len, rows)).index(len(row)) for row in rows])
+    return batch
+
+
+def of_the_neighbour(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return {**padded(rows), "input_ids": padded(rows)["input_ids"].roll(1, 0)}
+
+
+def with_labels_of_padding(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return padded(rows, label=0)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"[PAD]": 0, "[MASK]": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("collate", [padded, padded_on_the_left, to_multiples, classified, masking, Counting()])
+def test_collators_that_pad_or_draw_are_taken(collate: Any):
+    try_collator(ROWS, collate, place="the data")
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_collators_of_transformers_are_taken(masks: bool):
+    samples = [{"input_ids": row} for row in ROWS]
+    try_collator(samples, DataCollatorForLanguageModeling(tokenizer(), mlm=masks), place="the data")
+
+
+AGAIN = "data_collator returns other rows when it is called again"
+OTHERS = "data_collator makes another row of a sample when it has others beside it"
+
+
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [
+        (MaskingMoreAndMore(), AGAIN),
+        (Remembering(), AGAIN),
+        (DrawingByItself(), AGAIN),
+        (ranked, OTHERS),
+        (of_the_neighbour, OTHERS),
+        (with_labels_of_padding, OTHERS),
+    ],
+)
+def test_a_collator_whose_rows_depend_on_more_than_their_samples_is_refused(collate: Any, words: str):
+    with pytest.raises(ConfigError, match=f"^the data: {words}"):
+        try_collator(ROWS, collate, place="the data")
+
+
+class ReadOnce(list[list[int]]):
+    """Samples that are others from the second time on."""
+
+    def __getitem__(self, number: Any) -> Any:
+        sample = super().__getitem__(number)
+        self[number] = [*sample, 3]
+        return sample
+
+
+class Shortened(list[list[int]]):
+    """Draws as datasets may."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return super().__getitem__(number)[: random.randint(1, 4)]
+
+
+def test_a_dataset_that_depends_on_what_was_read_before_is_refused():
+    with pytest.raises(ConfigError, match=r"^the data: sample 0 is another one when it is read again"):
+        try_collator(ReadOnce(ROWS), padded, place="the data")
+    try_collator(Shortened(ROWS), padded, place="the data")
+    read = {"sequence_length": 9, "vocab_size": 300}
+    with pytest.raises(ConfigError, match=r"^the script's data: some samples are others when they are read again"):
+        ScriptSamples(lambda: ReadOnce(ROWS), **read).check(ModelInputs(names=frozenset({"attention_mask"})))
+    ScriptSamples(lambda: Shortened(ROWS), **read).check(ModelInputs(names=frozenset({"attention_mask"})))
+
+
+def test_what_does_not_run_is_left_to_those_who_read_it():
+    try_collator(ROWS, lambda rows: 1 / 0, place="the data")
