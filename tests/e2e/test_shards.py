@@ -163,7 +163,8 @@ def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
         first.process.wait()
         with runner.up(*options, nodes=where) as second:
             second.wait_for("a new master takes over")
-            second.wait_for_checkpoint(10)  # that of step 5 may have been given up: a node was lost while it was written
+            # That of step 5 may have been given up: a node was lost while it was written.
+            second.wait_for_checkpoint(10)
             kill_everything(runner, second)
     before = runner.journal()
     outcome = runner.run(*options, nodes=where)
