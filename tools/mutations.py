@@ -759,7 +759,7 @@ def is_found_by_verify(mutation: Mutation, copy: Path) -> bool:
     answer = json.loads(done.stdout) if done.stdout else failed
     found = [each["text"] for each in answer.get("differences", ())][:1]
     print(f"           {answer['verdict']}: {'; '.join([*found, answer.get('problem', '')]).strip('; ')}")
-    return done.returncode != 0
+    return answer["verdict"] in ("different", "refused")  # and not where the comparison itself failed
 
 
 def table(mutations: Sequence[Mutation] = MUTATIONS) -> str:
