@@ -261,7 +261,8 @@ MUTATIONS = (
         file="oobleck/control/commit/judgement.py",
         old="kept = tuple(segment for segment in segments if segment.pipeline in whole)",
         new="kept = tuple(segments)",
-        caught_by=KILLS,
+        caught_by="tests/control/commit/test_judgement.py"
+        "::test_segments_of_a_pipeline_that_broke_since_are_dealt_again_and_others_are_kept",
     ),
     Mutation(
         name="dealt_twice",
