@@ -377,6 +377,20 @@ def test_who_wrote_no_layers_gets_no_manifest_and_hears_afterwards_what_is_too_o
     assert removals == [Send(node="n2", message=RemoveOld(names=(first,)))]
 
 
+def test_no_more_are_kept_than_asked_for_where_two_saves_end_together() -> None:
+    bench = started(CheckpointSpec(save_steps=5, save_total_limit=2))
+    tell(bench)
+    first = save(bench, 5)
+    names = [save(bench, step, until="written") for step in (10, 15)]
+    assert [commit.remove for commit in commits(bench)][-1] == (), "by then, nobody knew of the third"
+    removals = []
+    for name in names:
+        for node in ("n0", "n1"):
+            removals += [send for command in bench.say(node, CheckpointCommitted(name=name)) for send in sends(command)]
+    removals = [send for send in removals if isinstance(send.message, RemoveOld)]
+    assert removals == [Send(node=node, message=RemoveOld(names=(first,))) for node in ("n0", "n1")]
+
+
 def test_time_can_be_what_saves_are_counted_in() -> None:
     bench = training(CheckpointSpec(save_interval_s=20.0))
     assert wanted(bench.commands, bench) == []

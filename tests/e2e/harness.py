@@ -104,15 +104,19 @@ class Up:
 
     def wait_for_step(self, step: int) -> None:
         """Read output up to a line that tells of this step or a later one: lines about steps are thinned."""
-        while True:
-            line = self.wait_for("] step ")
-            if int(line.split("] step ")[1].split("/")[0]) >= step:
-                return
+        while self._next_step() < step:
+            pass
 
     def wait_for_steps(self, count: int) -> None:
-        """Read output up to a line that tells of `count` steps more than the last line about steps did."""
-        told = [int(line.split("] step ")[1].split("/")[0]) for line in self.output if "] step " in line]
-        self.wait_for_step(count + (told[-1] if told else 0))
+        """Read output up to a line that tells of `count` steps more than the next line about steps does.
+
+        The last line that was read may be of long ago, and a master that takes over has told of no step yet.
+        """
+        self.wait_for_step(self._next_step() + count)
+
+    def _next_step(self) -> int:
+        """Read output up to a line about a step; returns its number."""
+        return int(self.wait_for("] step ").split("] step ")[1].split("/")[0])
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Read output up to a line that tells of a checkpoint of this step or a later one: none is begun in another."""

@@ -19,7 +19,7 @@ from oobleck.errors import ExitCode
 from oobleck.storage import CheckpointDirectory
 from tests.disks import fill, small_disk
 
-from .elastic import TOLERANCE
+from .elastic import PACED, TOLERANCE
 from .harness import TAG, Outcome, Runner, incidents, kill_everything, send_signal
 from .reference import reference_losses
 
@@ -81,14 +81,14 @@ def test_after_a_power_cut_the_same_command_goes_on(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
     """And on another number of nodes: what is restored does not depend on the plan."""
-    with runner.up(*options(runner, directory, "--resume", "never")) as up:
+    with runner.up(*options(runner, directory, "--resume", "never"), nodes=("--local", "4", PACED)) as up:
         up.wait_for_checkpoint(10)
         up.wait_for_steps(2)
         kill_everything(runner, up)
     saved = steps_of(directory)
     assert saved[0] >= 10
     shutil.rmtree(runner.memory)
-    outcome = runner.run(*options(runner, directory), nodes=("--local", "5"))
+    outcome = runner.run(*options(runner, directory), nodes=("--local", "5", PACED))
     first_step = first_step_of(runner)
     assert first_step == saved[0] + 1, outcome.output
     assert_went_on(outcome, reference, first_step)

@@ -6,6 +6,7 @@ the lines after `train()`, which run once.
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from oobleck.transformers import Trainer
 NUM_SAMPLES, NUM_KEPT = 45, 16
 BATCHES = {"labels": (16, 1)}
 """Samples of a batch, and batches of a step, where these are not (4, 4)."""
+PAUSE_S = 0.05
+"""Of each forward pass, so that the steps leave time to kill nodes."""
 TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "num_labels": NUM_LABELS}
 CONFIGS = {
     "gpt2": GPT2Config(
@@ -76,6 +79,7 @@ def make_model(case, family):
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(PAUSE_S))
     return model.double()
 
 

@@ -340,7 +340,7 @@ class Saving:
         del self._saves[save.name]
         self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
         self.know([self._known(save)])
-        self._forget_old()
+        too_old = self._forget_old()
         self._saved_step, self._failure = max(self._saved_step, save.step), ""
         self._be_patient()
         entry = CheckpointSaved(
@@ -352,8 +352,10 @@ class Saving:
             pause_s=save.pause_s,
             duration_s=now_s - save.began_s,
         )
-        others = [node for node in self._agents if save.replaced and node not in save.asked]
-        old = (Send(node=node, message=protocol.RemoveOld(names=save.replaced)) for node in others)
+        # Where another save was on its way too, more are too old by now than whoever has the manifest was told.
+        told = save.asked if set(too_old) <= set(save.replaced) else set()
+        others = [node for node in self._agents if too_old and node not in told]
+        old = (Send(node=node, message=protocol.RemoveOld(names=too_old)) for node in others)
         return (Record(entry=entry), *old, *self._arm(now_s))
 
     def failed(self, node: str, message: protocol.StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
@@ -435,9 +437,7 @@ class Saving:
         if save.is_committing or not is_written or not save.savers:
             return ()
         save.is_committing = True
-        complete = [*self.complete, self._known(save)]
-        old = complete[: -self._job.checkpoint.save_total_limit]
-        save.replaced = tuple(known.name for known in old if not known.is_final)
+        save.replaced = self._too_old(in_order((*self.complete, self._known(save)), run=self._run))
         agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
         save.asked.update(agents & writers or agents)
         message = protocol.CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
@@ -454,8 +454,15 @@ class Saving:
     def _is_final(self, step: int, position: protocol.DataPosition | None) -> bool:
         return step >= self._job.max_steps or self._reads_to_the_end(position)
 
-    def _forget_old(self) -> None:
+    def _forget_old(self) -> tuple[str, ...]:
+        """Forget all that are older than those to keep; returns which of them no disk is to have any more."""
+        too_old = self._too_old(self.complete)
         del self.complete[: -self._job.checkpoint.save_total_limit]
+        return too_old
+
+    def _too_old(self, complete: Sequence[KnownCheckpoint]) -> tuple[str, ...]:
+        old = complete[: -self._job.checkpoint.save_total_limit]
+        return tuple(known.name for known in old if not known.is_final)
 
     def _manifest(self, save: Save) -> protocol.Manifest:
         digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]

@@ -7,7 +7,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,37 +21,43 @@ ROOT = Path(__file__).parents[3]
 SHARDED = Path(__file__).with_name("sharded_script.py")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port that is given to nobody else by chance, and that whoever is told of it can listen at.
+
+    Ranks take long to start on a busy machine; until then a port that was let go could be another connection's.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        keeper.bind(("127.0.0.1", 0))
+        yield int(keeper.getsockname()[1])
 
 
 def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: str) -> list[str]:
     """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
-    port = str(free_port())
     words = [str(script)] if isinstance(script, Path) else ["-c", script]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env={
-                **os.environ,
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if fails else None,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=200) for process in processes]
+    with kept_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *words],
+                env={
+                    **os.environ,
+                    **environment,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(ROOT),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if fails else None,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate(timeout=200) for process in processes]
     assert all(bool(process.returncode) == fails for process in processes), said
     return [error if fails else output for output, error in said]
 
@@ -175,6 +182,7 @@ def test_memory_is_bounded_where_every_save_has_another_shape(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sizes", [(2, 3, 1)])
 def test_shards_are_laid_out_again_on_another_number_of_ranks(tmp_path: Path, sizes: Sequence[int]) -> None:
     """FSDP2: parameters and the optimizer's state, each start with another number of ranks."""
