@@ -237,9 +237,7 @@ class AnalyticWorkers:
         done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
         partial = self._section_record()
         for (layers, num_microbatches), worker_ids in self._teams.items():
-            heard = (
-                tuple(worker_id for worker_id in worker_ids if worker_id.node not in silent) if silent else worker_ids
-            )
+            heard = tuple([each for each in worker_ids if each.node not in silent]) if silent else worker_ids
             if heard:
                 answers.append((heard, self._status(generation, layers, int(done * num_microbatches), partial)))
         if idle:

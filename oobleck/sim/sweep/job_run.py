@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from oobleck import __version__
@@ -290,8 +291,8 @@ class JobRun:
         resumed = self.crew.resumed
         num_bytes = moved_bytes(self.kinds.profile, update.transfers)
         well = self.nodes.well
-        everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
-        worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
+        everybody = chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])
+        worker_ids = tuple([worker_id for worker_id in everybody if worker_id.node in well])
         # The account sums up what each worker received: one of them says all of it.
         self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
         self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))

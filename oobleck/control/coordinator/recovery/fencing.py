@@ -274,5 +274,6 @@ def to_deciding(state: _Answering, *, is_unexplained: bool = False) -> states.St
 
 def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
     """The answers of those who are still asked, in their order."""
-    asked = state.recovery.asked
-    return dict(zip(asked, map(state.statuses.__getitem__, asked), strict=True))
+    asked, statuses = state.recovery.asked, state.statuses
+    known = statuses.copied() if isinstance(statuses, Gathered) else statuses
+    return dict(zip(asked, map(known.__getitem__, asked), strict=True))
