@@ -191,7 +191,7 @@ _OURS_WORDS = (
     "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes",
     "present. Before the arrow: the original's rules on the published throughputs. After it: the decisions of our",
     "coordinator and planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
-    "Recoveries and commits cost what the model of this version's protocol says (`--cost-model tree`): commits take",
+    "Recoveries and commits cost what the simulator's model of the protocol says: commits take",
     "0.7 ms of each step of 30 nodes, which is 0.07 % of GPT-2's.",
 )
 _MEMORY_WORDS = (

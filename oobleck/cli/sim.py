@@ -140,14 +140,6 @@ def sim(
             help="sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         ),
     ] = "sweep",
-    cost_model: Annotated[
-        str | None,
-        typer.Option(
-            "--cost-model",
-            metavar="tree|ring",
-            help="The protocol whose recoveries and commits are timed; by default, that of this version.",
-        ),
-    ] = None,
     costs_file: Annotated[
         Path | None, typer.Option("--costs", metavar="FILE", help="Costs that differ, as a JSON object of numbers.")
     ] = None,
@@ -209,7 +201,7 @@ def sim(
         checkpoint_interval_s=checkpoint_interval,
         seed=seed,
     )
-    costs = inputs.parse_costs(cost_model, costs_file, cost or ())
+    costs = inputs.parse_costs(costs_file, cost or ())
     scaled = inputs.parse_scaling(scaling, settings.scaling)
     settings = replace(settings, scaling=scaled, max_steps=steps, costs=costs, kinds=kinds)
     outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]

@@ -146,8 +146,7 @@ class Tempo:
             return 0.0
         num_workers = len(update.plan.worker_ids)
         asking_s = 0.0 if update.initial else self._costs.asking_s(num_workers)
-        ordering_s = self._costs.ordering_s(num_workers, len(update.transfers))
-        return asking_s + self._costs.deciding_s(num_workers) + ordering_s
+        return asking_s + self._costs.deciding_s(num_workers) + self._costs.ordering_s(num_workers)
 
     def part_bytes(self, item: LayerTransfer) -> int:
         """Bytes that a transfer moves: parameters and optimizer state."""

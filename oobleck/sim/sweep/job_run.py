@@ -203,7 +203,7 @@ class JobRun:
     def _take_update(self, update: protocol.PlanUpdate) -> None:
         self._update = update
         seconds, num_workers = transfer_s(self.kinds.profile, update.transfers), len(update.plan.worker_ids)
-        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers, len(update.transfers))
+        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
         self.crew.take_update(update, self.agenda.now_s + ordered_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from oobleck.control.coordinator import one_kind_planner, planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
-from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, NodeKinds, StepTimes
+from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
 _LEASE_S = 1e9
@@ -34,7 +34,7 @@ class SweepSettings:
     schedule: ScheduleName = "1f1b"
     num_chunks: int = 2
     """Of each stage where pipelines are interleaved."""
-    costs: Costs = COST_MODELS[DEFAULT_MODEL]
+    costs: Costs = field(default_factory=Costs)
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training continues."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
