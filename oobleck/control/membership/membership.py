@@ -385,7 +385,7 @@ class Membership:
         known = self._without_part.get(generation)
         if known is None:
             ready, members = MemberState.READY, self._members.items()
-            known = tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+            known = tuple([name for name, each in members if each.state is not ready or each.ready_since >= generation])
             self._without_part[generation] = known
         return known
 

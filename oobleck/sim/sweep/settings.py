@@ -70,7 +70,6 @@ class SweepSettings:
         )
 
     def nodes_of(self, trace: Trace) -> NodeKinds:
-        """What the nodes of a trace are."""
         if self.kinds:
             return NodeKinds(self.kinds, trace.kinds)
         return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
@@ -80,7 +79,6 @@ class SweepSettings:
         return one_kind_planner(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
 
     def planner_of(self, trace: Trace) -> ClusterPlanner:
-        """A planner for the nodes of a trace."""
         nodes = self.nodes_of(trace)
         return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
 
