@@ -195,14 +195,12 @@ def rests_of(
     dealt: Counter[int] = Counter()
     for segment in segments:
         dealt[segment.pipeline] += len(segment.microbatches)
-    taken = {
-        id(status): status.microbatches_done if status.applied == step - 1 else 0
-        for status in distinct(statuses.values())
-    }
+    before = step - 1
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
-            done = min(map(taken.__getitem__, map(id, map(statuses.__getitem__, pipeline.worker_ids))))
+            said = map(statuses.__getitem__, pipeline.worker_ids)
+            done = min([status.microbatches_done if status.applied == before else 0 for status in said])
             own = pipeline.num_microbatches if shares is None else len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests

@@ -85,8 +85,6 @@ class Decider:
         """Treat a plan as in force only if all its living workers have adopted it."""
         if verdict.adopted is None:
             return verdict
-        if all(status.adopted == verdict.adopted for status in distinct(statuses.values())):
-            return verdict
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
         others = [worker_id for worker_id, status in statuses.items() if status.adopted != verdict.adopted]
         is_in_force = all(worker_id not in plan.layers_at or worker_id.node in lost for worker_id in others)

@@ -361,7 +361,7 @@ def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[Wo
         alike[id(pipeline.template), pipeline.num_microbatches].append(pipeline)
     teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
     for (_, num_microbatches), pipelines in alike.items():
-        for index, stage in enumerate(pipelines[0].stages):
-            team = teams[stage.layers, num_microbatches]
-            team.extend(chain.from_iterable([pipeline.stages[index].worker_ids for pipeline in pipelines]))
+        for stages in zip(*[pipeline.stages for pipeline in pipelines], strict=True):
+            team = teams[stages[0].layers, num_microbatches]
+            team.extend(chain.from_iterable([stage.worker_ids for stage in stages]))
     return {key: tuple(worker_ids) for key, worker_ids in teams.items()}
