@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, starmap
 from typing import NamedTuple
 
 from oobleck.errors import ConfigError
@@ -49,6 +49,10 @@ class StageTemplate:
     @property
     def layers(self) -> range:
         return range(self.first_layer, self.stop_layer)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first_device, self.first_device + self.num_devices)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -105,12 +109,14 @@ class PipelineTemplate:
         return max(stage.node_index for stage in self.stages) + 1
 
     @cached_property
+    def layers_of_stages(self) -> tuple[tuple[range, ...], ...]:
+        """The layers of each stage, chunk by chunk."""
+        return tuple(tuple(chunk.layers for chunk in self.chunks_of(stage)) for stage in range(self.num_stages))
+
+    @cached_property
     def layer_sets(self) -> tuple[frozenset[int], ...]:
         """The layers of each stage, those of all its chunks."""
-        return tuple(
-            frozenset(chain.from_iterable(chunk.layers for chunk in self.chunks_of(stage)))
-            for stage in range(self.num_stages)
-        )
+        return tuple(frozenset(chain.from_iterable(chunks)) for chunks in self.layers_of_stages)
 
     @property
     def num_layers(self) -> int:
@@ -145,15 +151,13 @@ class Pipeline:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
+        nodes, all_chunks = self.nodes, self.template.layers_of_stages
         return tuple(
             Stage(
-                chunks=tuple(chunk.layers for chunk in self.template.chunks_of(index)),
-                worker_ids=tuple(
-                    WorkerId(node=self.nodes[stage.node_index], device=stage.first_device + offset)
-                    for offset in range(stage.num_devices)
-                ),
+                chunks=chunks,
+                worker_ids=tuple([WorkerId(nodes[stage.node_index], device) for device in stage.devices]),
             )
-            for index, stage in enumerate(self.template.stages[: self.template.num_stages])
+            for stage, chunks in zip(self.template.stages, all_chunks, strict=False)
         )
 
     @cached_property
@@ -167,7 +171,7 @@ class Pipeline:
     @cached_property
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """All workers of the pipeline, in stage order."""
-        return tuple(worker_id for stage in self.stages for worker_id in stage.worker_ids)
+        return tuple(chain.from_iterable([stage.worker_ids for stage in self.stages]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +207,7 @@ class ExecutionPlan:
     @cached_property
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        return tuple(sorted(worker_id for each in self.pipelines for worker_id in each.worker_ids))
+        return tuple(sorted(chain.from_iterable([each.worker_ids for each in self.pipelines])))
 
     @cached_property
     def _located(self) -> Mapping[WorkerId, tuple[int, int]]:
@@ -224,11 +228,13 @@ class ExecutionPlan:
 
     def microbatches_of(self, pipeline_index: int) -> range:
         """The numbers of the microbatches that a pipeline takes in each step."""
-        return range(self._bounds[pipeline_index], self._bounds[pipeline_index + 1])
+        return self.shares[pipeline_index]
 
     @cached_property
-    def _bounds(self) -> tuple[int, ...]:
-        return tuple(accumulate((pipeline.num_microbatches for pipeline in self.pipelines), initial=0))
+    def shares(self) -> tuple[range, ...]:
+        """`microbatches_of` each pipeline."""
+        bounds = accumulate((pipeline.num_microbatches for pipeline in self.pipelines), initial=0)
+        return tuple(starmap(range, pairwise(bounds)))
 
     def owners_of(self, layer: int) -> tuple[WorkerId, ...]:
         """The workers that hold `layer`, sorted: its owner set."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, partial
@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it finds its neighbours
 
+from oobleck.control.journal import JournalEntry, PlanAdopted, StepsDone
 from oobleck.planner import estimate_profile
 from oobleck.planner.profiles import device_sheet, model_shape
-from oobleck.sim.policies.ideal import share_of_ideal
 from oobleck.sim.policies.stop_and_go import Rules, play
-from oobleck.sim.policies.throughput import Plans, Table
+from oobleck.sim.policies.throughput import Plans, Throughput
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace, convert
 from tools.bars import bars_svg
@@ -47,6 +47,19 @@ class Measured:
     """Samples/s at 30, 29, … 15 nodes."""
     overhead_s: float
     checkpoint_s: float = 0.0
+
+
+class Table:
+    """Samples a second as they were measured, by the number of nodes; more nodes than the most are as fast as these."""
+
+    def __init__(self, samples_per_s: Mapping[int, float], *, batch_size: int) -> None:
+        self._rates = samples_per_s
+        self._most = max(samples_per_s)
+        self._batch_size = batch_size
+
+    def step_s(self, num_nodes: int) -> float | None:
+        rate = self._rates.get(min(num_nodes, self._most), 0.0)
+        return self._batch_size / rate if rate else None
 
 
 _BATCH = dict(zip(MODELS, (8192, 1024, 819, 512, 1024), strict=True))
@@ -191,7 +204,7 @@ _OURS_WORDS = (
     "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes",
     "present. Before the arrow: the original's rules on the published throughputs. After it: the decisions of our",
     "coordinator and planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
-    "Recoveries and commits cost what the model of this version's protocol says (`--cost-model tree`): commits take",
+    "Recoveries and commits cost what the simulator's model of the protocol says: commits take",
     "0.7 ms of each step of 30 nodes, which is 0.07 % of GPT-2's.",
 )
 _MEMORY_WORDS = (
@@ -383,6 +396,26 @@ def our_share(model: str, trace: Trace, *, counts_all: bool = False) -> float:
     """Return what the real coordinator and planner keep of their ideal through a trace."""
     settings = our_settings(model, counts_all=counts_all)
     return share_of_ideal(sweep(trace, settings), trace, Plans(settings))
+
+
+def share_of_ideal(journal: Iterable[JournalEntry], trace: Trace, throughput: Throughput) -> float:
+    """Return committed steps over those that the nodes there would have made at every moment, without any overhead.
+
+    From the first plan of a sweep's journal to its last committed step, so that neither a start nor a step that the
+    trace cuts off counts; 0 without one. `throughput` says how fast so many nodes train.
+    """
+    entries = tuple(journal)
+    began_s = next((entry.t_s for entry in entries if isinstance(entry, PlanAdopted)), None)
+    last = next((entry for entry in reversed(entries) if isinstance(entry, StepsDone)), None)
+    if began_s is None or last is None:
+        return 0.0
+    ideal = 0.0
+    for (since_s, count), (until_s, _) in pairwise((*trace.counts, (trace.duration_s, 0))):
+        length_s = min(until_s, last.t_s) - max(since_s, began_s)
+        step_s = throughput.step_s(count)
+        if length_s > 0 and step_s is not None:
+            ideal += length_s / step_s
+    return last.record.step / ideal
 
 
 def picture(trace: Trace) -> str:

@@ -5,14 +5,20 @@ Commands that only ask a run something load no more than these of what users wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_base_dir
+
+T = TypeVar("T")
 
 BaseDirOption = Annotated[
     Path | None,
@@ -35,6 +41,30 @@ TagArgument = Annotated[
 ]
 
 TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; optional if exactly one is active.")]
+
+
+def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function that takes its options as one value: each field of a dataclass is an option."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(
+            part.name,
+            Parameter.KEYWORD_ONLY,
+            annotation=hints[part.name],
+            default=Parameter.empty if part.default is MISSING else part.default,
+        )
+        for part in fields(options)  # type: ignore[arg-type]  # it is a dataclass
+    ]
+
+    def made(function: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**given: Any) -> None:
+            function(options(**given))
+
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer looks
+        return command
+
+    return made
 
 
 def one_run(named: str | None, tag: str | None) -> str | None:

@@ -8,53 +8,50 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_MICROBATCHES, MAX_STEPS
+from oobleck.job import MAX_MICROBATCHES, MAX_STEPS, ScalingSpec
 
 from . import inputs
-from .common_options import JsonOption
+from .common_options import JsonOption, takes_options
 from .inputs import duration_s
 from .trace import read_trace
 
 if TYPE_CHECKING:
-    from oobleck.job import ScheduleName
-    from oobleck.planner import NodeKind, Profile
+    from oobleck.planner import NodeKind
     from oobleck.sim.costs import Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
-    from .plan_profile import ProfileSource
-
 _MODES = ("sweep", "cluster")
 _MAX_SPARES = 1_024
-_SPARE_START_S = 60.0
-"""A warm standby takes about a minute."""
 
 
-def sim(
-    *,
-    failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")],
-    profile_file: inputs.ProfileOption = None,
-    model: inputs.ModelOption = None,
-    device: inputs.DeviceOption = None,
-    global_batch: inputs.GlobalBatchOption,
-    microbatch: inputs.MicrobatchOption = None,
-    sequence_length: inputs.SequenceLengthOption = None,
-    precision: inputs.PrecisionOption = "bfloat16",
-    recompute: inputs.RecomputeOption = False,
+@dataclass(frozen=True, kw_only=True)
+class SimOptions:
+    """The options of `oobleck sim`."""
+
+    failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")]
+    profile_file: inputs.ProfileOption = None
+    model: inputs.ModelOption = None
+    device: inputs.DeviceOption = None
+    global_batch: inputs.GlobalBatchOption
+    microbatch: inputs.MicrobatchOption = None
+    sequence_length: inputs.SequenceLengthOption = None
+    precision: inputs.PrecisionOption = "bfloat16"
+    recompute: inputs.RecomputeOption = False
     profiles: Annotated[
         str | None,
         typer.Option(
             "--profiles", metavar="KIND:FILE,…", help="Measured profiles of several kinds, in place of estimates."
         ),
-    ] = None,
+    ] = None
     nodes: Annotated[
         str | None,
         typer.Option(
@@ -62,12 +59,12 @@ def sim(
             metavar="N",
             help="Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
         ),
-    ] = None,
-    devices_per_node: inputs.DevicesPerNodeOption = 1,
+    ] = None
+    devices_per_node: inputs.DevicesPerNodeOption = 1
     policy: Annotated[
         str,
         typer.Option("--policy", metavar="NAMES", help="oobleck, restart, varuna, bamboo, recycle; or several: a,b."),
-    ] = "oobleck",
+    ] = "oobleck"
     checkpoint_interval: Annotated[
         float,
         typer.Option(
@@ -77,25 +74,21 @@ def sim(
             show_default="30m",
             help="Time between checkpoints.",
         ),
-    ] = 1800.0,
+    ] = 1800.0
     spares: Annotated[
         int,
         typer.Option(
             "--spares", metavar="S", parser=inputs.whole(0, _MAX_SPARES), help="Additional nodes that stand by."
         ),
-    ] = 0,
+    ] = 0
     spare_start: Annotated[
         float,
         typer.Option(
-            "--spare-start",
-            metavar="TIME",
-            parser=duration_s,
-            show_default="1m",
-            help="Time until a spare is ready.",
+            "--spare-start", metavar="TIME", parser=duration_s, show_default="1m", help="Time until a spare is ready."
         ),
-    ] = _SPARE_START_S,
-    fault_threshold: inputs.FaultThresholdOption = 1,
-    pipelines: inputs.PipelinesOption = None,
+    ] = 60.0  # a warm standby takes about a minute
+    fault_threshold: inputs.FaultThresholdOption = 1
+    pipelines: inputs.PipelinesOption = None
     scaling: Annotated[
         str,
         typer.Option(
@@ -104,7 +97,7 @@ def sim(
             help="Policy oobleck: use all nodes, only those that add enough throughput, or the fewest that finish "
             "in time.",
         ),
-    ] = "all",
+    ] = "all"
     steps: Annotated[
         int | None,
         typer.Option(
@@ -113,16 +106,15 @@ def sim(
             parser=inputs.whole(1, MAX_STEPS),
             help="Policy oobleck: the job ends after N steps.",
         ),
-    ] = None,
+    ] = None
     reductions: Annotated[
-        str,
-        typer.Option("--reductions-per-step", metavar="R", help="Gradient reductions per step, or auto."),
-    ] = "auto",
+        str, typer.Option("--reductions-per-step", metavar="R", help="Gradient reductions per step, or auto.")
+    ] = "auto"
     schedule: Annotated[
         str,
         typer.Option("--schedule", metavar="KIND", help="Policy oobleck: 1f1b, gpipe, interleaved, zero-bubble, auto."),
-    ] = "1f1b",
-    chunks: inputs.ChunksOption = 2,
+    ] = "1f1b"
+    chunks: inputs.ChunksOption = 2
     seed: Annotated[
         int,
         typer.Option(
@@ -131,7 +123,7 @@ def sim(
             parser=inputs.whole(-inputs.MAX_SEED, inputs.MAX_SEED),
             help="Seed of random choices in cluster mode.",
         ),
-    ] = 0,
+    ] = 0
     mode: Annotated[
         str,
         typer.Option(
@@ -139,88 +131,57 @@ def sim(
             metavar="sweep|cluster",
             help="sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         ),
-    ] = "sweep",
-    cost_model: Annotated[
-        str | None,
-        typer.Option(
-            "--cost-model",
-            metavar="tree|ring",
-            help="The protocol whose recoveries and commits are timed; by default, that of this version.",
-        ),
-    ] = None,
+    ] = "sweep"
     costs_file: Annotated[
         Path | None, typer.Option("--costs", metavar="FILE", help="Costs that differ, as a JSON object of numbers.")
-    ] = None,
+    ] = None
     cost: Annotated[
         list[str] | None,
         typer.Option("--cost", metavar="NAME=VALUE", help="A cost that differs, such as form_s=5. May be repeated."),
-    ] = None,
+    ] = None
     summary: Annotated[
         Path | None,
         typer.Option("--summary", metavar="FILE", help="Write the summary as JSON (by policy, if there are several)."),
-    ] = None,
+    ] = None
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw the runs as .svg, or as .png with the plot extra."),
-    ] = None,
+    ] = None
     chrome_trace: Annotated[
         Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the runs for Perfetto.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@takes_options(SimOptions)
+def sim(options: SimOptions) -> None:
     """Play a failure trace: goodput, lost time by cause, recoveries, and throughput over time.
 
     Policy `oobleck` runs the real decision code; the others are models of published systems. Nothing is started.
     """
-    from oobleck.sim.policies import POLICIES
     from oobleck.sim.trace import with_spares
+    from oobleck.ui.pictures import run_trace, sim_svg
 
     from .pictures import picture_writer, write_output
-    from .plan_profile import ProfileSource, profile_of
 
-    names = _names(policy, known=tuple(POLICIES))
-    if mode not in _MODES:
-        raise UsageError(f"--mode is {mode!r}; it must be {' or '.join(_MODES)}")
-    write_picture = picture_writer(plot) if plot is not None else None
-    source = ProfileSource(
-        file=profile_file,
-        model=model,
-        device=device,
-        microbatch_size=microbatch,
-        sequence_length=sequence_length,
-        precision=precision,
-        activation_checkpointing=recompute,
-        devices_per_node=devices_per_node,
-    )
-    trace, counts = _on_nodes(read_trace(failures), nodes)
-    trace = with_spares(trace, spares, activation_s=spare_start)
-    kinds = _kinds(counts, source, profiles)
-    if kinds and names != ["oobleck"]:
+    names = _names(options.policy)
+    if options.mode not in _MODES:
+        raise UsageError(f"--mode is {options.mode!r}; it must be {' or '.join(_MODES)}")
+    write_picture = picture_writer(options.plot) if options.plot is not None else None
+    trace, counts = _on_nodes(read_trace(options.failures), options.nodes)
+    trace = with_spares(trace, options.spares, activation_s=options.spare_start)
+    settings = _settings(options, counts)
+    if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
-    settings = _settings(
-        kinds[0].profile if kinds else profile_of(source),
-        global_batch=global_batch,
-        devices_per_node=devices_per_node,
-        fault_threshold=fault_threshold,
-        num_pipelines=pipelines,
-        reductions=reductions,
-        schedule=inputs.parse_schedule_name(schedule),
-        num_chunks=chunks,
-        checkpoint_interval_s=checkpoint_interval,
-        seed=seed,
-    )
-    costs = inputs.parse_costs(cost_model, costs_file, cost or ())
-    scaled = inputs.parse_scaling(scaling, settings.scaling)
-    settings = replace(settings, scaling=scaled, max_steps=steps, costs=costs, kinds=kinds)
-    outcomes = [_play(name, trace, settings, mode=mode, quiet=as_json) for name in names]
+    outcomes = [_play(name, trace, settings, mode=options.mode, quiet=options.as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
-    if summary is not None:
-        write_output(summary, _summaries(outcomes).encode())
+    if options.summary is not None:
+        write_output(options.summary, _summaries(outcomes).encode())
     if write_picture is not None:
-        write_picture(_picture(panels, failures.name))
-    if chrome_trace is not None:
-        write_output(chrome_trace, _run_trace(panels).encode())
-    _show(outcomes, panels, as_json=as_json)
+        write_picture(sim_svg(panels, title=f"Throughput through {options.failures.name}"))
+    if options.chrome_trace is not None:
+        write_output(options.chrome_trace, run_trace(panels).encode())
+    _show(outcomes, panels, as_json=options.as_json)
 
 
 def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:
@@ -238,67 +199,73 @@ def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.Kind
     )
 
 
-def _kinds(counts: tuple[inputs.KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
-    """Return the profile of each kind; none where all nodes are of one."""
-    from .plan_kinds import kinds_of
-
-    if counts:
-        names = [count.kind for count in counts]
-        return kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
-    if profiles is not None:
-        raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-    return ()
-
-
-def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip()))
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"--policy names {unknown[0]!r}; it must be of {', '.join(known)}")
-    if not names:
-        raise UsageError(f"--policy is empty; name one or several of {', '.join(known)}")
-    return names
-
-
-def _settings(
-    profile: Profile,
-    *,
-    global_batch: int,
-    devices_per_node: int,
-    fault_threshold: int,
-    num_pipelines: int | None,
-    reductions: str,
-    schedule: ScheduleName,
-    num_chunks: int,
-    checkpoint_interval_s: float,
-    seed: int,
-) -> SweepSettings:
+def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> SweepSettings:
+    """Return the job, and what its nodes are: of the kinds that are counted, if they are of several."""
     from oobleck.sim.sweep import SweepSettings
 
-    if global_batch % profile.microbatch_size:
-        raise UsageError(
-            f"--global-batch is {global_batch}; it must be a multiple of {profile.microbatch_size}, the microbatch"
-        )
-    if global_batch > MAX_MICROBATCHES * profile.microbatch_size:
-        raise UsageError(
-            f"--global-batch is {global_batch}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
-            f"{profile.microbatch_size}"
-        )
-    if checkpoint_interval_s <= 0:
+    from .plan_kinds import kinds_of
+    from .plan_profile import ProfileSource, profile_of
+
+    source = ProfileSource(
+        file=options.profile_file,
+        model=options.model,
+        device=options.device,
+        microbatch_size=options.microbatch,
+        sequence_length=options.sequence_length,
+        precision=options.precision,
+        activation_checkpointing=options.recompute,
+        devices_per_node=options.devices_per_node,
+    )
+    kinds: tuple[NodeKind, ...] = ()
+    if counts:
+        names = [count.kind for count in counts]
+        given = inputs.parse_profiles(options.profiles, names) if options.profiles is not None else None
+        kinds = kinds_of(counts, source, given)
+    elif options.profiles is not None:
+        raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    profile = kinds[0].profile if kinds else profile_of(source)
+    schedule = inputs.parse_schedule_name(options.schedule)
+    _check_batch(options.global_batch, profile.microbatch_size)
+    if options.checkpoint_interval <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
+    reductions = options.reductions
     if reductions != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,4}", reductions):
         raise UsageError(f"--reductions-per-step is {reductions!r}; it must be auto or a number of 1 or more")
     return SweepSettings(
         profile=profile,
-        global_batch_size=global_batch,
-        devices_per_node=devices_per_node,
-        fault_threshold=fault_threshold,
-        num_pipelines=num_pipelines,
+        global_batch_size=options.global_batch,
+        devices_per_node=options.devices_per_node,
+        kinds=kinds,
+        fault_threshold=options.fault_threshold,
+        num_pipelines=options.pipelines,
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
         schedule=schedule,
-        num_chunks=num_chunks,
-        checkpoint_interval_s=checkpoint_interval_s,
-        seed=seed,
+        num_chunks=options.chunks,
+        costs=inputs.parse_costs(options.costs_file, options.cost or ()),
+        checkpoint_interval_s=options.checkpoint_interval,
+        scaling=inputs.parse_scaling(options.scaling, ScalingSpec()),
+        max_steps=options.steps,
+        seed=options.seed,
     )
+
+
+def _check_batch(global_batch: int, microbatch: int) -> None:
+    if global_batch % microbatch:
+        raise UsageError(f"--global-batch is {global_batch}; it must be a multiple of {microbatch}, the microbatch")
+    if global_batch > MAX_MICROBATCHES * microbatch:
+        most = f"{MAX_MICROBATCHES:,} microbatches of {microbatch}"
+        raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
+
+
+def _names(policy: str) -> list[str]:
+    from oobleck.sim.policies import POLICIES
+
+    names, known = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip())), ", ".join(POLICIES)
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise UsageError(f"--policy names {unknown[0]!r}; it must be of {known}")
+    if not names:
+        raise UsageError(f"--policy is empty; name one or several of {known}")
+    return names
 
 
 def _play(name: str, trace: Trace, settings: SweepSettings, *, mode: str, quiet: bool) -> Outcome:
@@ -339,12 +306,8 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
+    share = TextColumn("{task.percentage:.0f} %")
+    columns = TextColumn("{task.description}"), BarColumn(), share, TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"simulating {name}", total=duration_s)
         yield lambda now_s: progress.update(task, completed=now_s)
@@ -353,28 +316,24 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
 def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
     from oobleck.ui.run_panels import Band, RunPanel
 
-    summary = outcome.summary
+    bands = [
+        Band(
+            start_s=each.start_s,
+            stop_s=min(each.stop_s, trace.duration_s),
+            activity=each.activity.value,
+            samples_per_s=each.samples_per_s,
+        )
+        for each in outcome.stretches
+        if each.start_s < trace.duration_s
+    ]
     return RunPanel(
         name=outcome.policy,
         about=outcome.about,
         duration_s=trace.duration_s,
-        bands=[
-            Band(
-                start_s=each.start_s,
-                stop_s=min(each.stop_s, trace.duration_s),
-                activity=each.activity.value,
-                samples_per_s=each.samples_per_s,
-            )
-            for each in outcome.stretches
-            if each.start_s < trace.duration_s
-        ],
+        bands=bands,
         num_nodes=trace.counts,
-        seconds=summary.downtime_s,
         samples_per_s=outcome.samples_per_s,
-        goodput=summary.goodput,
-        num_recoveries=summary.num_recoveries,
-        steps_committed=summary.steps_committed,
-        steps_lost=summary.steps_lost,
+        summary=outcome.summary,
     )
 
 
@@ -383,18 +342,6 @@ def _summaries(outcomes: list[Outcome]) -> str:
     if len(outcomes) == 1:
         return outcomes[0].summary.to_json() + "\n"
     return json.dumps({each.policy: json.loads(each.summary.to_json()) for each in outcomes}, indent=2) + "\n"
-
-
-def _picture(panels: list[RunPanel], name: str) -> str:
-    from oobleck.ui.pictures import sim_svg
-
-    return sim_svg(panels, title=f"Throughput through {name}")
-
-
-def _run_trace(panels: list[RunPanel]) -> str:
-    from oobleck.ui.pictures import run_trace
-
-    return run_trace(panels)
 
 
 def _show(outcomes: list[Outcome], panels: list[RunPanel], *, as_json: bool) -> None:

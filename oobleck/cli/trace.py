@@ -167,7 +167,7 @@ def trace_info(
         return
     from rich.console import Console
 
-    from oobleck.ui.trace_report import trace_report
+    from oobleck.ui.sim_report import trace_report
 
     console = Console()
     console.print(trace_report(file.name, facts.to_dict(), trace.counts, trace.duration_s, width=console.width))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from .cost import StageCost
@@ -122,10 +123,12 @@ def _peak_memory(program: Program, costs: Sequence[StageCost]) -> int:
 class _LinkState:
     """A link's messages: until when it is busy, and when those not yet received arrive."""
 
-    __slots__ = ("arrivals_s", "free_s", "transfers")
+    __slots__ = ("arrivals_s", "free_s", "is_awaited", "transfers")
 
     def __init__(self) -> None:
         self.free_s = 0.0
+        self.is_awaited = False
+        """Its target waits for the next one."""
         self.arrivals_s: deque[float] = deque()
         self.transfers: list[Transfer] = []
 
@@ -155,9 +158,8 @@ class _Run:
 
     def _advance(self, stage: int) -> None:
         """Run one stage until it ends or must wait for another."""
-        program, wires, seconds = self._schedule.programs[stage], self._wires[stage], self._seconds[stage]
-        while self._position[stage] < len(program):
-            instruction = program[self._position[stage]]
+        wires, seconds = self._wires[stage], self._seconds[stage]
+        for instruction in islice(self._schedule.programs[stage], self._position[stage], None):
             key = instruction.op, instruction.chunk
             wire = wires.get(key)
             if wire is not None:
@@ -184,9 +186,12 @@ class _Run:
             link.arrivals_s.append(link.free_s)
             if duration_s:
                 link.transfers.append(Transfer(start_s, link.free_s, wire.link, instruction))
-            self._awake.append(wire.link.target)
+            if link.is_awaited:
+                link.is_awaited = False
+                self._awake.append(wire.link.target)
             return True
         if not link.arrivals_s:
+            link.is_awaited = True
             return False
         self.now_s[stage] = max(self.now_s[stage], link.arrivals_s.popleft())
         return True

@@ -17,11 +17,11 @@ import trio
 from rich.console import Console
 from rich.live import Live
 
-from oobleck.control.journal import JournalEntry, RunView
+from oobleck.control import journal
 from oobleck.host.streams import Output
 
 from .dashboard import Dashboard
-from .lines import LineFormatter
+from .formatting import count_text, duration_text, one_line, seconds_text
 
 T = TypeVar("T")
 
@@ -34,7 +34,6 @@ _MAX_LINES = 10_000
 
 
 def console_on(output: Output) -> Console:
-    """A console that writes to an output."""
     return Console(file=cast("TextIO", output))
 
 
@@ -44,7 +43,7 @@ def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
 
 
 async def run_dashboard(
-    view: RunView,
+    view: journal.RunView,
     *,
     output: Output,
     now_s: Callable[[], float],
@@ -90,6 +89,59 @@ def _leave(live: Live, console: Console, last: Dashboard) -> None:
     console.print(last)
 
 
+class LineFormatter:
+    """A run as plain lines of text, one an event: for log files, pipes, and readers who prefer them.
+
+    Steps are thinned to `steps_per_s` lines a second of the journal's own time, so that short runs show every step and
+    long ones stay readable; the first step, the last, and the first after an event are always printed.
+    """
+
+    def __init__(self, *, steps_per_s: float = 2.0) -> None:
+        assert steps_per_s > 0
+        self._interval_s = 1.0 / steps_per_s
+        self._told_s = -self._interval_s
+        self._tell_next = True
+        self._max_steps = 0
+        self._untold: journal.StepDone | None = None
+
+    def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
+        """The lines that an entry is worth, none for a step that is left out."""
+        if isinstance(entry, journal.StepDone):
+            return self._step(entry)
+        if isinstance(entry, journal.RecordsDealt):
+            return ()
+        if isinstance(entry, journal.JobStarted):
+            self._max_steps = entry.job.max_steps
+        self._tell_next = True
+        level = journal.level_of(entry)
+        prefix = "" if level == "info" else f"{level}: "
+        text = journal.sentence(entry)
+        if isinstance(entry, journal.JobEnded):
+            text = text.partition("\n")[0]  # what follows, a traceback for one, the command itself prints at its end
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"
+        # The step before an event shows where the run stood when it came; the last one, where it ended.
+        pending, self._untold = self._untold, None
+        return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)
+
+    def _step(self, entry: journal.StepDone) -> tuple[str, ...]:
+        is_last = entry.record.step == self._max_steps
+        if not (self._tell_next or is_last or entry.t_s - self._told_s >= self._interval_s):
+            self._untold = entry
+            return ()
+        self._tell_next = False
+        self._told_s = entry.t_s
+        self._untold = None
+        return (self._line(entry),)
+
+    def _line(self, entry: journal.StepDone) -> str:
+        record = entry.record
+        speed = f"{count_text(entry.tokens / record.duration_s)} tokens/s, " if record.duration_s > 0 else ""
+        return (
+            f"[{duration_text(entry.t_s)}] step {record.step}/{self._max_steps}: loss {record.loss:.4f}, "
+            f"{speed}{seconds_text(record.duration_s)}"
+        )
+
+
 class LineLog:
     """Keeps the lines that wait to be written: at most 10,000, and then the oldest are dropped and counted."""
 
@@ -99,14 +151,12 @@ class LineLog:
         self._waiting: deque[str] = deque(maxlen=_MAX_LINES)
         self._num_dropped = 0
 
-    def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry of the journal."""
+    def apply(self, entry: journal.JournalEntry) -> None:
         for line in self._formatter.apply(entry):
             self._num_dropped += len(self._waiting) == _MAX_LINES
             self._waiting.append(line)
 
     def take(self) -> list[str]:
-        """Hand over the lines that wait."""
         lines = list(self._waiting)
         if self._num_dropped:
             lines.insert(0, f"({self._num_dropped} lines left out: the output was too slow)")

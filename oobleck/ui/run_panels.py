@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+
+from oobleck.control.journal import Summary
 
 ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "training": ("training", "#4c78a8"),
@@ -28,7 +29,7 @@ class Band:
     samples_per_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPanel:
     """One run."""
 
@@ -38,16 +39,6 @@ class RunPanel:
     bands: Sequence[Band]
     num_nodes: Sequence[tuple[float, int]]
     """(seconds, nodes there from then on)."""
-    seconds: Mapping[str, float]
-    """By what the run's time went into, all of it: words of the summary."""
     samples_per_s: float
-    """Of committed samples, over all of the time."""
-    goodput: float
-    num_recoveries: int
-    steps_committed: int
-    steps_lost: int
-
-    @cached_property
-    def throughput(self) -> list[tuple[float, float]]:
-        """(seconds, samples a second from then on)."""
-        return [(band.start_s, band.samples_per_s) for band in self.bands]
+    """Committed samples over all of the time."""
+    summary: Summary

@@ -1,8 +1,9 @@
-"""Simulated runs on the terminal: a table that compares them, and the throughput of each over time."""
+"""Traces and simulated runs on the terminal: tables of numbers, and what there was when, as columns of characters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,7 +11,9 @@ from rich.text import Text
 
 from .formatting import count_text, duration_text, percent_text
 from .run_panels import RunPanel
-from .step_chart import step_chart
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_EIGHTHS = len(_BLOCKS) - 1
 
 
 def sim_report(panels: Sequence[RunPanel], *, width: int) -> RenderableType:
@@ -21,24 +24,97 @@ def sim_report(panels: Sequence[RunPanel], *, width: int) -> RenderableType:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("time elsewhere")
     for panel in panels:
-        table.add_row(
-            panel.name,
-            f"{panel.samples_per_s:,.4g}",
-            percent_text(panel.goodput),
-            count_text(panel.steps_committed),
-            count_text(panel.steps_lost),
-            count_text(panel.num_recoveries),
-            _elsewhere(panel),
-        )
+        counts = panel.summary.steps_committed, panel.summary.steps_lost, panel.summary.num_recoveries
+        shares = f"{panel.samples_per_s:,.4g}", percent_text(panel.summary.goodput)
+        table.add_row(panel.name, *shares, *map(count_text, counts), _elsewhere(panel))
     top = max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0)
     charts: list[RenderableType] = []
     for panel in panels:
         charts.append(Text.assemble((panel.name, "bold"), (f"  {panel.about}", "dim")))
-        charts += step_chart(panel.throughput, panel.duration_s, width=min(width, 100), unit="samples/s", top=top)
+        rates = [(band.start_s, band.samples_per_s) for band in panel.bands]
+        charts += step_chart(rates, panel.duration_s, width=min(width, 100), unit="samples/s", top=top)
     return Group(table, *charts)
 
 
 def _elsewhere(panel: RunPanel) -> str:
-    shares = sorted(panel.seconds.items(), key=lambda item: -item[1])
+    shares = sorted(panel.summary.downtime_s.items(), key=lambda item: -item[1])
     told = [f"{word} {percent_text(spent / panel.duration_s)}" for word, spent in shares if spent > 0]
     return ", ".join(told) or "none"
+
+
+def trace_report(
+    name: str, facts: Mapping[str, object], counts: Sequence[tuple[float, int]], duration_s: float, *, width: int
+) -> RenderableType:
+    """Draw what a trace holds. `facts` are those of `TraceFacts.to_dict`, `counts` the nodes by time."""
+    table = Table(title=name, show_header=False)
+    table.add_column("what", style="dim", no_wrap=True)
+    table.add_column("value")
+    for label, value in _rows(facts):
+        table.add_row(label, value)
+    chart = step_chart([(t_s, float(count)) for t_s, count in counts], duration_s, width=min(width, 100), unit="nodes")
+    return Group(table, *chart)
+
+
+def _rows(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    yield "source", str(facts["source"]) or "unknown"
+    yield "length", _seconds(facts["duration_s"])
+    yield "nodes", f"{facts['num_nodes']}, {facts['num_at_start']} of them at the start"
+    yield "there", f"{facts['mean_nodes']:.1f} on average, {facts['fewest_nodes']} to {facts['most_nodes']}"
+    yield "events", _counts(facts["events"]) or "none"
+    yield (
+        "losses",
+        f"{facts['losses_per_node_hour']:.3g} in a node-hour; one in {_seconds(facts['mean_time_between_losses_s'])}",
+    )
+    yield "lost at once", _counts(facts["losses_at_once"]) or "none"
+    yield "back after", f"{_seconds(facts['away_s_median'])} (median)"
+
+
+def _seconds(value: object) -> str:
+    return duration_text(value) if isinstance(value, int | float) else "–"
+
+
+def _counts(value: object) -> str:
+    assert isinstance(value, Mapping)
+    return ", ".join(f"{key}: {count}" for key, count in value.items())
+
+
+def step_chart(
+    points: Sequence[tuple[float, float]],
+    duration_s: float,
+    *,
+    width: int,
+    unit: str,
+    height: int = 5,
+    top: float | None = None,
+    style: str = "cyan",
+) -> list[Text]:
+    """Draw a quantity that keeps each value until the next point, in columns, each the mean over its share of the time.
+
+    `points` are (seconds, value), growing; `width` counts the labels in. `top` is the value at the top, by default
+    the greatest of all.
+    """
+    highest = top if top is not None else max((value for _, value in points), default=0.0)
+    label = f"{highest:,.4g} {unit}" if highest < 1000 else f"{highest:,.0f} {unit}"
+    columns = max(10, width - len(label) - 2)
+    means = column_means(points, duration_s, columns)
+    levels = [round(value / highest * height * _EIGHTHS) if highest > 0 else 0 for value in means]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        blocks = "".join(_BLOCKS[min(_EIGHTHS, max(0, level - row * _EIGHTHS))] for level in levels)
+        left = label if row == height - 1 else "0" if row == 0 else ""
+        lines.append(Text.assemble((left.rjust(len(label)), "dim"), " ▕", (blocks, style)))
+    end = duration_text(duration_s)
+    lines.append(Text(" " * (len(label) + 2) + "0".ljust(columns - len(end)) + end, style="dim"))
+    return lines
+
+
+def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:
+    """Return the mean of each of so many equal parts of the time; O(points + columns)."""
+    sums = [0.0] * columns
+    each_s = duration_s / columns
+    for (since_s, value), (until_s, _) in pairwise([*points, (duration_s, 0.0)]):
+        first, last = int(since_s / each_s), min(columns - 1, int(until_s / each_s))
+        for column in range(first, last + 1) if value else ():
+            inside_s = min(until_s, (column + 1) * each_s) - max(since_s, column * each_s)
+            sums[column] += value * max(0.0, inside_s)
+    return [total / each_s for total in sums]

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from oobleck.control.journal import RecoverySummary, Summary
 
-from .formatting import bytes_text, count_text, duration_text, percent_text, seconds_text
-from .summary_words import node_hours_text, recoveries_text, steps_text
+from . import formatting
 
 _MAX_RECOVERIES = 20
 
@@ -30,7 +29,7 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
-    yield "steps committed", steps_text(summary)
+    yield "steps committed", formatting.steps_text(summary)
     if summary.saves_failed or (summary.saved_step or summary.last_step) < summary.last_step:
         newest = "none" if summary.saved_step is None else f"that of step {summary.saved_step}"
         text = f"the newest checkpoint is {newest}; {summary.saves_failed} saves failed"
@@ -38,7 +37,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     if summary.journal_lacks:
         yield "journal", Text(summary.journal_lacks, style="bold red")
     yield "steps lost", _bad_unless_zero(summary.steps_lost)
-    yield "samples committed", count_text(summary.samples_committed)
+    yield "samples committed", formatting.count_text(summary.samples_committed)
     yield "samples repeated", _bad_unless_zero(summary.samples_repeated)
     yield "samples missing", _bad_unless_zero(summary.samples_missing)
     if summary.losses:
@@ -46,18 +45,23 @@ def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
     if summary.evaluations:
         last = summary.evaluations[-1]
         yield "evaluation loss", f"{summary.evaluations[0].loss:.4f} → {last.loss:.4f} after step {last.step}"
-    yield "tokens/s", count_text(summary.tokens_per_s)
+    yield "tokens/s", formatting.count_text(summary.tokens_per_s)
     if summary.step_time_s is not None:
         step = summary.step_time_s
-        yield "step time", f"median {seconds_text(step.median)}, 95th percentile {seconds_text(step.p95)}"
-    yield "elapsed", duration_text(summary.elapsed_s)
-    yield "goodput", percent_text(summary.goodput)
-    causes = [f"{cause} {seconds_text(seconds)}" for cause, seconds in summary.downtime_s.items() if seconds > 0]
+        yield (
+            "step time",
+            f"median {formatting.seconds_text(step.median)}, 95th percentile {formatting.seconds_text(step.p95)}",
+        )
+    yield "elapsed", formatting.duration_text(summary.elapsed_s)
+    yield "goodput", formatting.percent_text(summary.goodput)
+    causes = [
+        f"{cause} {formatting.seconds_text(seconds)}" for cause, seconds in summary.downtime_s.items() if seconds > 0
+    ]
     yield "time elsewhere", ", ".join(causes) or "none"
     if summary.node_hours is not None and summary.node_hours.there:
-        yield "node-hours", node_hours_text(summary.node_hours)
+        yield "node-hours", formatting.node_hours_text(summary.node_hours)
     yield "generations", str(summary.generations)
-    yield "recoveries", recoveries_text(summary)
+    yield "recoveries", formatting.recoveries_text(summary)
     yield "seed", str(summary.seed)
 
 
@@ -76,11 +80,11 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for recovery in shown:
         table.add_row(
-            duration_text(recovery.t_s),
+            formatting.duration_text(recovery.t_s),
             f"{_names(recovery.nodes)}: {recovery.cause.replace('_', ' ')}; "
             f"{'not completed' if recovery.unfinished else recovery.action.replace('_', ' ')}",
             *(f"{s:.3f}" for s in (recovery.detect_s, recovery.decide_s, recovery.transfer_s, recovery.stall_s)),
-            bytes_text(recovery.bytes_moved),
+            formatting.bytes_text(recovery.bytes_moved),
             str(recovery.microbatches_redone),
         )
     return table

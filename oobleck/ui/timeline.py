@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -17,30 +18,29 @@ from oobleck.schedule import Op, Span, Timeline
 
 from .formatting import percent_text, seconds_text
 
-PASS_WORDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward",
-    Op.BACKWARD_WEIGHT: "weight gradients",
-    Op.LOAD: "load",
-    Op.REDUCE_GRAD: "reduce",
-    Op.COMMIT: "commit",
-    Op.OPTIMIZER_STEP: "optimizer",
-}
-"""What takes time, in words."""
 
-# Glyphs differ as well as colours, for terminals and eyes that see none.
-_MARKS = {
-    Op.FORWARD: ("█", "blue"),
-    Op.BACKWARD: ("▓", "green"),
-    Op.BACKWARD_INPUT: ("▓", "green"),
-    Op.BACKWARD_WEIGHT: ("▒", "yellow"),
-    Op.LOAD: ("▏", "cyan"),
-    Op.REDUCE_GRAD: ("=", "magenta"),
-    Op.COMMIT: ("|", "red"),
-    Op.OPTIMIZER_STEP: ("%", "cyan"),
+class Look(NamedTuple):
+    """How what takes time is drawn: glyphs differ as well as colours, for terminals and eyes that see none."""
+
+    words: str
+    glyph: str
+    style: str
+    """Of a terminal."""
+    colour: str
+    """Of pictures: told apart by the colour-blind, and by their brightness in print."""
+
+
+LOOKS = {
+    Op.FORWARD: Look("forward", "█", "blue", "#4c78a8"),
+    Op.BACKWARD: Look("backward", "▓", "green", "#f2a541"),
+    Op.BACKWARD_INPUT: Look("backward", "▓", "green", "#f2a541"),
+    Op.BACKWARD_WEIGHT: Look("weight gradients", "▒", "yellow", "#9fc79a"),
+    Op.LOAD: Look("load", "▏", "cyan", "#79706e"),
+    Op.REDUCE_GRAD: Look("reduce", "=", "magenta", "#b279a2"),
+    Op.COMMIT: Look("commit", "|", "red", "#d62728"),
+    Op.OPTIMIZER_STEP: Look("optimizer", "%", "cyan", "#439894"),
 }
-_IDLE = ("·", "bright_black")
+IDLE = Look("idle", "·", "bright_black", "#eeeeee")
 _GAP = " ⋯ "
 _MIN_COLUMNS = 8
 
@@ -110,7 +110,7 @@ def _draw(line: Text, spans: Sequence[Span], window: _Window) -> None:
     column = 0
     for owner, run in groupby(_owners(spans, window)):
         length = len(list(run))
-        glyph, style = _IDLE if owner is None else _MARKS[owner.instruction.op]
+        _, glyph, style, _ = IDLE if owner is None else LOOKS[owner.instruction.op]
         microbatch = "" if owner is None or owner.instruction.microbatch is None else str(owner.instruction.microbatch)
         number = microbatch if len(microbatch) < length else ""
         line.append(number, f"bold white on {style}")
@@ -147,11 +147,11 @@ def _axis(windows: Sequence[_Window], label_width: int) -> Text:
 
 def _legend(timeline: Timeline, width: int) -> list[Text]:
     used = {span.instruction.op for spans in timeline.spans for span in spans}
-    entries = [(*_IDLE, f"idle {percent_text(timeline.bubble_share)} up to the last backward pass")]
+    idle = f"idle {percent_text(timeline.bubble_share)} up to the last backward pass"
     # Both kinds of backward pass have one mark and one word.
-    entries += dict.fromkeys((*_MARKS[op], PASS_WORDS[op]) for op in _MARKS if op in used)
+    entries = [IDLE._replace(words=idle), *dict.fromkeys(look for op, look in LOOKS.items() if op in used)]
     lines = [Text()]
-    for glyph, style, words in entries:
+    for words, glyph, style, _ in entries:
         if lines[-1] and cell_len(lines[-1].plain) + len(words) + 2 > width:
             lines.append(Text())
         lines[-1].append(glyph, style).append(f" {words}  ")

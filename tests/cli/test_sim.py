@@ -141,7 +141,7 @@ def test_a_bad_trace_names_its_event(arguments: list[str], tmp_path: Path, capsy
     assert "event 1" in capsys.readouterr().err
 
 
-def test_costs_can_be_set_one_by_one_by_a_file_and_by_a_model(
+def test_costs_can_be_set_one_by_one_and_by_a_file(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stall_s(*options: str) -> float:
@@ -153,7 +153,6 @@ def test_costs_can_be_set_one_by_one_by_a_file_and_by_a_model(
     assert stall_s() < 1
     assert 5 <= stall_s("--cost", "form_s=5") < stall_s("--costs", str(file), "--cost", "form_s=7")
     assert stall_s("--costs", str(file)) >= 5
-    assert stall_s("--cost-model", "tree") == pytest.approx(stall_s("--cost-model", "ring"), abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,6 @@ def test_costs_can_be_set_one_by_one_by_a_file_and_by_a_model(
         (["--cost", "form_s=5s"], "--cost form_s is '5s'; write a number, such as form_s=5"),
         (["--cost", "form_s=-1"], "--cost form_s is -1.0; it must be a number of at least 0"),
         (["--cost", "form_s=nan"], "--cost form_s is nan"),
-        (["--cost-model", "star"], "--cost-model is 'star'; it must be tree or ring"),
         (["--costs", "nowhere.json"], "costs nowhere.json: No such file or directory"),
     ],
 )

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from oobleck.control.protocol import WorkerMessage
+from oobleck.control.protocol import CommitMessage, RecordRun, WorkerBound, WorkerMessage
 from oobleck.control.steps.commit_state import Interrupted, PeerLost
 from oobleck.control.steps.groups import PlaceInPlan
 from oobleck.control.steps.worker_effects import Compute
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, WorkerId
 from oobleck.schedule import Instruction, Op, Wire, compile_schedule
-from oobleck.sim.cluster.agreements import Carry
 from oobleck.sim.cluster.fabric import Fabric, Violation, Wait, label
-from oobleck.sim.cluster.moves import Moves
-from oobleck.sim.cluster.ports import WorkerPorts
+from oobleck.sim.cluster.layers import Version
+from oobleck.sim.cluster.ports import Carry, Moves, WorkerPorts
 from oobleck.sim.cluster.program import Programs, Work
 from oobleck.sim.cluster.records import VirtualShards
 from oobleck.sim.cluster.tempo import Tempo
@@ -117,4 +116,43 @@ class SteppedWorker(VirtualWorker):
         saver = None if run is None else Saver(worker_id, run=run, num_layers=len(profile.layers), say=say)
         tempo = Tempo(profile)
         ports = WorkerPorts(fabric=fabric, carry=carry, tempo=tempo, clock=lambda: 0.0, say=say, saver=saver)
+        self.is_stuck = False
+        """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         super().__init__(worker_id, job, ports, shards=shards)
+
+    def take(self, message: WorkerBound) -> None:
+        if not self.is_stuck:
+            super().take(message)
+
+    def hear(self, source: WorkerId, message: CommitMessage) -> None:
+        if not self.is_stuck:
+            super().hear(source, message)
+
+    @property
+    def layers(self) -> dict[int, Version]:
+        """The layers that it holds under the plan in force."""
+        return self.store.held
+
+    @property
+    def kept(self) -> dict[int, Version]:
+        """Layers of the plan before, until all have adopted the new one."""
+        return self.store.kept
+
+    @property
+    def holds_reduced(self) -> bool:
+        """Whether it can still apply the step that its peers may have applied."""
+        return bool(self.driver.reduced)
+
+    @property
+    def taken(self) -> dict[int, tuple[RecordRun, ...]]:
+        """The records of the steps that it has applied."""
+        return self.driver.taken
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its layers are already those that it answers."""
+        return self.wait.what not in ("adopting", "applying")
+
+    @property
+    def can_step(self) -> bool:
+        return not self.is_stuck and (self.wait.ready() or self.wait.interrupted())

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oobleck.planner import Profile, device_sheet, estimate_profile, model_shape
-from oobleck.sim.cluster.journal import journal_digest
-from oobleck.sim.cluster.run import run_cluster
+from oobleck.sim.cluster.run import journal_digest, run_cluster
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import Trace

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from oobleck.control.journal import JobEnded, NodeConnected, Notice
-from oobleck.ui.lines import LineFormatter
+from oobleck.ui.live import LineFormatter
 from tests.control.journals import committed, job_started, run_with_a_loss
 
 NODES = ("node0", "node1")

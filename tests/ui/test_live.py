@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.ui.lines import LineFormatter
-from oobleck.ui.live import LineLog
+from oobleck.ui.live import LineFormatter, LineLog
 from tests.control.journals import committed, job_started, run_with_a_loss
 
 FEEDER = Path(__file__).with_name("feed_dashboard.py")

@@ -34,11 +34,11 @@ Terms = Callable[[Row], Sequence[float]]
 _CONTROL: Mapping[str, tuple[Callable[[Row], float], Terms]] = {
     "fence_worker_s": (lambda row: row["answers_decode_s"], lambda row: (row["fences"]["number"],)),
     "decide_s, decide_worker_s": (lambda row: row["decide_s"], lambda row: (1.0, row["nodes"])),
-    "update_bytes, update_worker_bytes": (lambda row: _update_bytes(row), lambda row: (1.0, row["nodes"])),
+    "update_bytes": (lambda row: _update_bytes(row), lambda row: (1.0,)),
     "encode_byte_s": (lambda row: row["updates"]["encode_s"], lambda row: (row["updates"]["bytes"],)),
     "read_byte_s": (lambda row: row["update_decode_s"], lambda row: (_update_bytes(row),)),
 }
-"""By the names of the coefficients: what was measured, and their terms. Transfers grow with N here."""
+"""By the names of the coefficients: what was measured, and their terms."""
 _WORKERS: Mapping[str, tuple[Callable[[Row], float], Terms]] = {
     "stall of one machine": (lambda row: row["stall_s"], lambda row: (1.0, row["nodes"] * (row["nodes"] - 1))),
 }

@@ -1,6 +1,6 @@
 """Plays a failure trace on a real run: each event at its time, by requests to the run's master.
 
-What happens to virtual nodes in the simulator (`sim/cluster/faults.py`) happens to processes here: a lost node's are
+What happens to virtual nodes in the simulator (`sim/cluster/run.py`) happens to processes here: a lost node's are
 killed, a frozen node's are stopped, a slow node's workers are stopped and continued in turn.
 """
 

@@ -1,4 +1,4 @@
-"""`--cost-model`, `--costs` and `--cost`: what recoveries and commits cost in a simulation."""
+"""`--costs` and `--cost`: what recoveries and commits cost in a simulation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from oobleck.sim.costs import Costs
 
 
-def parse_costs(model: str | None, file: Path | None, changes: Sequence[str]) -> Costs:
-    """Return a model's costs, changed by what a file says, and then by each NAME=VALUE.
+def parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
+    """Return the costs, changed by what a file says, and then by each NAME=VALUE.
 
     Raises UsageError or ConfigError that names the option or the file, and the cost.
     """
-    from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, costs_from_json
+    from oobleck.sim.costs import Costs, costs_from_json
 
-    if model is not None and model not in COST_MODELS:
-        raise UsageError(f"--cost-model is {shown(model)}; it must be {' or '.join(COST_MODELS)}")
-    costs = COST_MODELS[model or DEFAULT_MODEL]
+    costs = Costs()
     if file is not None:
         costs = costs_from_json(read_input(file, "costs"), costs, source=str(file))
     for change in changes:

@@ -20,8 +20,7 @@ from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime import control_client
 from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
-from oobleck.ui.lines import LineFormatter
-from oobleck.ui.live import LineLog, console_on, run_dashboard, run_lines, tell_of_lost_output, wants_dashboard
+from oobleck.ui import live
 from oobleck.wire import to_builtins
 
 _log = logging.getLogger("oobleck.up")
@@ -65,7 +64,7 @@ class Session:
         self._is_back: dict[str, Arrived] = {}
         """Nodes that have arrived again while the run counts on what they were before."""
         self._terminal: Output | None = None
-        self._formatter = LineFormatter()
+        self._formatter = live.LineFormatter()
         if past.started is not None:
             self._formatter.apply(past.started)  # nobody reads it again
         master.observe(self._note)
@@ -75,13 +74,13 @@ class Session:
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start what keeps a person informed. The run continues if it cannot be."""
         self._terminal = output if output.isatty() else None
-        if wants_dashboard(console_on(output), plain=plain):
-            nursery.start_soon(lambda: run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
+        if live.wants_dashboard(live.console_on(output), plain=plain):
+            nursery.start_soon(lambda: live.run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
         else:
-            log = LineLog(self._formatter)
+            log = live.LineLog(self._formatter)
             self._master.observe(log.apply)
-            nursery.start_soon(lambda: run_lines(log, output=output))
-        nursery.start_soon(tell_of_lost_output, output, self._note_lost_output)
+            nursery.start_soon(lambda: live.run_lines(log, output=output))
+        nursery.start_soon(live.tell_of_lost_output, output, self._note_lost_output)
 
     def _note_lost_output(self, reason: str) -> None:
         text = f"output cannot be written ({reason}); the run continues without it, and `oobleck status` shows it"

@@ -142,6 +142,8 @@ class Membership:
         """When each node was heard of last: beside the members, for it changes with every message."""
         self._counting: dict[str, frozenset[int] | None] = {}
         """The devices of each node whose workers count; None where the node was given up."""
+        self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
+        """What `addresses` says of each node."""
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
         """What `in_state` has answered since any of them changed."""
@@ -205,6 +207,7 @@ class Membership:
         states = {each.state for each in (self._members.get(name), member) if each is not None}
         self._members[name] = member
         self._counting[name] = _counting(member)
+        self._addresses[name] = _addresses(member)
         for asked in [asked for asked in self._in_state if not states.isdisjoint(asked)]:
             del self._in_state[asked]
         self._without_part.clear()
@@ -382,7 +385,7 @@ class Membership:
         known = self._without_part.get(generation)
         if known is None:
             ready, members = MemberState.READY, self._members.items()
-            known = tuple(name for name, each in members if each.state is not ready or each.ready_since >= generation)
+            known = tuple([name for name, each in members if each.state is not ready or each.ready_since >= generation])
             self._without_part[generation] = known
         return known
 
@@ -430,7 +433,7 @@ class Membership:
     def ready_names(self) -> frozenset[str]:
         """The names of the nodes that are ready; remembered until one of them changes."""
         if self._ready_names is None:
-            self._ready_names = frozenset(member.spec.name for member in self.ready)
+            self._ready_names = frozenset([member.spec.name for member in self.ready])
         return self._ready_names
 
     @property
@@ -443,8 +446,7 @@ class Membership:
     @property
     def addresses(self) -> tuple[tuple[int, WorkerAddress], ...]:
         """Where the workers listen that are ready, each with the generation in which its node became so."""
-        workers = ((member.ready_since, worker) for member in self.ready for worker in member.ready.values())
-        return tuple((since, worker.address) for since, worker in workers if worker.address is not None)
+        return tuple(chain.from_iterable(self._addresses.values()))
 
     @property
     def all_save(self) -> bool:
@@ -477,6 +479,12 @@ def _counting(member: Member) -> frozenset[int] | None:
     if member.state not in (MemberState.READY, MemberState.CONNECTED):
         return None
     return frozenset(range(len(member.spec.devices))) - member.shutdown
+
+
+def _addresses(member: Member) -> tuple[tuple[int, WorkerAddress], ...]:
+    """Where a node's workers listen, if it is ready, each with the generation in which it became so."""
+    workers = member.ready.values() if member.is_ready else ()
+    return tuple([(member.ready_since, worker.address) for worker in workers if worker.address is not None])
 
 
 def _moved(member: Member, state: MemberState) -> Member:

@@ -48,7 +48,7 @@ def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Seque
     With some committed, the others are assigned in proportion to the planned numbers.
     """
     if not partial:
-        return tuple(plan.microbatches_of(index) for index in range(len(plan.pipelines)))
+        return plan.shares
     gone = frozenset(partial)
     left = [microbatch for microbatch in range(plan.num_microbatches) if microbatch not in gone]
     counts = apportion(len(left), [pipeline.num_microbatches for pipeline in plan.pipelines])

@@ -270,8 +270,9 @@ def _explained(state: states.Fencing, finding: states.Finding, now_s: float) -> 
 
 def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
     """The answers of those who are still asked, in their order."""
-    asked = state.recovery.asked
-    return dict(zip(asked, map(state.statuses.__getitem__, asked), strict=True))
+    asked, statuses = state.recovery.asked, state.statuses
+    known = statuses.copied() if isinstance(statuses, Gathered) else statuses
+    return dict(zip(asked, map(known.__getitem__, asked), strict=True))
 
 
 # --- the network -----------------------------------------------------------------------------------------------------

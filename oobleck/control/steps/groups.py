@@ -147,7 +147,9 @@ def regrouped(
     one that forms them beside its first step. One with open sums may have sent a part that the others never asked for.
     """
     return tuple(
-        worker_id
-        for worker_id in worker_ids
-        if (status := statuses.get(worker_id)) is None or status.has_open_groups or status.adopted != newest
+        [
+            worker_id
+            for worker_id in worker_ids
+            if (status := statuses.get(worker_id)) is None or status.has_open_groups or status.adopted != newest
+        ]
     )

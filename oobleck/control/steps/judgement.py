@@ -101,7 +101,8 @@ def judge(
     # Workers that hold the same share one set, so that thousands of them cost little.
     sets = {status.layers: frozenset(status.layers) for status in alike.values()}
     layers = {key: sets[status.layers] for key, status in alike.items() if key not in missed}
-    held = {worker_id: layers[id(status)] for worker_id, status in statuses.items() if id(status) in layers}
+    whole = zip(statuses, map(layers.get, map(id, statuses.values())), strict=True)
+    held = {worker_id: mine for worker_id, mine in whole if mine is not None}
     held |= {
         worker_id: held[worker_id] & planned_layers(plans[status.adopted], worker_id)
         for worker_id, status in (statuses.items() if behind or behind_section else ())
@@ -194,14 +195,12 @@ def rests_of(
     dealt: Counter[int] = Counter()
     for segment in segments:
         dealt[segment.pipeline] += len(segment.microbatches)
-    taken = {
-        id(status): status.microbatches_done if status.applied == step - 1 else 0
-        for status in distinct(statuses.values())
-    }
+    before = step - 1
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
-            done = min([taken[id(statuses[worker_id])] for worker_id in pipeline.worker_ids])
+            said = map(statuses.__getitem__, pipeline.worker_ids)
+            done = min([status.microbatches_done if status.applied == before else 0 for status in said])
             own = pipeline.num_microbatches if shares is None else len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from oobleck.control.checkpoints import Candidate
 from oobleck.control.journal import Action, PlanAdopted, PlanCause
@@ -45,7 +46,7 @@ def plan_ordered(recovery: Recovery, choice: Choice, update: PlanUpdate, members
     if recovery.cause is PlanCause.JOINED and any(members[node].restarts for node in recovery.nodes):
         action = Action.RESTART_WORKER
     return PlanOrdered(
-        worker_ids=tuple(worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids),
+        worker_ids=tuple(chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])),
         action=action,
         layers_moved=len({(item.layer, item.target) for item in update.transfers}),
         microbatches_redone=choice.microbatches_redone,

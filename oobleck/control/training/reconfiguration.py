@@ -141,7 +141,7 @@ class Reconfiguration:
             fault_threshold=self._job.fault_threshold,
             fence=fence,
             asked=self._members.ready_worker_ids,
-            heard_s=max((self._members.heard_s[member.spec.name] for member in survivors), default=now_s),
+            heard_s=max(map(self._members.heard_s.__getitem__, self._members.ready_names), default=now_s),
             busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
@@ -210,8 +210,7 @@ class Reconfiguration:
             is_from_scratch=self._lineage.is_from_scratch,
             num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
-        ready = [worker_id for member in self._members.ready for worker_id in member.worker_ids]
-        return replace(update, regrouped=regrouped(ready, statuses, newest))
+        return replace(update, regrouped=regrouped(self._members.ready_worker_ids, statuses, newest))
 
     def _kept_by(self) -> Mapping[WorkerId, Status]:
         """The answers of those whose groups may be kept: of none where it is not known what hangs."""

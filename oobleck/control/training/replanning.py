@@ -335,9 +335,8 @@ def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]
         # What was kept of the plan before is a step behind once this one is finished.
         planned = base.layers_at
         return {
-            worker_id: mine if layers == mine else layers & mine
+            worker_id: mine if layers == (mine := planned.get(worker_id, _NOTHING)) else layers & mine
             for worker_id, layers in verdict.held.items()
-            for mine in (planned.get(worker_id, _NOTHING),)
         }
     if _is_untrained(after):
         return {worker_id: frozenset(range(base.num_layers)) for worker_id in after.statuses}

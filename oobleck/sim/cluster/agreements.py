@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 from oobleck.control.protocol import CommitMessage, Subject, Totals
 from oobleck.control.steps import Agreements, CommitState, Committee, Letter
 from oobleck.planner import WorkerId
 
-from .fabric import Fabric, Wait
-
-Carry = Callable[[WorkerId, CommitMessage], None]
-"""Takes a message to another worker, if it lives and can be reached."""
+from .fabric import Wait
+from .ports import WorkerPorts
 
 
 class VirtualAgreements:
     """One worker's part in agreements, and its waits for them."""
 
-    def __init__(self, agreements: Agreements, commit_state: CommitState, fabric: Fabric, carry: Carry) -> None:
+    def __init__(self, agreements: Agreements, commit_state: CommitState, ports: WorkerPorts) -> None:
         self._worker_id = commit_state.worker_id
         self._agreements = agreements
         self._commit_state = commit_state
-        self._fabric = fabric
-        self._carry = carry
+        self._fabric, self._carry = ports.fabric, ports.carry
 
     def hear(self, source: WorkerId, message: CommitMessage) -> None:
         """Take another worker's message, and pass on what follows from it."""
         self._send(self._agreements.receive(source, message))
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
-        """Bring this worker's part."""
         self._fabric.bring(committee, subject, self._worker_id)
         self._send(self._agreements.post(committee, subject, part))
 
     def is_here(self, committee: Committee, subject: Subject) -> bool:
-        """Return whether all parts are here, added up."""
         return self._agreements.is_here(committee, subject)
 
     def arrival(self, committee: Committee, subject: Subject, *, takes_s: float = 0.0) -> Wait:
@@ -49,7 +44,6 @@ class VirtualAgreements:
         )
 
     def take(self, committee: Committee, subject: Subject) -> Totals:
-        """Take what all have brought."""
         total = self._agreements.take(committee, subject)
         assert total is not None
         self._fabric.check_brought(committee, subject, self._worker_id)

@@ -102,12 +102,7 @@ class _AgentProcess:
     async def _serve(self, nursery: trio.Nursery) -> None:
         machine = self._machine
         self.host = VirtualWorkerHost(
-            self._world,
-            machine.gate,
-            nursery,
-            pids=machine.next_pid,
-            clock=machine.clock,
-            warm_up=machine.warm_up,
+            self._world, machine.gate, nursery, pids=machine.next_pid, clock=machine.clock, warm_up=machine.warm_up
         )
         self.agent = agent = Agent(
             tag=self._tag,
@@ -186,6 +181,11 @@ class _Machine:
             self.agent.host.end_server()
 
     @property
+    def links(self) -> list[VirtualLink]:
+        """From the master to its agent."""
+        return [] if self.agent is None else self.agent.links
+
+    @property
     def is_silent(self) -> bool:
         """Nothing comes back from it, not even that it is gone."""
         return self.is_up and (self.is_cut_off or self.gate.is_closed)
@@ -222,8 +222,6 @@ class VirtualCluster:
         self._machines = {name: _Machine(name, world, pids) for name in names}
         self._master_frozen_until_s = 0.0
         self._relays = VirtualRelays(world, self._is_agent_frozen)
-
-    # --- the port ------------------------------------------------------------------------------------------
 
     async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
         machine = self._machine(node)
@@ -283,8 +281,6 @@ class VirtualCluster:
         if not machine.is_up:
             raise NodeUnreachable(machine.name, "no route to host")
 
-    # --- faults ------------------------------------------------------------------------------------------------
-
     def join(self, name: str) -> None:
         """A machine comes up, with nothing on it."""
         self._machines[name].is_up = True
@@ -332,7 +328,7 @@ class VirtualCluster:
             link.near.thaw()
 
     def _links(self) -> list[VirtualLink]:
-        return [link for machine in self._machines.values() if machine.agent for link in machine.agent.links]
+        return [link for machine in self._machines.values() for link in machine.links]
 
     def notice(self, name: str) -> None:
         """The agent of a node learns that the node will be taken away."""
@@ -345,7 +341,6 @@ class VirtualCluster:
         self._world.tempo.set_factor(name, factor)
 
     def crash_worker(self, name: str, device: int) -> None:
-        """A worker process ends by a signal."""
         agent = self._machines[name].agent
         if agent is not None and agent.host is not None:
             for process in agent.host.processes:
@@ -370,7 +365,7 @@ class VirtualCluster:
         for name in nodes:
             machine = self._machines[name]
             machine.is_cut_off = True
-            for link in machine.agent.links if machine.agent else ():
+            for link in machine.links:
                 link.hold()
             self._nursery.start_soon(self._give_up_links, machine)
 
@@ -385,18 +380,17 @@ class VirtualCluster:
         self._world.time.call_at(fails_s, self._world.fabric.break_connections)
 
     def heal(self) -> None:
-        """End all partitions."""
         self._world.fabric.heal()
         self._relays.settle()
         for machine in self._machines.values():
             machine.is_cut_off = False
-            for link in machine.agent.links if machine.agent else ():
+            for link in machine.links:
                 link.release()
             machine.wake()
 
     async def _give_up_links(self, machine: _Machine) -> None:
         """Nothing has come from a machine: the master's side of its connections ends."""
-        silent = tuple(machine.agent.links) if machine.agent else ()
+        silent = tuple(machine.links)
         with trio.move_on_after(_KEEPALIVE_S):
             await machine.answers()
             return
@@ -410,7 +404,7 @@ class VirtualCluster:
 
     def _note_frost(self, machine: _Machine) -> None:
         is_frozen = self._is_agent_frozen(machine.name)
-        for link in machine.agent.links if machine.agent else ():
+        for link in machine.links:
             if is_frozen:
                 link.far.freeze()
             else:

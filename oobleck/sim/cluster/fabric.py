@@ -26,7 +26,6 @@ class Contribution:
 
     step: int
     numbers: tuple[int, ...]
-    """They are put together."""
     versions: tuple[int, ...] = ()
     """Digests of the layers that it is about; equal for all members, or they would train different models."""
 
@@ -106,7 +105,6 @@ class Fabric:
         return self._met[key].issuperset(addresses) and self.is_whole(key.members)
 
     def note_formed(self, key: GroupKey) -> None:
-        """One more member has formed a group."""
         self._num_formed[key] += 1
         if self._num_formed[key] == len(key.members):
             del self._num_formed[key], self._met[key]
@@ -133,7 +131,6 @@ class Fabric:
         self._islands.update(dict.fromkeys(nodes, number))
 
     def heal(self) -> None:
-        """End all partitions."""
         self._islands.clear()
         self._breaks = False
         self._tell(self._watchers)
@@ -145,11 +142,9 @@ class Fabric:
             self._tell(self._watchers)
 
     def reaches(self, node: str, other: str) -> bool:
-        """Return whether two nodes reach one another."""
         return self._islands.get(node) == self._islands.get(other)
 
     def is_whole(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Return whether all of them reach one another."""
         return not self._islands or len({self._islands.get(worker_id.node, 0) for worker_id in worker_ids}) <= 1
 
     def lacks_a_member(self, key: GroupKey) -> bool:

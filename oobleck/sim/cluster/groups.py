@@ -6,16 +6,15 @@ Whose gradients are summed with whose, without parameters, as in `training.step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import WorkerAddress
 from oobleck.control.steps import CommitState, Committee, GroupKey
 from oobleck.planner import WorkerId
 
-from .fabric import Contribution, Fabric, Violation, Wait, label
-from .moves import Moves
-from .tempo import Tempo
+from .fabric import Contribution, Violation, Wait, label
+from .ports import Moves, WorkerPorts
 
 Bucket = tuple[GroupKey, tuple[int, ...]]
 """A group, and the layers whose gradients it sums."""
@@ -26,7 +25,6 @@ class _Forming:
     """Groups that are being formed."""
 
     awaited: Mapping[GroupKey, Sequence[WorkerAddress]]
-    """Who has to be there."""
     until_s: float
     """When they are formed, if all others came when this worker did."""
 
@@ -34,17 +32,15 @@ class _Forming:
 class GroupTable:
     """The groups of one worker. Its members find each other by the addresses that their plan updates have told."""
 
-    def __init__(self, fabric: Fabric, commit_state: CommitState, *, tempo: Tempo, clock: Callable[[], float]) -> None:
+    def __init__(self, ports: WorkerPorts, commit_state: CommitState) -> None:
         self._worker_id = commit_state.worker_id
-        self._fabric = fabric
+        self._fabric, self._tempo, self._clock = ports.fabric, ports.tempo, ports.clock
         self._commit_state = commit_state
-        self._tempo = tempo
-        self._clock = clock
         self._formed: set[GroupKey] = set()
         self._forming: _Forming | None = None
         """What is formed beside what is computed."""
         self._posted: Counter[GroupKey] = Counter()
-        self.address = fabric.address(self._worker_id)
+        self.address = self._fabric.address(self._worker_id)
         self._addresses = {self._worker_id: self.address}
 
     def know(self, addresses: Iterable[WorkerAddress]) -> None:
@@ -101,12 +97,10 @@ class GroupTable:
         self._formed.update(forming.awaited)
 
     def keep(self, keys: Collection[GroupKey]) -> None:
-        """Leave all groups but these."""
         self._formed.intersection_update(keys)
         self._posted = Counter({key: self._posted[key] for key in keys})
 
     def leave(self, keys: Collection[GroupKey]) -> None:
-        """Leave these groups."""
         self._formed.difference_update(keys)
 
     def post(self, key: GroupKey, value: Contribution) -> int:

@@ -85,7 +85,6 @@ class HeldLayers:
         return self.kept[layer] if layer in self.kept else self.held[layer]
 
     def states(self, layers: Iterable[int]) -> dict[int, Version]:
-        """Those of some layers that are here."""
         return {layer: self.state(layer) for layer in layers}
 
     def adopt(

@@ -7,6 +7,8 @@ knows nothing of messages or nodes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 
 import trio
@@ -173,34 +175,25 @@ class VirtualStream(trio.abc.HalfCloseableStream):
         self._thawed: trio.Event | None = None
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        self._begin_sending()
-        try:
+        with self._sending():
             await self._checkpoint()
             self._check_sender()
             await self._outgoing.send(bytes(data))
-        finally:
-            self._is_sending = False
 
     async def wait_send_all_might_not_block(self) -> None:
-        self._begin_sending()
-        try:
+        with self._sending():
             await self._checkpoint()
             self._check_sender()
             await self._outgoing.wait_for_room()
             self._outgoing.check_sender()
-        finally:
-            self._is_sending = False
 
     async def send_eof(self) -> None:
-        self._begin_sending()
-        try:
+        with self._sending():
             await self._checkpoint()
             if not self._has_sent_eof:
                 self._outgoing.check_sender()
                 self._has_sent_eof = True
                 self._outgoing.end()
-        finally:
-            self._is_sending = False
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and index(max_bytes) < 1:
@@ -249,10 +242,15 @@ class VirtualStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("the end of the stream was sent before")
         self._outgoing.check_sender()
 
-    def _begin_sending(self) -> None:
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
         if self._is_sending:
             raise trio.BusyResourceError("another task is sending")
         self._is_sending = True
+        try:
+            yield
+        finally:
+            self._is_sending = False
 
 
 class VirtualLink:

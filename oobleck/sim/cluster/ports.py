@@ -1,21 +1,27 @@
-"""What a virtual worker has of the world around it."""
+"""What a virtual worker has of the world around it, and how its training thread moves in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from oobleck.control.protocol import WorkerMessage
+from oobleck.control.protocol import CommitMessage, WorkerMessage
 from oobleck.control.steps import Save, SaveEnd
+from oobleck.planner import WorkerId
 
-from .agreements import Carry
-from .fabric import Fabric
+from .fabric import Fabric, Wait
 from .tempo import Tempo
 
+Carry = Callable[[WorkerId, CommitMessage], None]
+"""Takes a message to another worker, if it lives and can be reached."""
+Moves = Generator[Wait, None, None]
+"""The moves of a training thread: it yields wherever the real one may be preempted or waits."""
 
-def _ignore() -> None:
-    pass
+
+def pause(what: str) -> Iterator[Wait]:
+    """A point where the training thread may be preempted, with nothing to wait for."""
+    yield Wait(what, lambda: True)
 
 
 class Saver(Protocol):
@@ -37,13 +43,11 @@ class WorkerPorts:
 
     fabric: Fabric
     carry: Carry
-    """Takes messages to other workers, which `hear` them."""
     tempo: Tempo
     clock: Callable[[], float]
     """Seconds."""
     say: Callable[[WorkerMessage], None]
-    """Report to the agent."""
-    announce: Callable[[], None] = _ignore
+    """Reports to the agent."""
+    announce: Callable[[], None] = lambda: None
     """Called when a message changes what a wait may look for."""
     saver: Saver | None = None
-    """None where nothing is saved."""

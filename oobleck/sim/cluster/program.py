@@ -13,9 +13,9 @@ from oobleck.control.speed import PaceMeter
 from oobleck.planner import ExecutionPlan
 from oobleck.schedule import section_stops
 
-from .fabric import Fabric, Violation, Wait, label
-from .moves import Moves
-from .tempo import ProgramTimes, Tempo
+from .fabric import Violation, Wait, label
+from .ports import Moves, WorkerPorts
+from .tempo import ProgramTimes
 
 _BUSY_TIMES = 16
 """As many stretches of computation are remembered as a real worker remembers."""
@@ -44,28 +44,23 @@ class Programs:
 
     def __init__(
         self,
-        fabric: Fabric,
+        ports: WorkerPorts,
         commit_state: steps.CommitState,
         partial_commit: steps.PartialCommit,
-        *,
-        tempo: Tempo,
-        clock: Callable[[], float],
         carry_out: Callable[[steps.WorkerEffects], Moves],
     ) -> None:
         """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
         self.worker_id = commit_state.worker_id
-        self.fabric = fabric
+        self.fabric, self._tempo, self._clock = ports.fabric, ports.tempo, ports.clock
         self.commit_state = commit_state
         self.partial_commit = partial_commit
         self.carry_out = carry_out
         self.spoiled: set[steps.GroupKey] = set()
         """Groups whose traffic was given up half-way: their messages cannot be distinguished any more."""
-        self._tempo = tempo
-        self._clock = clock
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
-        self._pace = PaceMeter(commit_state.worker_id.device, clock())
+        self._pace = PaceMeter(commit_state.worker_id.device, ports.clock())
 
     def execute(self, work: Work, seat: steps.PlaceInPlan, program: steps.Compute) -> Moves:
         """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
@@ -135,7 +130,6 @@ class Programs:
         return tuple(self._busy_s)
 
     def adopt(self, plan: ExecutionPlan) -> None:
-        """Compute for another plan from now on."""
         self._pace.adopt(len(plan.worker_ids))
 
     def take_pace(self) -> Pace | None:

@@ -32,13 +32,11 @@ class Records:
         return tuple(self._shards.survey(want, items=self._items) for want in wants)
 
     def tell(self, message: StepRecords) -> None:
-        """Note what a step takes."""
         assignment_version, step = message.assignment_version, message.step
         if self._told.setdefault((assignment_version, step), message) != message:
             raise Violation(f"step {step} of assignment version {assignment_version} is given other records")
 
     def end(self, message: RecordsOver) -> None:
-        """Note that no more come."""
         self._over[message.assignment_version] = message
 
     def is_told(self, step: int) -> bool:

@@ -55,7 +55,8 @@ class VirtualRelays:
             else:
                 end.thaw()
 
-    def listen(self, node: str, address: str) -> _Listener:
+    async def listen(self, node: str, address: str) -> _Listener:
+        await trio.lowlevel.checkpoint()
         listener = self._listeners[address] = _Listener(node, address)
         return listener
 
@@ -68,7 +69,7 @@ class VirtualRelays:
         edge = _Edge(node, listener.node, VirtualLink(self._world.time, latency_s=latency_s))
         self._edges.append(edge)
         self._settle(edge)
-        listener.take(edge.link.far)
+        listener.post.send_nowait(edge.link.far)
         return edge.link.near
 
 
@@ -79,10 +80,7 @@ class _Listener:
         self.node = node
         self.is_closed = False
         self.door = RelayOpen(host=address, port=1, ticket=_TICKET)
-        self._post, self._callers = trio.open_memory_channel[trio.abc.Stream](1 << 16)
-
-    def take(self, stream: VirtualStream) -> None:
-        self._post.send_nowait(stream)
+        self.post, self._callers = trio.open_memory_channel[trio.abc.Stream](1 << 16)
 
     async def accept(self) -> trio.abc.Stream:
         return await self._callers.receive()
@@ -104,8 +102,7 @@ class _Network:
         self._node = node
 
     async def listen(self, address: str) -> _Listener:
-        await trio.lowlevel.checkpoint()
-        return self._relays.listen(self._node, address)
+        return await self._relays.listen(self._node, address)
 
     async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
         return await self._relays.dial(self._node, host)

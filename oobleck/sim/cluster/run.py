@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import assert_never
 
 import trio
 
-from oobleck.control.events import Command, End, Event, StopRequested
+from oobleck.control.events import AddRequested, Command, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.control.speed import LINK_KEYS
 from oobleck.control.training import Coordinator, ReplayedRun
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
+from oobleck.sim import trace as traces
 from oobleck.sim.costs import Costs, NodeKinds
-from oobleck.sim.trace import Trace
 from oobleck.wire import decode_json, encode_json
 
 from .cluster import PYTHON_VERSION, VirtualCluster
 from .determinism import run_virtual
-from .faults import Faults
-from .journal import MemoryJournal, MemoryProfiles, journal_digest
 from .tempo import Delays
 from .world import World
 
@@ -63,7 +63,7 @@ class ClusterRun:
 
 
 def run_cluster(
-    trace: Trace,
+    trace: traces.Trace,
     *,
     job: JobSpec,
     profile: Profile,
@@ -93,6 +93,39 @@ def run_cluster(
     simulation.keeps_decisions = keep_decisions
     end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=simulation.time)
     return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
+
+
+class _Journal:
+    """Implements `roles.master_ports.Journal`."""
+
+    def __init__(self) -> None:
+        self.entries: list[JournalEntry] = []
+
+    def append(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+
+
+class _Profiles:
+    """Implements `roles.master_ports.ProfileCache`."""
+
+    def __init__(self, profile_json: str | None) -> None:
+        """`profile_json` is there for every key of a profile; None for none but those that are stored."""
+        self.profile_json = profile_json
+        self._stored: dict[str, str] = {}
+
+    def load(self, key: str) -> str | None:
+        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self.profile_json)
+
+    def store(self, key: str, profile_json: str) -> None:
+        self._stored[key] = profile_json
+
+
+def journal_digest(entries: Iterable[JournalEntry]) -> str:
+    """Return a digest of everything that a journal says: equal for equal runs, in any process."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(encode_json(entry) + b"\n")
+    return digest.hexdigest()
 
 
 class _RecordingCoordinator(Coordinator):
@@ -143,22 +176,16 @@ class _Simulation:
     """One run. Only `run` may be called, once."""
 
     def __init__(
-        self,
-        trace: Trace,
-        job: JobSpec,
-        kinds: NodeKinds,
-        seed: int,
-        delays: Delays,
-        costs: Costs | None,
+        self, trace: traces.Trace, job: JobSpec, kinds: NodeKinds, seed: int, delays: Delays, costs: Costs | None
     ) -> None:
-        self.journal = MemoryJournal()
+        self.journal = _Journal()
         self.decisions: list[Decided] = []
         self.keeps_decisions = False
         self.observers: Sequence[Callable[[JournalEntry], None]] = ()
         self._trace = trace
         self._job = job
         self._kinds = kinds
-        self.profiles = MemoryProfiles(profile_to_json(kinds.profile))
+        self.profiles = _Profiles(profile_to_json(kinds.profile))
         self._world = World.make(kinds, delays, seed, costs)
         self.time = self._world.time
         self._master: Master | None = None
@@ -195,16 +222,48 @@ class _Simulation:
             await trio.sleep(self._down_s)
 
     async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
-        faults = Faults(
-            self._trace,
-            cluster,
-            spec_of=self._spec,
-            submit=self._submit,
-            crash_master=self._crash_master,
-            freeze_master=partial(self._freeze_master, cluster, nursery),
-        )
-        await faults.play()
+        """Let each event of the trace happen at its time, whatever the run is doing, and then stop the run."""
+        for event in self._trace.events:
+            await trio.sleep_until(event.t_s)
+            self._strike(event, cluster, nursery)
+        await trio.sleep_until(self._trace.duration_s)
         self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
+
+    def _strike(self, event: traces.TraceEvent, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
+        match event:
+            case traces.Lost(node=node):
+                cluster.lose(node)
+            case traces.Joined(node=node):
+                cluster.join(node)
+                self._submit(AddRequested(spec=self._spec(node)))
+            case traces.Frozen(node=node):
+                cluster.freeze(node)
+            case traces.Thawed(node=node):
+                cluster.thaw(node)
+            case traces.Slowed(node=node, factor=factor):
+                cluster.slow_down(node, factor)
+            case traces.WorkerCrashed(node=node, device=device):
+                cluster.crash_worker(node, device)
+            case traces.ForkServerCrashed(node=node):
+                cluster.crash_fork_server(node)
+            case traces.AgentCrashed(node=node):
+                cluster.crash_agent(node)
+            case traces.AgentFrozen(node=node, frozen_s=frozen_s):
+                cluster.freeze_agent(node, frozen_s)
+            case traces.MasterCrashed(down_s=down_s):
+                self._crash_master(down_s)
+            case traces.MasterFrozen(frozen_s=frozen_s):
+                self._freeze_master(cluster, nursery, frozen_s)
+            case traces.Partitioned(nodes=nodes, spares_master=True):
+                cluster.cut_links(nodes)
+            case traces.Partitioned(nodes=nodes):
+                cluster.separate(nodes)
+            case traces.Healed():
+                cluster.heal()
+            case traces.Noticed(node=node):
+                cluster.notice(node)
+            case _:
+                assert_never(event)
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
         """A master that takes over what is left of the run, or starts it where nothing is."""

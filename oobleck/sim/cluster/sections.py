@@ -12,7 +12,7 @@ from .agreements import VirtualAgreements
 from .fabric import Contribution, Fabric, Violation, Wait
 from .groups import Bucket, GroupTable
 from .layers import HeldLayers
-from .moves import Moves, pause
+from .ports import Moves, pause
 
 
 @dataclass(slots=True)
@@ -62,7 +62,6 @@ class SectionSums:
         self._buckets, self._committee, self._tells = buckets, committee, tells
 
     def post(self, number: int, step: int, mine: tuple[int, ...]) -> None:
-        """Post the gradients of a section's microbatches."""
         sums = [
             (key, layers, self._groups.post(key, Contribution(step, mine, self._layers.digests(layers))))
             for key, layers in self._buckets
@@ -99,7 +98,6 @@ class SectionSums:
         return SectionTotals(agreed.numbers[0], agreed.counted)
 
     def fold(self, record: SectionRecord) -> None:
-        """Put the sums to those that are committed."""
         posted = self._section
         if not posted.summed:
             raise Violation(f"section {record.number} of step {record.step} is claimed to be reduced")
@@ -112,7 +110,6 @@ class SectionSums:
         return posted.mine
 
     def arrival(self) -> Wait:
-        """The wait for what the section needs next."""
         posted = self._section
         if posted.agrees:
             return self._agreements.arrival(self._everyone, posted.subject)

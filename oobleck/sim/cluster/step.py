@@ -14,8 +14,7 @@ from .agreements import VirtualAgreements
 from .fabric import Contribution, Violation, Wait
 from .groups import Bucket, GroupTable, buckets_of
 from .layers import HeldLayers
-from .moves import Moves, pause
-from .ports import WorkerPorts
+from .ports import Moves, WorkerPorts, pause
 from .program import Programs, Work
 from .records import Records
 from .sections import SectionSums
@@ -72,7 +71,6 @@ class StepDriver:
         """When this worker had done its part of the step."""
 
     def adopt(self, plan: ExecutionPlan, seat: steps.PlaceInPlan | None, committee: steps.Committee | None) -> None:
-        """Take steps under another plan from now on."""
         if self.seat is None:
             self._step_began_s, self._posted_s = self._ports.clock(), None  # it has rested until now
         self.seat = seat
@@ -108,16 +106,22 @@ class StepDriver:
                 self._programs.forget_step()
             case steps.Evaluate():
                 return (yield from self._evaluate(effect))
-            case (
-                steps.PostSection()
-                | steps.TakeSums()
-                | steps.PostTotals()
-                | steps.TakeTotals()
-                | steps.Fold()
-                | steps.AwaitSection()
-                | steps.GiveBack()
-            ):
-                return (yield from self._move_section(effect))
+            case steps.PostSection(step=step, number=number):
+                yield from self._post_section(step, number)
+            case steps.TakeSums():
+                return (yield from self._sections.take_sums())
+            case steps.PostTotals():
+                yield from self._sections.post_totals()
+            case steps.TakeTotals():
+                return (yield from self._sections.take_totals())
+            case steps.Fold(record=record):
+                self._sections.fold(record)
+            case steps.AwaitSection():
+                yield self._sections.arrival()
+            case steps.GiveBack():
+                mine = self._sections.give_back()
+                if self._work is not None:
+                    self._work.microbatches += mine
             case _:
                 assert_never(effect)
         return None
@@ -207,27 +211,8 @@ class StepDriver:
         self._step_began_s, self._posted_s = self._ports.clock(), None
         return steps.Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 
-    def _move_section(self, effect: steps.SectionEffect) -> Generator[Wait, None, steps.EffectOutcome]:
-        match effect:
-            case steps.PostSection(step=step, number=number):
-                yield from pause("about to post a section")
-                assert self._work is not None
-                mine, self._work.microbatches = tuple(self._work.microbatches), []
-                self._sections.post(number, step, mine)
-            case steps.TakeSums():
-                return (yield from self._sections.take_sums())
-            case steps.PostTotals():
-                yield from self._sections.post_totals()
-            case steps.TakeTotals():
-                return (yield from self._sections.take_totals())
-            case steps.Fold(record=record):
-                self._sections.fold(record)
-            case steps.AwaitSection():
-                yield self._sections.arrival()
-            case steps.GiveBack():
-                mine = self._sections.give_back()
-                if self._work is not None:
-                    self._work.microbatches += mine
-            case _:
-                assert_never(effect)
-        return None
+    def _post_section(self, step: int, number: int) -> Moves:
+        yield from pause("about to post a section")
+        assert self._work is not None
+        mine, self._work.microbatches = tuple(self._work.microbatches), []
+        self._sections.post(number, step, mine)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from oobleck.control.protocol import PlanUpdate
 from oobleck.control.speed import microbatch_s
 from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Profile, WorkerId
+from oobleck.planner.profiles import LINKS
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
+_FREE = Costs(**dict.fromkeys([part.name for part in fields(Costs)], 0.0))
 _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """What takes a microbatch backward to the end, in one part or as the second of two."""
 
@@ -47,7 +49,6 @@ class ProgramTimes:
 
     end_s: float
     backward_ends_s: tuple[float, ...]
-    """When each microbatch has been taken backward."""
 
 
 class Tempo:
@@ -65,8 +66,9 @@ class Tempo:
 
         Where nodes are of several kinds, `profile_of` returns the profile of each node's.
         """
-        self._form_group_s = form_group_s
-        self._costs = costs
+        self.forms_beside = costs is None
+        """Groups that sum are formed beside what is computed; costs are those of NCCL, which forms all at once."""
+        self._costs = costs or replace(_FREE, form_s=form_group_s)
         self._profile = profile
         self._profile_of = profile_of or (lambda node: profile)
         self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
@@ -124,30 +126,21 @@ class Tempo:
         )
 
     def reduce_s(self, plan: ExecutionPlan) -> float:
-        """Seconds in which a plan's gradients are reduced."""
         return self._pace.reduce_s(plan)
 
     def committing_s(self, plan: ExecutionPlan) -> float:
         """Seconds in which all workers of a plan agree that a step is committed."""
-        return 0.0 if self._costs is None else self._costs.committing_s(len(plan.worker_ids))
-
-    @property
-    def forms_beside(self) -> bool:
-        """Groups that sum are formed beside what is computed; costs are those of NCCL, which forms all at once."""
-        return self._costs is None
+        return self._costs.committing_s(len(plan.worker_ids))
 
     def forming_s(self, group_sizes: Collection[int]) -> float:
         """Seconds in which a worker forms groups of so many members, once all are there."""
-        return self._form_group_s if self._costs is None else self._costs.forming_s(group_sizes)
+        return self._costs.forming_s(group_sizes)
 
     def ordering_s(self, update: PlanUpdate) -> float:
         """Seconds that the master worked for an update: to ask all, if they trained, to decide, and to order."""
-        if self._costs is None:
-            return 0.0
         num_workers = len(update.plan.worker_ids)
         asking_s = 0.0 if update.initial else self._costs.asking_s(num_workers)
-        ordering_s = self._costs.ordering_s(num_workers, len(update.transfers))
-        return asking_s + self._costs.deciding_s(num_workers) + ordering_s
+        return asking_s + self._costs.deciding_s(num_workers) + self._costs.ordering_s(num_workers)
 
     def part_bytes(self, item: LayerTransfer) -> int:
         """Bytes that a transfer moves: parameters and optimizer state."""
@@ -156,14 +149,12 @@ class Tempo:
 
     def latency_s(self, source: WorkerId, target: WorkerId) -> float:
         """Seconds that a short message takes from one worker to another; costs have it in `committing_s`."""
-        if self._costs is not None:
+        if not self.forms_beside:
             return 0.0
         network = self._profile.network
         return network.intra_node_latency_s if source.node == target.node else network.inter_node_latency_s
 
     def transfer_s(self, item: LayerTransfer) -> float:
         """Seconds of a transfer; those to one worker come one after the other."""
-        network = self._profile.network
-        if item.source.node == item.target.node:
-            return network.intra_node_latency_s + self.part_bytes(item) / network.intra_node_bytes_per_s
-        return network.inter_node_latency_s + self.part_bytes(item) / network.inter_node_bytes_per_s
+        link = self._profile.network.speed_of(LINKS[item.source.node == item.target.node])
+        return link.latency_s + self.part_bytes(item) / link.bytes_per_s

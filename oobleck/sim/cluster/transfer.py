@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 from oobleck.control.protocol import PlanUpdate
 from oobleck.control.steps import CommitState, GroupKey, transfer_key
 from oobleck.planner import LayerTransfer
 
-from .fabric import Fabric, Violation, Wait
+from .fabric import Violation, Wait
 from .layers import HeldLayers, Version
-from .moves import pause
-from .tempo import Tempo
+from .ports import WorkerPorts, pause
 
 
 class Transfers:
     """What one worker exchanged for the plan in force."""
 
-    def __init__(self, fabric: Fabric, commit_state: CommitState, *, tempo: Tempo, clock: Callable[[], float]) -> None:
+    def __init__(self, ports: WorkerPorts, commit_state: CommitState) -> None:
         self.took_s = 0.0
-        """How long the latest exchange took."""
         self.received_bytes = 0
         self._worker_id = commit_state.worker_id
-        self._fabric = fabric
+        self._fabric, self._tempo, self._clock = ports.fabric, ports.tempo, ports.clock
         self._commit_state = commit_state
-        self._tempo = tempo
-        self._clock = clock
 
     def exchange(self, update: PlanUpdate, layers: HeldLayers) -> Generator[Wait, None, dict[int, Version]]:
         """Send what a plan update has this worker send; return the layers that it receives."""

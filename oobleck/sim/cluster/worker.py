@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import assert_never
 
 from oobleck.control import protocol, steps
 from oobleck.job import JobSpec
@@ -19,8 +18,7 @@ from .agreements import VirtualAgreements
 from .fabric import Violation, Wait
 from .groups import GroupTable
 from .layers import HeldLayers, Version
-from .moves import Moves, pause
-from .ports import WorkerPorts
+from .ports import Moves, WorkerPorts, pause
 from .program import Programs
 from .records import Records, VirtualShards
 from .step import StepDriver
@@ -31,7 +29,6 @@ class VirtualWorker:
     """One worker process. `step` makes the training thread's next move, `take` a message of the control thread."""
 
     programs: type[Programs] = Programs
-    """What runs its programs."""
 
     def __init__(
         self, worker_id: WorkerId, job: JobSpec, ports: WorkerPorts, *, shards: VirtualShards | None = None
@@ -39,37 +36,24 @@ class VirtualWorker:
         """`shards` are those of the job where others than endless ones are wanted."""
         self.worker_id = worker_id
         self.commit_state = steps.CommitState(worker_id, ports.announce, lock=nullcontext())
-        self.is_stuck = False
-        """The process is stopped: neither of its threads does anything, and its connections do not show it."""
         self._ports = ports
         self._job = job
         self._records = Records(shards or VirtualShards.of(job), items=job.data.sequence_length - 1)
-        self._layers = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
-        self._groups = GroupTable(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
-        self._transfers = Transfers(ports.fabric, self.commit_state, tempo=ports.tempo, clock=ports.clock)
-        self._follower = steps.Follower(
-            job,
-            self.commit_state,
-            records=self._records if self._records.are_needed else None,
-            evaluates=True,
-        )
+        self.store = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
+        self._groups = GroupTable(ports, self.commit_state)
+        self._transfers = Transfers(ports, self.commit_state)
+        records = self._records if self._records.are_needed else None
+        self._follower = steps.Follower(job, self.commit_state, records=records, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
-        self._agreements = VirtualAgreements(agreements, self.commit_state, ports.fabric, ports.carry)
-        self._programs = self.programs(
-            ports.fabric,
-            self.commit_state,
-            self._follower.partial_commit,
-            tempo=ports.tempo,
-            clock=ports.clock,
-            carry_out=self._carry_out,
-        )
-        self._step = StepDriver(
+        self._agreements = VirtualAgreements(agreements, self.commit_state, ports)
+        self._programs = self.programs(ports, self.commit_state, self._follower.partial_commit, self._carry_out)
+        self.driver = StepDriver(
             job,
             ports,
             self.commit_state,
             groups=self._groups,
             agreements=self._agreements,
-            layers=self._layers,
+            layers=self.store,
             records=self._records,
             programs=self._programs,
         )
@@ -79,12 +63,8 @@ class VirtualWorker:
         self._thread = self._carry_out(self._follower.run())
         self.wait = next(self._thread)
 
-    # --- what the environment does ---------------------------------------------------------------------------
-
     def take(self, message: protocol.WorkerBound) -> None:
         """Handle one message, as the control thread does."""
-        if self.is_stuck:
-            return
         match message:
             case protocol.Fence(probe_addresses=probed):
                 self._programs.note_microbatches()
@@ -128,43 +108,12 @@ class VirtualWorker:
 
     def hear(self, source: WorkerId, message: protocol.CommitMessage) -> None:
         """Handle one message of another worker; like `take`, whatever the training thread does."""
-        if not self.is_stuck:
-            self._agreements.hear(source, message)
-            self._ports.announce()
+        self._agreements.hear(source, message)
+        self._ports.announce()
 
     @property
     def address(self) -> protocol.WorkerAddress:
-        """Where its peers reach it."""
         return self._groups.address
-
-    @property
-    def layers(self) -> dict[int, Version]:
-        """The layers that it holds under the plan in force."""
-        return self._layers.held
-
-    @property
-    def kept(self) -> dict[int, Version]:
-        """Layers of the plan before, until all have adopted the new one."""
-        return self._layers.kept
-
-    @property
-    def holds_reduced(self) -> bool:
-        """Whether it can still apply the step that its peers may have applied."""
-        return bool(self._step.reduced)
-
-    @property
-    def taken(self) -> dict[int, tuple[protocol.RecordRun, ...]]:
-        """The records of the steps that it has applied."""
-        return self._step.taken
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether its layers are already those that it answers."""
-        return self.wait.what not in ("adopting", "applying")
-
-    @property
-    def can_step(self) -> bool:
-        return not self.is_stuck and (self.wait.ready() or self.wait.interrupted())
 
     def step(self) -> None:
         """Continue to the next point where the training thread may be preempted or has to wait."""
@@ -173,8 +122,6 @@ class VirtualWorker:
     def fail(self) -> None:
         """End the wait with an error of the network."""
         self.wait = self._thread.throw(steps.PeerLost(self.wait.what))
-
-    # --- the training thread: effects become moves -------------------------------------------------------------
 
     def _carry_out(self, effects: steps.WorkerEffects) -> Moves:
         """Carry out effects in order; the follower handles what fails."""
@@ -193,26 +140,6 @@ class VirtualWorker:
 
     def _do(self, effect: steps.WorkerEffect) -> Generator[Wait, None, steps.EffectOutcome]:
         match effect:
-            case (
-                steps.BeginStep()
-                | steps.Compute()
-                | steps.Reduce()
-                | steps.Agree()
-                | steps.Apply()
-                | steps.ForgetStep()
-                | steps.Evaluate()
-            ):
-                return (yield from self._step.do(effect))
-            case (
-                steps.PostSection()
-                | steps.TakeSums()
-                | steps.PostTotals()
-                | steps.TakeTotals()
-                | steps.Fold()
-                | steps.AwaitSection()
-                | steps.GiveBack()
-            ):
-                return (yield from self._step.do(effect))
             case steps.Say(message=message):
                 if isinstance(message, protocol.PeerFailed | protocol.RecordsFailed):
                     yield from pause("report")
@@ -246,14 +173,14 @@ class VirtualWorker:
             case steps.EndTransfers(keys=keys):
                 self._groups.leave(keys)
             case steps.Exchange(update=update):
-                self._received = yield from self._transfers.exchange(update, self._layers)
+                self._received = yield from self._transfers.exchange(update, self.store)
                 yield from pause("about to adopt")
             case steps.Adopt():
                 yield from self._adopt(effect)
             case steps.ReadCheckpoint():
                 raise Violation(f"{self.worker_id} has nothing to restore from: layers have no numbers")
             case _:
-                assert_never(effect)
+                return (yield from self.driver.do(effect))
         return None
 
     def _await_update(self) -> Generator[Wait, None, protocol.PlanUpdate]:
@@ -278,20 +205,18 @@ class VirtualWorker:
             )
         )
 
-    # --- from one plan to the next ---------------------------------------------------------------------------
-
     def _sum_groups(self, committee: steps.Committee | None) -> list[steps.GroupKey]:
-        return [] if committee is None else self._step.groups_of(committee)
+        return [] if committee is None else self.driver.groups_of(committee)
 
     def _adopt(self, effect: steps.Adopt) -> Moves:
         yield from pause("adopting")
         update, wanted = effect.update, tuple(effect.layers)
-        keeping = self._layers.states(effect.keep)
-        self._layers.adopt(wanted, self._received, keeping, initial=update.initial)
+        keeping = self.store.states(effect.keep)
+        self.store.adopt(wanted, self._received, keeping, initial=update.initial)
         self._records.assignment_version = update.assignment_version
         self._received = {}
-        self._step.adopt(update.plan, effect.seat, effect.committee)
-        for layer, version in self.layers.items():
+        self.driver.adopt(update.plan, effect.seat, effect.committee)
+        for layer, version in self.store.held.items():
             if version.partial != update.partial.microbatches:
                 raise Violation(
                     f"{self.worker_id} adopts layer {layer} with {version.partial} committed, not {update.partial}"

@@ -50,8 +50,6 @@ class WorkerProcess:
         self._profiling = trio.Event()
         self._say, self._said = trio.open_memory_channel[protocol.WorkerMessage](math.inf)
 
-    # --- the port ------------------------------------------------------------------------------------------
-
     async def send(self, messages: Sequence[protocol.WorkerBound]) -> None:
         await trio.lowlevel.checkpoint()
         if self._ended.is_set():
@@ -82,8 +80,6 @@ class WorkerProcess:
 
     def processor_s(self) -> float:
         return self._worked_s + max(0.0, self._world.time.now_s - self._works_since_s)
-
-    # --- the world's hold on it ------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Have it look again at what it waits for, and at what arrived while it was frozen."""

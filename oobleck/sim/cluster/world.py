@@ -25,7 +25,6 @@ class World:
     delays: Delays
     tempo: Tempo
     rng: Random
-    """Chooses what no rule decides."""
     fabric: Fabric = field(default_factory=Fabric)
     time: VirtualTime = field(default_factory=VirtualTime)
     peers: dict[WorkerId, Callable[[WorkerId, CommitMessage], None]] = field(default_factory=dict)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from .model import COST_MODELS, DEFAULT_MODEL, Costs, costs_from_json
+from .model import Costs, costs_from_json
 from .node_kinds import NodeKinds
 from .outcome import Activity, Outcome, Stretch, outcome_of_journal
 from .step_times import StepTimes, costs_on
 
 __all__ = [
-    "COST_MODELS",
-    "DEFAULT_MODEL",
     "Activity",
     "Costs",
     "NodeKinds",

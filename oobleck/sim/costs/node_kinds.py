@@ -46,7 +46,6 @@ class NodeKinds:
         return range(self[node].devices_per_node)
 
     def num_workers(self, nodes: Collection[str]) -> int:
-        """Return how many workers nodes have in all."""
         if not self._device_of:
             return len(nodes) * self._first.devices_per_node
         return sum(self[node].devices_per_node for node in nodes)

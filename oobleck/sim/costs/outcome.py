@@ -56,11 +56,7 @@ def outcome_of_journal(journal: Iterable[JournalEntry], *, policy: str, about: s
     entries = tuple(journal)
     summary = summarize(entries)
     return Outcome(
-        policy=policy,
-        about=about,
-        summary=summary,
-        stretches=_stretches(entries, summary.elapsed_s),
-        journal=entries,
+        policy=policy, about=about, summary=summary, stretches=_stretches(entries, summary.elapsed_s), journal=entries
     )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
+from oobleck.sim.costs import Activity, Outcome
 from oobleck.sim.trace import ClusterState, Gone, Joined, Trace, WorkerCrashed
+
+from .ledger import Ledger
+from .throughput import Throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,49 +26,75 @@ class MembershipChange:
     """The greatest factor of a node that is there: in synchronous training all wait for it."""
 
 
+class PolicyRun(ABC):
+    """One run of a modelled system through a trace; `play` is its life."""
+
+    def __init__(self, trace: Trace, ledger: Ledger, *, start_s: float) -> None:
+        self.ledger = ledger
+        self._trace = trace
+        self._here = dict.fromkeys(trace.start)
+        """The nodes that are there, in the order in which they came."""
+        self._slowest = 1.0
+        self._waiting = Activity.STARTING
+        self._up_s = start_s
+        """When it trains again."""
+
+    def play(self, *, policy: str, about: str, throughput: Throughput, seed: int) -> Outcome:
+        """Play the trace; O(events · nodes that change)."""
+        for happening in happenings(self._trace):
+            self._move_to(happening.t_s)
+            for node in happening.lost:
+                self._here.pop(node, None)
+            self._here.update(dict.fromkeys(happening.joined))
+            self._happen(happening)
+        self._move_to(self._trace.duration_s)
+        best_s = throughput.step_s(max(count for _, count in self._trace.counts))
+        max_steps = int(self._trace.duration_s / best_s) if best_s else 0
+        return self.ledger.outcome(policy=policy, about=about, seed=seed, max_steps=max_steps)
+
+    @abstractmethod
+    def pace_s(self) -> float | None:
+        """Seconds of a step now; None where too few nodes are there."""
+
+    @abstractmethod
+    def _train(self, t_s: float, length_s: float, step_s: float) -> None:
+        """Train until `t_s`, for so long, at one pace."""
+
+    @abstractmethod
+    def _happen(self, happening: MembershipChange) -> None:
+        """Take in that nodes have come, gone, or become slower."""
+
+    def _move_to(self, t_s: float) -> None:
+        step_s = self.pace_s()
+        if step_s is None:
+            self.ledger.spend(t_s, Activity.IDLE)
+            return
+        self.ledger.spend(min(t_s, self._up_s), self._waiting)
+        length_s = t_s - self.ledger.now_s
+        if length_s > 0:
+            self._train(t_s, length_s, step_s)
+
+    def _pause(self, t_s: float, pause_s: float) -> None:
+        self._waiting, self._up_s = Activity.RECOVERING, t_s + pause_s
+
+
 def happenings(trace: Trace) -> Iterator[MembershipChange]:
     """Read a trace; O(events).
 
     What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that
     are only stopped: workers train on.
     """
-    view = _View(trace)
-    index = 0
-    while index < len(trace.events):
-        t_s = trace.events[index].t_s
-        view.begin()
-        while index < len(trace.events) and trace.events[index].t_s == t_s:
-            view.take(index)
-            index += 1
-        happening = view.happening(t_s)
-        if happening is not None:
-            yield happening
-
-
-class _View:
-    def __init__(self, trace: Trace) -> None:
-        self._events = trace.events
-        self._cluster = ClusterState(trace.start)
-        self._well = self._cluster.well
-        self._restarted: set[str] = set()
-        self._slowest = 1.0
-
-    def begin(self) -> None:
-        self._restarted = set()
-
-    def take(self, index: int) -> None:
-        event = self._events[index]
-        self._cluster.apply(event)
-        if isinstance(event, Joined | Gone | WorkerCrashed):
-            self._restarted.add(event.node)
-
-    def happening(self, t_s: float) -> MembershipChange | None:
-        well = self._cluster.well
-        lost = (self._well - well) | (self._restarted & self._well)
-        joined = (well - self._well) | (self._restarted & self._well & well)
-        slowest = max((factor for node, factor in self._cluster.factors.items() if node in well), default=1.0)
-        changed = lost or joined or slowest != self._slowest
-        self._well, self._slowest = well, slowest
-        if not changed:
-            return None
-        return MembershipChange(t_s=t_s, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)), slowest=slowest)
+    cluster, slowest = ClusterState(trace.start), 1.0
+    well = cluster.well
+    for t_s, events in groupby(trace.events, key=lambda event: event.t_s):
+        restarted: set[str] = set()
+        for event in events:
+            cluster.apply(event)
+            if isinstance(event, Joined | Gone | WorkerCrashed):
+                restarted.add(event.node)
+        before, well = (well, slowest), cluster.well
+        restarted &= before[0]
+        lost, joined = (before[0] - well) | restarted, (well - before[0]) | (restarted & well)
+        slowest = max((factor for node, factor in cluster.factors.items() if node in well), default=1.0)
+        if lost or joined or slowest != before[1]:
+            yield MembershipChange(t_s=t_s, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)), slowest=slowest)

@@ -40,20 +40,19 @@ class Ledger:
             self._stretches.append(Stretch(start_s=self.now_s, stop_s=until_s, activity=activity))
             self.now_s = until_s
 
-    def train(self, until_s: float, *, steps: float, step_s: float, checkpoint_s: float, wasted_s: float) -> None:
-        """Let time pass in which so many steps are made; some of it goes into checkpoints, or into no step at all."""
+    def train(self, until_s: float, *, steps: float, step_s: float, checkpoint_s: float) -> None:
+        """Let time pass in which so many steps are made; some of it goes into checkpoints."""
         length_s = until_s - self.now_s
         if length_s <= 0:
             return
-        self._seconds[Activity.TRAINING] += length_s - checkpoint_s - wasted_s
+        self._seconds[Activity.TRAINING] += length_s - checkpoint_s
         self._seconds[Activity.CHECKPOINT] += checkpoint_s
-        self._seconds[Activity.REDOING] += wasted_s
         rate = self._batch_size / step_s
         self._stretches.append(
             Stretch(start_s=self.now_s, stop_s=until_s, activity=Activity.TRAINING, samples_per_s=rate)
         )
         self._step_times.append((step_s, steps))
-        self._made.append((steps, length_s - checkpoint_s - wasted_s))
+        self._made.append((steps, length_s - checkpoint_s))
         self.steps += steps
         self.now_s = until_s
 
@@ -81,7 +80,6 @@ class Ledger:
     def recovered(
         self, *, began_s: float, nodes: tuple[str, ...], action: str, stall_s: float, cause: str = "connection_lost"
     ) -> None:
-        """Note a recovery."""
         self._recoveries.append(
             RecoverySummary(
                 t_s=began_s,
@@ -97,15 +95,14 @@ class Ledger:
             )
         )
 
-    def outcome(self, *, policy: str, about: str, seed: int, reason: str, max_steps: int) -> Outcome:
-        """Close the accounts."""
+    def outcome(self, *, policy: str, about: str, seed: int, max_steps: int) -> Outcome:
         split = TimeSplit(**{_STATES[activity]: max(0.0, spent) for activity, spent in self._seconds.items()})
         samples = round(self.steps * self._batch_size)
         trained_s = self.now_s - split.starting_s
         summary = Summary(
             tag=policy,
             exit_code=0,
-            reason=reason,
+            reason=f"the trace ends after {int(self.steps)} steps",
             max_steps=max_steps,
             steps_committed=int(self.steps),
             samples_committed=samples,

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from math import floor
 
-from oobleck.sim.costs import Activity, Outcome
+from oobleck.sim.costs import Outcome
 from oobleck.sim.sweep import SweepSettings
 from oobleck.sim.trace import Trace
 
-from .happenings import MembershipChange, happenings
+from .happenings import MembershipChange, PolicyRun
 from .ledger import Ledger
 from .throughput import Grids
 
@@ -33,30 +33,16 @@ def play(trace: Trace, job: SweepSettings, *, reroute_s: float, restart_s: float
     """Play a trace. `reroute_s` is the pause of a loss that peers take over, `restart_s` that of one they cannot."""
     grids = Grids(job)
     run = _Run(trace, job, grids, reroute_s=reroute_s, restart_s=restart_s)
-    for happening in happenings(trace):
-        run.move_to(happening.t_s)
-        run.happen(happening)
-    run.move_to(trace.duration_s)
-    best_s = grids.step_s(max(count for _, count in trace.counts))
-    return run.ledger.outcome(
-        policy="recycle",
-        about=ABOUT,
-        seed=job.seed,
-        reason=f"the trace ends after {int(run.ledger.steps)} steps",
-        max_steps=int(trace.duration_s / best_s) if best_s else 0,
-    )
+    return run.play(policy="recycle", about=ABOUT, throughput=grids, seed=job.seed)
 
 
-class _Run:
+class _Run(PolicyRun):
     def __init__(self, trace: Trace, job: SweepSettings, grids: Grids, *, reroute_s: float, restart_s: float) -> None:
+        ledger = Ledger(batch_size=job.global_batch_size, tokens_per_sample=job.profile.sequence_length)
+        super().__init__(trace, ledger, start_s=job.costs.node_start_s)
         self._grids = grids
         self._reroute_s, self._restart_s = reroute_s, restart_s
         self._checkpoint_every_s = job.checkpoint_interval_s
-        self.ledger = Ledger(batch_size=job.global_batch_size, tokens_per_sample=job.profile.sequence_length)
-        self._here = dict.fromkeys(trace.start)
-        self._slowest = 1.0
-        self._waiting = Activity.STARTING
-        self._up_s = job.costs.node_start_s
         self._saved_s = self._up_s
         self._done = 0.0
         """Steps since the newest checkpoint."""
@@ -73,8 +59,7 @@ class _Run:
         self._away: dict[str, int] = {}  # node -> its stage, of lost nodes
         self._used = set(list(self._here)[: self._depth * self._num_pipelines])
 
-    @property
-    def _step_s(self) -> float | None:
+    def pace_s(self) -> float | None:
         if self._whole_s is None:
             return None
         lost = [0] * self._depth
@@ -88,34 +73,23 @@ class _Run:
         rerouted = m * self._num_pipelines / peers + (self._depth - 1) * _FORWARD_SHARE
         return self._whole_s * max(1.0, rerouted / fault_free) * self._slowest
 
-    def move_to(self, t_s: float) -> None:
-        step_s = self._step_s
-        if step_s is None:
-            self.ledger.spend(t_s, Activity.IDLE)
-            return
-        self.ledger.spend(min(t_s, self._up_s), self._waiting)
-        length_s = t_s - self.ledger.now_s
-        if length_s > 0:
-            self._done += length_s / step_s
-            if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
-                since_s = (t_s - self._saved_s) % self._checkpoint_every_s
-                self._saved_s = t_s - since_s
-                self._done = min(self._done, since_s / step_s)
-            self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0, wasted_s=0.0)
+    def _train(self, t_s: float, length_s: float, step_s: float) -> None:
+        self._done += length_s / step_s
+        if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
+            since_s = (t_s - self._saved_s) % self._checkpoint_every_s
+            self._saved_s = t_s - since_s
+            self._done = min(self._done, since_s / step_s)
+        self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0)
 
-    def happen(self, happening: MembershipChange) -> None:
-        trained = self._step_s is not None
+    def _happen(self, happening: MembershipChange) -> None:
+        trained = self.pace_s() is not None
         self._slowest = happening.slowest
-        for node in happening.lost:
-            self._here.pop(node, None)
         lost = self._used.intersection(happening.lost)
         for node in sorted(lost):
             self._used.discard(node)
             self._away[node] = self._stage_of.pop(node)
-        for node in happening.joined:
-            self._here[node] = None
         self._fill_places()
-        if self._step_s is None:
+        if self.pace_s() is None:
             self._restart(happening, trained=trained)
         elif not self._away and len(self._here) - len(self._used) >= self._depth:
             self._build()  # another pipeline; its nodes copy their layers while the others train
@@ -142,13 +116,9 @@ class _Run:
             self.ledger.lose(self._done)
             self._done = 0.0
         self._build()
-        if self._step_s is not None:
+        if self.pace_s() is not None:
             self._pause(happening.t_s, self._restart_s)
             self._saved_s = self._up_s
             self.ledger.recovered(
                 began_s=happening.t_s, nodes=happening.lost, action="checkpoint", stall_s=self._restart_s
             )
-
-    def _pause(self, t_s: float, pause_s: float) -> None:
-        self._waiting = Activity.RECOVERING
-        self._up_s = t_s + pause_s

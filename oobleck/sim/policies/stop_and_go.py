@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import floor, inf
 
-from oobleck.sim.costs import Activity, Outcome
+from oobleck.sim.costs import Outcome
 from oobleck.sim.trace import Trace
 
-from .happenings import MembershipChange, happenings
+from .happenings import MembershipChange, PolicyRun
 from .ledger import Ledger
 from .throughput import Throughput
 
@@ -65,28 +65,19 @@ class Rules:
 def play(trace: Trace, rules: Rules, *, seed: int = 0) -> Outcome:
     """Play a trace; O(events · nodes that change)."""
     run = _Run(trace, rules)
-    for happening in happenings(trace):
-        run.move_to(happening.t_s)
-        run.happen(happening)
-    run.move_to(trace.duration_s)
-    return run.close(seed)
+    return run.play(policy=rules.name, about=rules.about, throughput=rules.throughput, seed=seed)
 
 
-class _Run:
+class _Run(PolicyRun):
     def __init__(self, trace: Trace, rules: Rules) -> None:
+        ledger = Ledger(batch_size=rules.batch_size, tokens_per_sample=rules.tokens_per_sample)
+        super().__init__(trace, ledger, start_s=rules.start_s)
         self._rules = rules
-        self._trace = trace
-        self._ledger = Ledger(batch_size=rules.batch_size, tokens_per_sample=rules.tokens_per_sample)
-        self._here = dict.fromkeys(trace.start)
-        self._slowest = 1.0
-        self._waiting = Activity.STARTING
-        self._up_s = rules.start_s
         self._pos_s = 0.0
         """Seconds into the time from one checkpoint to the next."""
         self._use()
 
     def _use(self) -> None:
-        """Train on the nodes that are there."""
         self._used = tuple(self._here)[: self._rules.max_nodes]
         self._set_pace()
 
@@ -98,22 +89,15 @@ class _Run:
         else:
             self._steps_each = max(1.0, self._rules.checkpoint_every_s / self._step_s) if self._step_s else inf
 
-    # --- time ---------------------------------------------------------------------------------------------------
+    def pace_s(self) -> float | None:
+        return self._step_s
 
-    def move_to(self, t_s: float) -> None:
-        ledger = self._ledger
-        if self._step_s is None:
-            ledger.spend(t_s, Activity.IDLE)
-            return
-        ledger.spend(min(t_s, self._up_s), self._waiting)
-        length_s = t_s - ledger.now_s
-        if length_s <= 0:
-            return
-        before = self._steps_in(self._pos_s)
+    def _train(self, t_s: float, length_s: float, step_s: float) -> None:
+        before = self._done()
         cycles, self._pos_s = self._split(self._pos_s + length_s)
-        made = cycles * (self._steps_each if cycles else 0.0) + self._steps_in(self._pos_s) - before
-        checkpoint_s = max(0.0, length_s - made * self._step_s)
-        ledger.train(t_s, steps=made, step_s=self._step_s, checkpoint_s=checkpoint_s, wasted_s=0.0)
+        made = cycles * (self._steps_each if cycles else 0.0) + self._done() - before
+        checkpoint_s = max(0.0, length_s - made * step_s)
+        self.ledger.train(t_s, steps=made, step_s=step_s, checkpoint_s=checkpoint_s)
 
     def _split(self, pos_s: float) -> tuple[int, float]:
         if self._steps_each == inf or self._step_s is None:
@@ -121,72 +105,47 @@ class _Run:
         cycle_s = self._steps_each * self._step_s + self._rules.checkpoint_s
         return int(pos_s // cycle_s), pos_s % cycle_s
 
-    def _steps_in(self, pos_s: float) -> float:
-        assert self._step_s is not None
-        return min(pos_s / self._step_s, self._steps_each)
+    def _done(self) -> float:
+        """Steps since the newest checkpoint."""
+        return 0.0 if self._step_s is None else min(self._pos_s / self._step_s, self._steps_each)
 
-    # --- happenings -----------------------------------------------------------------------------------------------
+    def _continue_after(self, done: float) -> None:
+        """So many steps are done since the newest checkpoint, at whatever pace from now on."""
+        self._pos_s = 0.0 if self._step_s is None else done * self._step_s
 
-    def happen(self, happening: MembershipChange) -> None:
-        for node in happening.lost:
-            self._here.pop(node, None)
-        for node in happening.joined:
-            self._here[node] = None
+    def _happen(self, happening: MembershipChange) -> None:
         lost = set(happening.lost).intersection(self._used)
         if happening.slowest != self._slowest:
-            self._slow(happening.slowest)
+            done, self._slowest = self._done(), happening.slowest
+            self._set_pace()
+            self._continue_after(done)
         if lost:
             self._fail(happening.t_s, lost)
         elif happening.joined and (self._rules.joins_at_once or self._step_s is None):
             self._join(happening)
 
-    def _slow(self, slowest: float) -> None:
-        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
-        self._slowest = slowest
-        self._set_pace()
-        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
-
     def _fail(self, t_s: float, lost: set[str]) -> None:
         rules = self._rules
         rolls_back = rules.rolls_back is not None and rules.rolls_back(lost, self._used)
         if self._step_s is not None:
-            self._forget(rolls_back=rolls_back)
+            done = self._done()
+            forgotten = done if rolls_back else rules.lost_share(done - floor(done))
+            self.ledger.lose(forgotten)
+            self._pos_s = 0.0 if rolls_back else (done - forgotten) * self._step_s
         pause_s = rules.pause_s
         if rolls_back and rules.rollback_pause_s is not None:
             pause_s = rules.rollback_pause_s
         self._begin(t_s, pause_s)
         action = "checkpoint" if rolls_back else "reinstantiate"
-        self._ledger.recovered(began_s=t_s, nodes=tuple(sorted(lost)), action=action, stall_s=pause_s)
-
-    def _forget(self, *, rolls_back: bool) -> None:
-        assert self._step_s is not None
-        done = self._steps_in(self._pos_s)
-        forgotten = done if rolls_back else self._rules.lost_share(done - floor(done))
-        self._ledger.lose(forgotten)
-        self._pos_s = 0.0 if rolls_back else (done - forgotten) * self._step_s
+        self.ledger.recovered(began_s=t_s, nodes=tuple(sorted(lost)), action=action, stall_s=pause_s)
 
     def _join(self, happening: MembershipChange) -> None:
-        pause_s = self._rules.join_pause_s if self._step_s is not None else self._rules.pause_s
-        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
-        self._begin(happening.t_s, pause_s)
-        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
-        self._ledger.recovered(
-            began_s=happening.t_s, nodes=happening.joined, action="absorb", stall_s=pause_s, cause="joined"
-        )
+        t_s, pause_s = happening.t_s, self._rules.join_pause_s if self._step_s is not None else self._rules.pause_s
+        self._begin(t_s, pause_s)
+        self.ledger.recovered(began_s=t_s, nodes=happening.joined, action="absorb", stall_s=pause_s, cause="joined")
 
     def _begin(self, t_s: float, pause_s: float) -> None:
-        self._waiting = Activity.RECOVERING
-        self._up_s = t_s + pause_s
-        done = self._steps_in(self._pos_s) if self._step_s is not None else 0.0
+        self._pause(t_s, pause_s)
+        done = self._done()
         self._use()
-        self._pos_s = done * self._step_s if self._step_s is not None else 0.0
-
-    def close(self, seed: int) -> Outcome:
-        best_s = self._rules.throughput.step_s(max(count for _, count in self._trace.counts))
-        return self._ledger.outcome(
-            policy=self._rules.name,
-            about=self._rules.about,
-            seed=seed,
-            reason=f"the trace ends after {int(self._ledger.steps)} steps",
-            max_steps=int(self._trace.duration_s / best_s) if best_s else 0,
-        )
+        self._continue_after(done)

@@ -1,8 +1,7 @@
-"""How fast so many nodes train: from plans on a profile, or from a table that somebody measured."""
+"""How fast so many nodes train, from plans on a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,19 +18,6 @@ class Throughput(Protocol):
     def step_s(self, num_nodes: int) -> float | None:
         """Seconds of one step; None where so few nodes cannot train."""
         ...
-
-
-class Table:
-    """Samples a second as they were measured, by the number of nodes; more nodes than the most are as fast as these."""
-
-    def __init__(self, samples_per_s: Mapping[int, float], *, batch_size: int) -> None:
-        self._rates = samples_per_s
-        self._most = max(samples_per_s)
-        self._batch_size = batch_size
-
-    def step_s(self, num_nodes: int) -> float | None:
-        rate = self._rates.get(min(num_nodes, self._most), 0.0)
-        return self._batch_size / rate if rate else None
 
 
 class Plans:

@@ -39,7 +39,6 @@ class CommittedSteps:
     first_step: int
     last_step: int
     end_s: float
-    """When the last was committed."""
     step_s: float
     generation: int
 
@@ -62,21 +61,21 @@ class AnalyticWorkers:
 
     def __init__(self, kinds: NodeKinds, *, num_samples: int, most_steps: int, costs: Costs) -> None:
         self.max_steps = most_steps
-        """No worker trains any further."""
         self._num_samples = num_samples
         self._costs = costs
         self._pace = StepTimes(kinds.profile, profile_of=kinds.own_profile_of)
-        self._plan: ExecutionPlan | None = None
+        self.plan: ExecutionPlan | None = None
+        """The plan in force; None before the first, and after all state was lost."""
         self._schedules: tuple[ScheduleKind, ...] = ()
         """Of the pipelines of the plan in force."""
         self._teams: Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]] = {}
         """The workers of the plan in force, by what they hold and the microbatches that they take."""
         self._adopted = 0
         self._applied = 0
-        self._last_record: protocol.CommitRecord | None = None
+        self.last_record: protocol.CommitRecord | None = None
         self._began_s = 0.0
-        """When the step in flight was begun."""
-        self._step_s = inf
+        self.step_s = inf
+        """What a step takes under the plan in force; infinity without one."""
         self._partial: protocol.PartialStep = protocol.NOTHING
         """What of the step in flight was committed before the plan in force; only a plan's first step has any."""
         self._num_sections = 1
@@ -84,41 +83,30 @@ class AnalyticWorkers:
         """What that step takes under the plan."""
         self._number = 0
         """Sections of the step in flight that are committed since, when a fence was answered last."""
-        self._factors: dict[str, float] = {}
+        self.factors: dict[str, float] = {}
+        """How many times the usual time slow nodes take."""
         self._stopped_s: float | None = None
         """Since then nothing can be committed."""
         self._pending: _Pending | None = None
         self._busy_s: tuple[float, float] = (0.0, 0.0)
         """When anybody last computed for a step that was committed."""
 
-    # --- what the world does -----------------------------------------------------------------------------------
-
     def set_factor(self, node: str, factor: float, now_s: float) -> None:
         """Let a node be slower from now on. The share of the step in flight that is done stays done."""
         if factor == 1.0:
-            self._factors.pop(node, None)
+            self.factors.pop(node, None)
         else:
-            self._factors[node] = factor
-        if self._plan is not None and self._pending is None:
+            self.factors[node] = factor
+        if self.plan is not None and self._pending is None:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
-            self._step_s = self._whole_step_s(self._plan)
-            self._rest_s = self._rest_of_step_s(self._plan) if self._partial.microbatches else self._step_s
+            self.step_s = self._whole_step_s(self.plan)
+            self._rest_s = self._rest_of_step_s(self.plan) if self._partial.microbatches else self.step_s
             self._began_s = until_s - done * self._this_s
-
-    @property
-    def factors(self) -> Mapping[str, float]:
-        """How many times the usual time slow nodes take."""
-        return self._factors
-
-    @property
-    def step_s(self) -> float:
-        """What a step takes under the plan in force; infinity without one."""
-        return self._step_s
 
     def forget(self, node: str) -> None:
         """A node is gone: who comes back in its name is as fast as any."""
-        self._factors.pop(node, None)
+        self.factors.pop(node, None)
 
     def stop(self, now_s: float) -> None:
         """From now on nothing is committed: somebody that all wait for is gone. Whole pipelines compute on."""
@@ -133,39 +121,32 @@ class AnalyticWorkers:
 
     def is_training(self, node: str) -> bool:
         """Return whether all workers wait for a node that stops."""
-        plans = [self._plan, self._pending.update.plan if self._pending else None]
+        plans = [self.plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
-
-    @property
-    def plan(self) -> ExecutionPlan | None:
-        """The plan in force; None before the first, and after all state was lost."""
-        return self._plan
 
     @property
     def is_computing(self) -> bool:
         """Steps are committed: no worker is waited for, and no plan is on its way."""
-        return self._plan is not None and self._pending is None and self._stopped_s is None
+        return self.plan is not None and self._pending is None and self._stopped_s is None
 
     @property
     def has_finished(self) -> bool:
         """All steps are committed, and the plan in force has nothing more to do."""
-        return self._plan is not None and self._pending is None and self._applied >= self.max_steps
+        return self.plan is not None and self._pending is None and self._applied >= self.max_steps
 
     def speaker(self, is_heard: Callable[[str], bool]) -> WorkerId | None:
         """A worker of the plan in force that can report commits: its node is heard."""
         worker_ids = chain.from_iterable(self._teams.values())
         return next((worker_id for worker_id in worker_ids if is_heard(worker_id.node)), None)
 
-    # --- time ---------------------------------------------------------------------------------------------------
-
     @property
     def next_s(self) -> float:
         """When an update under way is carried out, or the last step committed; infinity where nothing leads there."""
         if self._pending is not None:
             return self._pending.adopt_s
-        if self._plan is None or self._stopped_s is not None or self.has_finished:
+        if self.plan is None or self._stopped_s is not None or self.has_finished:
             return inf
-        return self._began_s + (self.max_steps - self._applied) * self._step_s
+        return self._began_s + (self.max_steps - self._applied) * self.step_s
 
     def advance(self, now_s: float) -> Iterator[CommittedSteps]:
         """Let time pass up to `now_s`: yield the steps committed since the last call, at most two stretches."""
@@ -180,7 +161,7 @@ class AnalyticWorkers:
             self._adopt(pending)
 
     def _train_until(self, now_s: float) -> Iterator[CommittedSteps]:
-        if self._plan is None:
+        if self.plan is None:
             return
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
         if self._partial.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
@@ -189,17 +170,17 @@ class AnalyticWorkers:
             self._began_s = end_s
         if self._partial.microbatches:
             return
-        number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self._step_s + _NEARLY))
+        number = min(self.max_steps - self._applied, int((until_s - self._began_s) / self.step_s + _NEARLY))
         if number > 0:
-            end_s = self._began_s + number * self._step_s
-            yield self._commit(number, min(end_s, now_s), self._step_s)
+            end_s = self._began_s + number * self.step_s
+            yield self._commit(number, min(end_s, now_s), self.step_s)
             self._began_s = end_s
 
     def _commit(self, number: int, end_s: float, step_s: float) -> CommittedSteps:
         first = self._applied + 1
         self._applied += number
         self._partial, self._number = protocol.NOTHING, 0
-        self._last_record = protocol.CommitRecord(
+        self.last_record = protocol.CommitRecord(
             step=self._applied,
             generation=self._adopted,
             loss=0.0,
@@ -215,12 +196,6 @@ class AnalyticWorkers:
             first_step=first, last_step=self._applied, end_s=end_s, step_s=step_s, generation=self._adopted
         )
 
-    @property
-    def last_record(self) -> protocol.CommitRecord | None:
-        return self._last_record
-
-    # --- what the coordinator asks and orders ---------------------------------------------------------------------
-
     def answers(self, generation: int, now_s: float, silent: Collection[str], idle: Collection[WorkerId]) -> _Answers:
         """Return what workers answer to a fence: (workers, status), alike ones together.
 
@@ -234,12 +209,10 @@ class AnalyticWorkers:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
         answers: list[tuple[tuple[WorkerId, ...], protocol.Status]] = []
-        done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self._plan is not None else 0.0
+        done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self.plan is not None else 0.0
         partial = self._section_record()
         for (layers, num_microbatches), worker_ids in self._teams.items():
-            heard = (
-                tuple(worker_id for worker_id in worker_ids if worker_id.node not in silent) if silent else worker_ids
-            )
+            heard = tuple([each for each in worker_ids if each.node not in silent]) if silent else worker_ids
             if heard:
                 answers.append((heard, self._status(generation, layers, int(done * num_microbatches), partial)))
         if idle:
@@ -249,10 +222,10 @@ class AnalyticWorkers:
     @property
     def _this_s(self) -> float:
         """What the step in flight takes in all under the plan in force."""
-        return self._rest_s if self._partial.microbatches else self._step_s
+        return self._rest_s if self._partial.microbatches else self.step_s
 
     def _whole_step_s(self, plan: ExecutionPlan) -> float:
-        return self._pace.step_s(plan, self._factors, self._schedules) + self._committing_s(plan)
+        return self._pace.step_s(plan, self.factors, self._schedules) + self._committing_s(plan)
 
     def _committing_s(self, plan: ExecutionPlan) -> float:
         return self._costs.committing_s(len(plan.worker_ids))
@@ -260,7 +233,7 @@ class AnalyticWorkers:
     def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
         shares = shares_of(plan, self._partial.microbatches)
         ends_s = (
-            self._pace.compute_s(pipeline, len(share), self._factors, kind)
+            self._pace.compute_s(pipeline, len(share), self.factors, kind)
             for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
         )
         return max(ends_s) + self._pace.reduce_s(plan) + self._committing_s(plan)
@@ -270,7 +243,7 @@ class AnalyticWorkers:
 
         One is when the last pipeline has taken the last microbatch of it backward, and the sums were made.
         """
-        plan = self._plan
+        plan = self.plan
         if plan is None or self._num_sections == 1:
             return 0
         assert self._stopped_s is not None
@@ -282,7 +255,7 @@ class AnalyticWorkers:
         ]
         ends_s = [
             max(
-                self._pace.compute_s(pipeline, stop[section], self._factors, kind)
+                self._pace.compute_s(pipeline, stop[section], self.factors, kind)
                 for pipeline, stop, kind in zip(plan.pipelines, stops, self._schedules, strict=True)
             )
             + self._pace.reduce_s(plan)
@@ -302,7 +275,7 @@ class AnalyticWorkers:
             device=0,
             generation=generation,
             applied=self._applied,
-            last_record=self._last_record,
+            last_record=self.last_record,
             reduced=None,
             adopted=self._adopted if layers else 0,
             layers=layers,
@@ -331,36 +304,37 @@ class AnalyticWorkers:
         Returns as well from when to when all of them waited for orders, and for the groups that all form together once
         they have computed their own share.
         """
-        assert self._plan is not None
+        assert self.plan is not None
         extra: dict[int, int] = defaultdict(int)
         for segment in update.segments:
             extra[segment.pipeline] += len(segment.microbatches)
-        broken = broken_pipelines(self._plan, update.lost)
-        shares = shares_of(self._plan, self._partial.microbatches)
+        broken = broken_pipelines(self.plan, update.lost)
+        shares = shares_of(self.plan, self._partial.microbatches)
         seconds: dict[Hashable, tuple[float, float]] = {}
-        for index, (pipeline, kind) in enumerate(zip(self._plan.pipelines, self._schedules, strict=True)):
+        for index, (pipeline, kind) in enumerate(zip(self.plan.pipelines, self._schedules, strict=True)):
             own = len(shares[index])
-            key = index if self._factors else (id(pipeline.template), own, extra[index], kind)
+            key = index if self.factors else (id(pipeline.template), own, extra[index], kind)
             if index not in broken and key not in seconds:
-                own_s = self._pace.compute_s(pipeline, own, self._factors, kind)
-                seconds[key] = own_s, self._pace.compute_s(pipeline, extra[index], self._factors, kind)
+                own_s = self._pace.compute_s(pipeline, own, self.factors, kind)
+                seconds[key] = own_s, self._pace.compute_s(pipeline, extra[index], self.factors, kind)
         computed_s = self._began_s + max(own_s for own_s, _ in seconds.values())
         formed_s = max(computed_s, ordered_s) + forming_s
         extra_s = max(extra_s for _, extra_s in seconds.values())
-        end_s = formed_s + extra_s + self._pace.reduce_s(self._plan) + self._committing_s(self._plan)
+        end_s = formed_s + extra_s + self._pace.reduce_s(self.plan) + self._committing_s(self.plan)
         return end_s, (computed_s, formed_s)
 
     def _adopt(self, pending: _Pending) -> None:
         update = pending.update
         self._pending, self._stopped_s = None, None
-        self._plan, self._adopted, self._applied = update.plan, update.generation, update.boundary
+        self.plan, self._adopted, self._applied = update.plan, update.generation, update.boundary
         self._schedules = update.schedules
         self._teams = _teams(update.plan)
         self._partial, self._num_sections, self._number = update.partial, update.num_sections, 0
-        self._step_s = self._whole_step_s(update.plan)
-        self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self._step_s
+        self.step_s = self._whole_step_s(update.plan)
+        self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self.step_s
         self._began_s = pending.adopt_s
-        self._resumed = protocol.Resumed(
+        # What each worker says once it has adopted the plan; the bytes are not assigned to any.
+        self.resumed = protocol.Resumed(
             device=0,
             generation=update.generation,
             transfer_s=pending.transfer_s,
@@ -370,15 +344,10 @@ class AnalyticWorkers:
         )
         self._busy_s = (pending.adopt_s, pending.adopt_s)
 
-    @property
-    def resumed(self) -> protocol.Resumed:
-        """What each worker says once it has adopted the plan in force; the bytes are not assigned to any."""
-        return self._resumed
-
     def disband(self) -> None:
         """All state is lost: what comes next starts from a checkpoint."""
-        self._plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
-        self._adopted, self._last_record, self._step_s = 0, None, inf
+        self.plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
+        self._adopted, self.last_record, self.step_s = 0, None, inf
         self._partial, self._number = protocol.NOTHING, 0
 
 
@@ -392,7 +361,7 @@ def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[Wo
         alike[id(pipeline.template), pipeline.num_microbatches].append(pipeline)
     teams: dict[tuple[tuple[int, ...], int], list[WorkerId]] = defaultdict(list)
     for (_, num_microbatches), pipelines in alike.items():
-        for index, stage in enumerate(pipelines[0].stages):
-            team = teams[stage.layers, num_microbatches]
-            team.extend(chain.from_iterable([pipeline.stages[index].worker_ids for pipeline in pipelines]))
+        for stages in zip(*[pipeline.stages for pipeline in pipelines], strict=True):
+            team = teams[stages[0].layers, num_microbatches]
+            team.extend(chain.from_iterable([stage.worker_ids for stage in stages]))
     return {key: tuple(worker_ids) for key, worker_ids in teams.items()}

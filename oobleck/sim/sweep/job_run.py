@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from oobleck import __version__
@@ -15,12 +16,11 @@ from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import Slowed, Trace
 
-from .agenda import Agenda
 from .analytic_workers import AnalyticWorkers, CommittedSteps
-from .node_states import NodeStates
 from .reports import Reports
 from .run_log import RunLog
 from .settings import SweepSettings, most_steps
+from .world import Agenda, NodeStates
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
@@ -42,7 +42,6 @@ class JobRun:
         self._job = settings.job(most_steps(trace, settings))
         self._planner = settings.planner_of(trace)
         self.kinds = settings.nodes_of(trace)
-        """What the nodes are."""
         self.crew = AnalyticWorkers(
             self.kinds,
             num_samples=settings.global_batch_size,
@@ -57,7 +56,6 @@ class JobRun:
         self._asked: list[str] = []
         """The kinds of nodes whose profiles it has asked for."""
         self._pids: dict[WorkerId, int] = {}
-        """The newest process of each worker."""
         self._update: protocol.PlanUpdate | None = None
         self._fence = 0
         self._answered = 0
@@ -65,7 +63,6 @@ class JobRun:
         self._untold_step = 0
         """The first step that is committed and that no worker can report to the master; 0 where there is none."""
         self.is_over = False
-        """All steps of the job are committed."""
         self._reviews_s = inf
         """When the coordinator is next asked which nodes should train."""
         self._reports = (
@@ -92,8 +89,6 @@ class JobRun:
         self._start()
         for node in self.nodes.startable if self._coordinator is None else ():
             self._await_others(node)
-
-    # --- time -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """The workers say that they train no further; once the master has heard all of them, the run is over."""
@@ -132,8 +127,6 @@ class JobRun:
             self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
             message = protocol.StepCommitted(device=worker_id.device, record=record)
             self.feed(events.MessageReceived(node=worker_id.node, message=message), from_step=first_step)
-
-    # --- the coordinator's side ---------------------------------------------------------------------------------
 
     def feed(self, event: events.Event, *, from_step: int = 0) -> None:
         """Give the coordinator an event, if there is one, and carry out what it decides."""
@@ -202,7 +195,7 @@ class JobRun:
     def _take_update(self, update: protocol.PlanUpdate) -> None:
         self._update = update
         seconds, num_workers = transfer_s(self.kinds.profile, update.transfers), len(update.plan.worker_ids)
-        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers, len(update.transfers))
+        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
         self.crew.take_update(update, self.agenda.now_s + ordered_s, transfer_s=seconds)
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
@@ -290,16 +283,14 @@ class JobRun:
         resumed = self.crew.resumed
         num_bytes = moved_bytes(self.kinds.profile, update.transfers)
         well = self.nodes.well
-        everybody = (worker_id for pipeline in update.plan.pipelines for worker_id in pipeline.worker_ids)
-        worker_ids = tuple(worker_id for worker_id in everybody if worker_id.node in well)
+        everybody = chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])
+        worker_ids = tuple([worker_id for worker_id in everybody if worker_id.node in well])
         # The account sums up what each worker received: one of them says all of it.
         self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
         self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))
         if any(map(self.crew.is_training, self.nodes.silent)):
             self.crew.stop(self.agenda.now_s)
         self.report_later()
-
-    # --- beginnings and ends ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start the job, or start it again, if the nodes that are there hold the model."""
@@ -398,7 +389,6 @@ class JobRun:
         self.agenda.when_seen(self.agenda.now_s + starting_s, join)
 
     def end_worker(self, worker_id: WorkerId) -> None:
-        """A worker process ends by a signal."""
         self._crashed.add(worker_id)
         self._forget_pace(worker_id.node)
         self._say(

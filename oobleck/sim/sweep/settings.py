@@ -8,7 +8,7 @@ from typing import Literal
 from oobleck.control.training import one_kind_planner, planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
-from oobleck.sim.costs import COST_MODELS, DEFAULT_MODEL, Costs, NodeKinds, StepTimes
+from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
 _LEASE_S = 1e9
@@ -34,7 +34,7 @@ class SweepSettings:
     schedule: ScheduleName = "1f1b"
     num_chunks: int = 2
     """Of each stage where pipelines are interleaved."""
-    costs: Costs = COST_MODELS[DEFAULT_MODEL]
+    costs: Costs = field(default_factory=Costs)
     checkpoint_interval_s: float = 1800.0
     """From one checkpoint to the next; they are written while training continues."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
@@ -70,7 +70,6 @@ class SweepSettings:
         )
 
     def nodes_of(self, trace: Trace) -> NodeKinds:
-        """What the nodes of a trace are."""
         if self.kinds:
             return NodeKinds(self.kinds, trace.kinds)
         return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
@@ -80,7 +79,6 @@ class SweepSettings:
         return one_kind_planner(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
 
     def planner_of(self, trace: Trace) -> ClusterPlanner:
-        """A planner for the nodes of a trace."""
         nodes = self.nodes_of(trace)
         return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
 

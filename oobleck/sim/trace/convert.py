@@ -53,13 +53,7 @@ class _Source:
 
 
 def convert(
-    text: str,
-    *,
-    format_name: str,
-    name: str,
-    seed: int = 0,
-    num_nodes: int | None = None,
-    unit: str | None = None,
+    text: str, *, format_name: str, name: str, seed: int = 0, num_nodes: int | None = None, unit: str | None = None
 ) -> Trace:
     """Read a public trace's text.
 
@@ -127,9 +121,6 @@ def _json(text: str, where: str) -> object:
         return parse_json(text)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-# --- named nodes ----------------------------------------------------------------------------------------------
 
 
 def _oobleck(source: _Source) -> Trace:
@@ -226,9 +217,6 @@ def _trace_of_faults(faults: list[Change], source: _Source, words: str, *, begin
     return trace_of_changes(changes, source=words)
 
 
-# --- counts of nodes ------------------------------------------------------------------------------------------
-
-
 def _bamboo(source: _Source) -> Trace:
     rows: list[tuple[float, int]] = []
     in_hours = False
@@ -281,7 +269,6 @@ def _count(text: object, where: str) -> int:
 
 
 UNITS = tuple(_UNITS_S)
-"""What `convert` takes as a unit."""
 
 FORMATS: Mapping[str, Callable[[_Source], Trace]] = {
     "oobleck": _oobleck,

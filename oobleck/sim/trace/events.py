@@ -2,7 +2,7 @@
 
 A new one is a class with a kind here, in `TraceEvent`. If it is based on `Gone` or `Stays`, what it does to a node's
 state is said by that; else `state` has to say it. Type checking then names the three places that make it happen, each
-in a world of its own: `sim/sweep/faults.py`, `sim/cluster/faults.py` and `cli/chaos_run/play.py`.
+in a world of its own: `sim/sweep/sweep.py`, `sim/cluster/run.py` and `cli/chaos_run/play.py`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _MAX_SLOWNESS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
-    """After this a node is away, whatever was wrong with it before. It may join again, holding nothing."""
-
+class _OfNode:
     t_s: float
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stays:
-    """A node stays where it was: what happens, happens to a process on it, or is only announced."""
+class Gone(_OfNode):
+    """After this a node is away, whatever was wrong with it before. It may join again, holding nothing."""
 
-    t_s: float
-    node: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays(_OfNode):
+    """A node stays where it was: what happens, happens to a process on it, or is only announced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,39 +42,31 @@ class Lost(Gone):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class Joined(_OfNode):
     """A node that was away is there, empty, and wants to take part."""
 
     kind: ClassVar[str] = "node_joined"
-    t_s: float
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
+class Frozen(_OfNode):
     """Nothing on a node moves any more, and nothing says so: its connections stay open."""
 
     kind: ClassVar[str] = "node_frozen"
-    t_s: float
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thawed:
+class Thawed(_OfNode):
     """A frozen node continues where it stood."""
 
     kind: ClassVar[str] = "node_thawed"
-    t_s: float
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slowed:
+class Slowed(_OfNode):
     """From now on a node takes `factor` times as long as usual; 1 is its usual speed again."""
 
     kind: ClassVar[str] = "node_slow"
-    t_s: float
-    node: str
     factor: float
 
     def __post_init__(self) -> None:
@@ -182,7 +174,6 @@ class Noticed(Stays):
 NodeEvent = (
     Lost | Joined | Frozen | Thawed | Slowed | WorkerCrashed | ForkServerCrashed | AgentCrashed | AgentFrozen | Noticed
 )
-"""What happens to one node."""
 
 TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
 
@@ -200,7 +191,6 @@ def event_types() -> Mapping[str, type[TraceEvent]]:
 
 
 def event_nodes(event: TraceEvent) -> tuple[str, ...]:
-    """Return the nodes that an event names."""
     match event:
         case MasterCrashed() | MasterFrozen() | Healed():
             return ()

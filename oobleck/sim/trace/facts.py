@@ -38,7 +38,6 @@ class TraceFacts:
     """From a loss to the same node's return; None where none returns."""
 
     def to_dict(self) -> dict[str, object]:
-        """The facts as JSON-able values."""
         return asdict(self) | {"losses_at_once": {str(size): count for size, count in self.losses_at_once.items()}}
 
 

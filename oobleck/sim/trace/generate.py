@@ -61,7 +61,6 @@ class FailureModel:
     notice_s: float | None = None
     """How long before a loss the provider gives notice of it; None for never."""
     source: str = ""
-    """Where the numbers are from."""
 
     def __post_init__(self) -> None:
         _require(
@@ -132,7 +131,6 @@ PRESETS: Mapping[str, FailureModel] = {
     "spot-g4dn": _spot(0.55, _AWAY_H["g4dn"], "AWS g4dn spot instances: 0.55 preemptions in a node-hour"),
     "spot-gcp": _spot(0.31, _AWAY_H["gcp"], "GCP a2-highgpu-1g spot instances: 0.31 preemptions in a node-hour"),
 }
-"""Published rates, by name."""
 
 
 def generate(model: FailureModel, *, num_nodes: int, duration_s: float, seed: int) -> Trace:

@@ -1,13 +1,15 @@
-"""A trace on a cluster of another size."""
+"""A trace on a cluster of another size, or with spare nodes: when one is lost, one that stands by takes its place."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from oobleck.errors import ConfigError
 
-from .events import Partitioned, TraceEvent, event_nodes
+from .events import Gone, Joined, Partitioned, TraceEvent, event_nodes
 from .state import ClusterState
 from .trace import Trace
 
@@ -51,3 +53,72 @@ def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple
         if bool(inside) == bool(named) and cluster.problem(less) is None:
             cluster.apply(less)
             yield less
+
+
+def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
+    """Return the trace with spares beside its nodes: `spare0`, `spare1`, …
+
+    At a loss the next spare joins, `activation_s` seconds later. A node that was replaced and comes back stands by
+    from then on. So no run waits for a repair while there are spares, and every policy has the same ones. Of several
+    kinds of nodes, spares are of each in turn.
+    """
+    if not num_spares:
+        return trace
+    names = tuple(f"spare{number}" for number in range(num_spares))
+    events = tuple(_Reserve(trace, names, activation_s).play())
+    in_turn = cycle(dict.fromkeys(trace.kinds.values())) if trace.kinds else ()
+    kinds = {**trace.kinds, **dict(zip(names, in_turn, strict=False))}
+    return replace(trace, nodes=(*trace.nodes, *names), events=events, kinds=kinds)
+
+
+class _Reserve:
+    """The nodes that stand by. What happens to them meanwhile is not seen, but that they are lost."""
+
+    def __init__(self, trace: Trace, spares: tuple[str, ...], activation_s: float) -> None:
+        self._trace = trace
+        self._pool = deque(spares)
+        self._coming: deque[tuple[float, str]] = deque()
+        self._replaced: set[str] = set()
+        """Nodes that are lost, and stand by when they are back."""
+        self._seen = ClusterState(trace.start)
+        """The cluster without the nodes that stand by."""
+        self._activation_s = activation_s
+
+    def play(self) -> Iterator[TraceEvent]:
+        for event in self._trace.events:
+            yield from self._arrivals(event.t_s)
+            if self._happens(event):
+                self._seen.apply(event)
+                yield event
+                if isinstance(event, Gone) and self._pool:
+                    self._replaced.add(event.node)
+                    self._coming.append((event.t_s + self._activation_s, self._pool.popleft()))
+        yield from self._arrivals(self._trace.duration_s)
+
+    def _arrivals(self, until_s: float) -> Iterator[TraceEvent]:
+        while self._coming and self._coming[0][0] <= until_s:
+            t_s, node = self._coming.popleft()
+            joined = Joined(t_s=t_s, node=node)
+            self._seen.apply(joined)
+            yield joined
+
+    def _happens(self, event: TraceEvent) -> bool:
+        """Return whether an event still happens now that some nodes stand by; follow those."""
+        match event:
+            case Joined(node=node) if node in self._replaced:
+                self._replaced.discard(node)
+                self._pool.append(node)
+                return False
+            case Gone(node=node) if self._is_waiting(node):
+                self._forget(node)
+                self._replaced.add(node)
+                return False
+            case _:
+                return self._seen.problem(event) is None
+
+    def _is_waiting(self, node: str) -> bool:
+        return node in self._pool or any(node == coming for _, coming in self._coming)
+
+    def _forget(self, node: str) -> None:
+        self._pool = deque(each for each in self._pool if each != node)
+        self._coming = deque(each for each in self._coming if each[1] != node)

@@ -32,13 +32,11 @@ class Trace:
     nodes: tuple[str, ...]
     """All nodes that are ever there."""
     start: tuple[str, ...]
-    """Those that are there at the beginning."""
     events: tuple[TraceEvent, ...] = ()
     """In the order of time."""
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What the devices of nodes are called, where there are several kinds of nodes."""
     source: str = ""
-    """Where the trace comes from, for people."""
 
     def __post_init__(self) -> None:
         if not _LEAST_SECONDS <= self.duration_s <= MAX_SECONDS:

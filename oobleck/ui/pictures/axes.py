@@ -13,9 +13,6 @@ _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
-# --- round values ---------------------------------------------------------------------------------------------
-
-
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round values within [low, high], about so many: steps of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / about
@@ -45,9 +42,6 @@ def round_up(value: float) -> float:
 def _multiples(low: float, high: float, step: float) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-# --- pieces of SVG --------------------------------------------------------------------------------------------
 
 
 def svg_file(parts: Iterable[str], *, height: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from oobleck.schedule import Instruction
 from oobleck.ui.run_panels import ACTIVITIES, RunPanel
-from oobleck.ui.timeline import PASS_WORDS, Figure
+from oobleck.ui.timeline import LOOKS, Figure
 
 _MICROSECONDS = 1e6
 
@@ -65,7 +65,7 @@ def _instruction(process: int, thread: int, start_s: float, end_s: float, instru
     return {
         "ph": "X",
         "name": str(instruction),
-        "cat": PASS_WORDS.get(instruction.op, "send"),
+        "cat": LOOKS[instruction.op].words if instruction.op in LOOKS else "send",
         **_span(process, thread, start_s, end_s),
         "args": {"microbatch": instruction.microbatch, "chunk": instruction.chunk},
     }

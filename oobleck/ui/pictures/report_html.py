@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from html import escape
 
 from oobleck.control import journal
 from oobleck.control.journal import title
 from oobleck.planner import Pipeline
 from oobleck.ui import formatting
-from oobleck.ui.summary_words import node_hours_text, recoveries_text, steps_text
 
 from .axes import time_ticks
 from .report_charts import Marker, Series, chart
@@ -81,13 +81,13 @@ def _header(history: journal.History, summary: journal.Summary) -> str:
 
 def _job_facts(summary: journal.Summary) -> tuple[tuple[str, str], ...]:
     return (
-        ("steps", steps_text(summary)),
+        ("steps", formatting.steps_text(summary)),
         ("loss", f"{summary.losses[-1]:.4f}" if summary.losses else "–"),
         ("tokens/s", formatting.count_text(summary.tokens_per_s)),
         ("step time", formatting.seconds_text(summary.step_time_s.median if summary.step_time_s else None)),
         ("goodput", formatting.percent_text(summary.goodput)),
         ("elapsed", formatting.duration_text(summary.elapsed_s)),
-        ("recoveries", recoveries_text(summary)),
+        ("recoveries", formatting.recoveries_text(summary)),
         ("steps lost", formatting.count_text(summary.steps_lost)),
     )
 
@@ -150,7 +150,9 @@ def _time(history: journal.History, summary: journal.Summary) -> str:
         for state, seconds in shown
     )
     nodes = summary.node_hours
-    hours = f"<p>Node-hours: {escape(node_hours_text(nodes))}.</p>" if nodes is not None and nodes.there else ""
+    hours = (
+        f"<p>Node-hours: {escape(formatting.node_hours_text(nodes))}.</p>" if nodes is not None and nodes.there else ""
+    )
     return (
         f'<section><h2>Where the time went</h2><div class="bar">{bars}</div><ul class="legend">{legend}</ul>'
         f"{hours}</section>"
@@ -172,25 +174,24 @@ def _throughput(history: journal.History, summary: journal.Summary) -> str:
         )
         for done in summary.recoveries[:_MAX_ROWS]
     ]
-    rate_chart = chart(
-        [Series(points=rates, style="rate", is_area=True)],
-        title="tokens per second over time",
+    over_time = partial(
+        chart,
         x_range=(0.0, until_s),
-        y_max=1.05 * max(rate for _, rate in rates),
         x_ticks=time_ticks(0.0, until_s, 4),
         x_text=formatting.duration_text,
-        y_text=formatting.count_text,
         markers=markers,
     )
-    node_chart = chart(
+    rate_chart = over_time(
+        [Series(points=rates, style="rate", is_area=True)],
+        title="tokens per second over time",
+        y_max=1.05 * max(rate for _, rate in rates),
+        y_text=formatting.count_text,
+    )
+    node_chart = over_time(
         [Series(points=nodes, style="nodes", is_area=True)],
         title="nodes that train over time",
-        x_range=(0.0, until_s),
         y_max=1.15 * max((count for _, count in nodes), default=1),
-        x_ticks=time_ticks(0.0, until_s, 4),
-        x_text=formatting.duration_text,
         y_text=lambda value: f"{value:g}" if value == int(value) else "",
-        markers=markers,
     )
     return (
         "<section><h2>Throughput and nodes</h2>"

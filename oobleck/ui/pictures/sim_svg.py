@@ -39,8 +39,8 @@ def sim_svg(panels: Sequence[RunPanel], *, title: str) -> str:
 def _panel(panel: RunPanel, top: int, rate_top: float, nodes_top: float) -> Iterator[str]:
     left, floor_y = axes.MARGIN + _LABELS, top + _TITLE + _PLOT
     scale = _COLUMNS / panel.duration_s
-    numbers = f"{panel.samples_per_s:,.4g} samples/s, goodput {percent_text(panel.goodput)}"
-    recoveries = f"{panel.num_recoveries:,} recoveries, {panel.steps_lost:,} steps lost"
+    numbers = f"{panel.samples_per_s:,.4g} samples/s, goodput {percent_text(panel.summary.goodput)}"
+    recoveries = f"{panel.summary.num_recoveries:,} recoveries, {panel.summary.steps_lost:,} steps lost"
     yield axes.text(axes.MARGIN, top + 14, panel.name, 'font-weight="bold" font-size="15"')
     yield axes.text(left + 40, top + 14, f"{numbers}; {recoveries}")
     yield axes.text(left + 40, top + 30, panel.about, 'fill="#777777" font-size="11"')

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from oobleck.schedule import Instruction, Op, Span
+from oobleck.schedule import Instruction, Span
 from oobleck.ui.formatting import percent_text, seconds_text
-from oobleck.ui.timeline import PASS_WORDS, Figure
+from oobleck.ui.timeline import IDLE, LOOKS, Figure
 
 from . import axes
 
-# Distinguishable for the colour-blind, and by their brightness in print.
-_COLOURS = {
-    Op.FORWARD: "#4c78a8",
-    Op.BACKWARD: "#f2a541",
-    Op.BACKWARD_INPUT: "#f2a541",
-    Op.BACKWARD_WEIGHT: "#9fc79a",
-    Op.LOAD: "#79706e",
-    Op.REDUCE_GRAD: "#b279a2",
-    Op.COMMIT: "#d62728",
-    Op.OPTIMIZER_STEP: "#439894",
-}
-_IDLE = "#eeeeee"
 _LABELS = 150
 _ROW, _BAR = 22, 18
 _TITLE, _AXIS = 26, 30
@@ -55,7 +43,7 @@ def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
     for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
         y = top + _TITLE + stage * _ROW
         yield axes.text(axes.MARGIN, y + 13, label)
-        yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{_IDLE}"/>'
+        yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{IDLE.colour}"/>'
         for span in spans:
             yield _bar(span, left, y, scale)
 
@@ -63,7 +51,7 @@ def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
 def _bar(span: Span, left: int, y: int, scale: float) -> str:
     x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
     words = f"{_describe(span.instruction)}, {seconds_text(span.start_s)} to {seconds_text(span.end_s)}"
-    colour = _COLOURS[span.instruction.op]
+    colour = LOOKS[span.instruction.op].colour
     # A gap between bars shows where one ends; below two pixels it would be all that is seen.
     drawn = width - 0.5 if width > 2 else width
     bar = f'<rect x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{_BAR}" fill="{colour}"><title>{words}</title></rect>'
@@ -74,7 +62,7 @@ def _bar(span: Span, left: int, y: int, scale: float) -> str:
 
 
 def _describe(instruction: Instruction) -> str:
-    words = PASS_WORDS[instruction.op]
+    words = LOOKS[instruction.op].words
     if instruction.microbatch is None:
         return words
     chunk = f", chunk {instruction.chunk}" if instruction.chunk else ""
@@ -92,6 +80,6 @@ def _axis(top: int, longest_s: float, scale: float) -> Iterator[str]:
 def _legend(figures: Sequence[Figure], top: int) -> list[str]:
     used = {span.instruction.op for figure in figures for spans in figure.timeline.spans for span in spans}
     # Both kinds of backward pass have one colour and one word.
-    entries = {PASS_WORDS[op]: colour for op, colour in _COLOURS.items() if op in used} | {"idle": _IDLE}
+    entries = {look.words: look.colour for look in (*(LOOKS[op] for op in LOOKS if op in used), IDLE)}
     parts, _ = axes.legend(entries, axes.MARGIN + _LABELS, top, gap=17 + 2 * axes.NUMBER_WIDTH)
     return parts

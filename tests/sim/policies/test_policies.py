@@ -10,12 +10,13 @@ from oobleck.sim.costs.model import Costs
 from oobleck.sim.costs.outcome import Activity, Outcome
 from oobleck.sim.policies.registry import POLICIES, PolicySettings
 from oobleck.sim.policies.stop_and_go import Rules, adjacent_in_grid, play
-from oobleck.sim.policies.throughput import Grids, Plans, Table, redundant_profile
+from oobleck.sim.policies.throughput import Grids, Plans, redundant_profile
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.trace import Joined, Lost, Slowed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
 from tests.planner.drawing import uniform_profile
 from tests.sim.strategies import traces
+from tools.paper import Table
 
 JOB = SweepSettings(
     profile=uniform_profile(4, memory_bytes=80, seconds=0.5),

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.sim.trace import AgentCrashed, Frozen, Joined, Lost, Thawed, Trace
-from oobleck.sim.trace.resize import with_nodes
-from oobleck.sim.trace.spares import with_spares
+from oobleck.sim.trace.resize import with_nodes, with_spares
 from tests.sim.strategies import traces
 
 

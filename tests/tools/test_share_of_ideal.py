@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.sim.policies.ideal import share_of_ideal
 from oobleck.sim.policies.throughput import Plans
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import Joined, Lost, Trace
 from tests.sim.policies.test_policies import JOB
+from tools.paper import share_of_ideal
 
 NODES = tuple(f"node{number}" for number in range(8))
 
