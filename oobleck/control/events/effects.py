@@ -1,7 +1,7 @@
 """What a part of the coordinator returns: commands, and what it asks of the other parts.
 
 No part calls another one. What it has to say goes back to the coordinator, which carries out one effect after the
-other, in order: commands leave it, the rest concerns its parts. `control/coordinator` has more of these.
+other, in order: commands leave it, the rest concerns its parts. `control/training` has more of these.
 """
 
 from __future__ import annotations
