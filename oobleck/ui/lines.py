@@ -31,9 +31,9 @@ class LineFormatter:
         if isinstance(entry, journal.JobStarted):
             self._max_steps = entry.job.max_steps
         self._tell_next = True
-        level = journal.level_of(entry)
+        level = entry.level
         prefix = "" if level == "info" else f"{level}: "
-        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(journal.sentence(entry))}"
+        line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(entry.sentence)}"
         # The step before an event shows where the run stood when it came; the last one, where it ended.
         pending, self._untold = self._untold, None
         return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)

@@ -33,13 +33,13 @@ from oobleck.planner import WorkerId
 
 from . import node_entries
 from .entries import JournalEntry
-from .failures import Failure, failure_of_end, failure_of_loss
-from .incidents import Evidence, Finding, Incident, Measure, Response
+from .entry import Entry
+from .failures import Failure, failure_of_end
+from .incidents import Finding, Incident, Measure, Response
 from .losses import Silent
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
+from .rank_entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
-from .sentences import sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
@@ -165,7 +165,7 @@ class Diagnosis:
             case GenerationFormed():
                 self._has_planned = True
                 if self._open is not None and self._open.is_recovering:
-                    self._respond(Measure.RANKS_RESTARTED, reason=sentence(entry))
+                    self._respond(Measure.RANKS_RESTARTED, reason=entry.sentence)
             case GenerationRuns():
                 self._end_restart(entry)
             case StepDone():
@@ -199,7 +199,7 @@ class Diagnosis:
 
     def _lose(self, entry: node_entries.NodeLost) -> None:
         self._find(
-            failure_of_loss(entry.loss, is_requested=entry.is_requested),
+            entry.failure,
             entry,
             entry.node,
             began_s=entry.t_s - entry.loss.silent_s if isinstance(entry.loss, Silent) else entry.t_s,
@@ -298,7 +298,7 @@ class Diagnosis:
     def _find(
         self,
         failure: Failure,
-        evidence: Evidence,
+        evidence: Entry,
         node: str | None = None,
         *,
         worker_id: WorkerId | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
 from .plan_entries import PlanAdopted
-from .ranks import GenerationFormed, ScriptStarted
+from .rank_entries import GenerationFormed, ScriptStarted
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 

@@ -1,7 +1,4 @@
-"""Incidents: what went wrong, what that is known by, what was done about it, and what it cost. Values only.
-
-The evidence of a finding is the journal entry that it was found in; `incident_sentences` says it to people.
-"""
+"""Incidents: what went wrong, what that is known by, what was done about it, and what it cost. Values only."""
 
 from __future__ import annotations
 
@@ -10,36 +7,10 @@ from enum import StrEnum
 
 from oobleck.planner import WorkerId
 
-from .failures import Failure, Remedy, remedy_of
-from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
-from .plan_entries import HangExplained, RecoveryStarted
-from .ranks import RankDown, RanksHung
-from .run_entries import JobEnded, JournalGap, MasterResumed
-from .state_entries import SaveFailed, ShardQuarantined
-from .step_entries import ReplicasDiffer, StepDone
+from .entry import Entry
+from .failures import Failure, Remedy
 
 _REPEATED_TIMES = 3
-
-Evidence = (
-    WorkerDown
-    | RankDown
-    | RanksHung
-    | NodeLost
-    | NodeUnfit
-    | TerminationNoticed
-    | ForkServerDown
-    | PaceChanged
-    | HangExplained
-    | RecoveryStarted
-    | StepDone
-    | ReplicasDiffer
-    | SaveFailed
-    | JournalGap
-    | ShardQuarantined
-    | MasterResumed
-    | JobEnded
-)
-"""The entries that something wrong is known by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +22,8 @@ class Finding:
     failure: Failure
     node: str | None
     """None where it is the whole run's."""
-    evidence: Evidence
+    evidence: Entry
+    """In which it was found."""
     origin: str = ""
     """What has given the node; empty where a user has named it."""
     worker_id: WorkerId | None = None
@@ -63,23 +35,40 @@ class Finding:
     def is_caused_by_peer(self) -> bool:
         return self.failure in (Failure.PEER, Failure.HANG)
 
+    @property
+    def text(self) -> str:
+        """What it is known by, as a sentence."""
+        return self.evidence.evidence(self.worker_id)
+
+    @property
+    def detail(self) -> str:
+        """What more there is in many lines: a traceback, a stack; empty where there is nothing."""
+        return self.evidence.detail(self.worker_id)
+
 
 class Measure(StrEnum):
-    """What was done about a failure."""
+    """What was done about a failure, in words with whom it was done for."""
 
-    WORKER_RESTARTED = "worker_restarted"
-    NODE_LEFT_OUT = "node_left_out"
-    SHARD_LEFT_OUT = "shard_left_out"
-    FORK_SERVER_RESTARTED = "fork_server_restarted"
-    WORKERS_KEPT = "workers_kept"
-    """Of a fork server that ended too often: nothing but that what it has forked lives on."""
-    MASTER_REPLACED = "master_replaced"
-    PLAN_CHANGED = "plan_changed"
-    RANKS_RESTARTED = "ranks_restarted"
+    template: str
+
+    def __new__(cls, value: str, template: str) -> Measure:
+        member = str.__new__(cls, value)
+        member._value_, member.template = value, template
+        return member
+
+    WORKER_RESTARTED = "worker_restarted", "the worker of {subject} is started again"
+    NODE_LEFT_OUT = "node_left_out", "the run continues without {subject}"
+    SHARD_LEFT_OUT = "shard_left_out", "the run continues without {subject}, from record position {position} on"
+    FORK_SERVER_RESTARTED = "fork_server_restarted", "workers that live train on; the fork server is started again"
+    WORKERS_KEPT = "workers_kept", "workers that live train on; the fork server is not started again"
+    """It ended too often."""
+    MASTER_REPLACED = "master_replaced", "another master took the run over"
+    PLAN_CHANGED = "plan_changed", "{reason}"
+    RANKS_RESTARTED = "ranks_restarted", "{reason}"
     """All of them, as another generation."""
-    TRAINING_CONTINUED = "training_continued"
-    NOTHING = "nothing"
-    JOB_ENDED = "job_ended"
+    TRAINING_CONTINUED = "training_continued", "training continues"
+    NOTHING = "nothing", "none: training continues"
+    JOB_ENDED = "job_ended", "the job ended: {first_line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +82,13 @@ class Response:
     """In a shard: from where on it is left out."""
     reason: str = ""
     """Of the new plan, or of the job's end."""
+
+    @property
+    def text(self) -> str:
+        first_line = next(iter(self.reason.splitlines()), "")
+        return self.measure.template.format(
+            subject=self.subject, position=self.position, reason=self.reason, first_line=first_line
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +116,20 @@ class Incident:
     """How often this node was at fault within ten minutes."""
 
     @property
+    def title(self) -> str:
+        """What was at fault, in a few words."""
+        return f"{self.root.node}: {self.root.failure.text}" if self.root.node else self.root.failure.text
+
+    @property
+    def advice(self) -> str:
+        """What a person should do now, as sentences."""
+        node, repeated = self.root.node or "", self.repeated
+        return " ".join(remedy.text(node=node, repeated=repeated) for remedy in self.remedies)
+
+    @property
     def remedies(self) -> tuple[Remedy, ...]:
         """What a person should do now, the most urgent first."""
-        remedy = remedy_of(self.root.failure)
+        remedy = self.root.failure.remedy
         if self.repeated >= _REPEATED_TIMES and self.root.node:
             return Remedy.CHECK_REPEATED_NODE, remedy
         if self.is_fatal or self.root.is_tried_again is None:

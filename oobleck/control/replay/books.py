@@ -2,88 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from oobleck.control import journal
 from oobleck.control.training import Replay, ReplayedRun, ReplayImage
+from oobleck.errors import PeerError
 
 from .finished import FinishedRun, finished_run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BooksImage:
-    """All that `RunBooks` know of a run that has started."""
-
-    started: journal.JobStarted
-    profiles: tuple[journal.ProfileKnown, ...]
-    step: int
-    furthest_step: int
-    gone_nodes: tuple[str, ...]
-    saved: journal.CheckpointSaved | None
-    end: journal.JobEnded | None
-    replay: ReplayImage
-    """Without its plans."""
-    plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
-    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
-    account: journal.AccountImage
-    view: journal.ViewImage
-    metrics: journal.MetricsImage
-
-
+@dataclass(slots=True, kw_only=True)
 class RunBooks:
-    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries."""
+    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries.
 
-    def __init__(self) -> None:
-        self.account = journal.RunAccount()
-        self.view = journal.RunView()
-        self.metrics = journal.Metrics()
-        self.started: journal.JobStarted | None = None
-        self.newest: journal.PlanAdopted | None = None
-        """The newest plan."""
-        self._profiles: tuple[journal.ProfileKnown, ...] = ()
-        self._step = 0
-        self.furthest_step = 0
-        """The newest step that was ever committed."""
-        self.gone_nodes: set[str] = set()
-        """Those that were lost or have left, and were not added again."""
-        self._saved: journal.CheckpointSaved | None = None
-        self._end: journal.JobEnded | None = None
-        self._replay: Replay | None = None
+    A value on the wire, as a part of its image.
+    """
+
+    account: journal.RunAccount = field(default_factory=journal.RunAccount)
+    view: journal.RunView = field(default_factory=journal.RunView)
+    metrics: journal.Metrics = field(default_factory=journal.Metrics)
+    started: journal.JobStarted | None = None
+    newest: journal.PlanAdopted | None = field(default=None, init=False)
+    """The newest plan."""
+    furthest_step: int = 0
+    """The newest step that was ever committed."""
+    gone_nodes: set[str] = field(default_factory=set)
+    """Those that were lost or have left, and were not added again."""
+    _profiles: tuple[journal.ProfileKnown, ...] = ()
+    _step: int = 0
+    _saved: journal.CheckpointSaved | None = None
+    _end: journal.JobEnded | None = None
+    _replay: Replay | None = field(default=None, init=False, compare=False)
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
-        """Continue from what others have come to. Raises PeerError for an image that is none."""
-        plans = journal.PlanUnpacker().plans(image.plans)
-        books = cls()
-        books.started, books.newest = image.started, plans[-1] if plans else None
-        books._profiles, books._step, books._saved, books._end = image.profiles, image.step, image.saved, image.end
-        books.furthest_step, books.gone_nodes = image.furthest_step, set(image.gone_nodes)
-        books._replay = Replay.of_image(replace(image.replay, plans=plans), image.started, image.profiles)
-        books.account = journal.RunAccount.of_image(image.account, image.started, books.newest)
-        books.view = journal.RunView.of_image(image.view, image.started, books.newest)
-        known = (image.started, *image.profiles, books.newest)
-        books.metrics = journal.Metrics.of_image(image.metrics, *(entry for entry in known if entry is not None))
+        """Continue from an image, which is used up. Raises PeerError for one that is none."""
+        books, plans = image.books, journal.PlanUnpacker().plans(image.plans)
+        if books.started is None:
+            raise PeerError("an image of a run that never started")
+        books.newest = plans[-1] if plans else None
+        books._replay = Replay.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
+        books.account.started, books.account.newest = books.started, books.newest
+        books.view.learn(books.started, books.newest)
+        for entry in (books.started, *books._profiles, books.newest):
+            if entry is not None:
+                books.metrics.learn(entry)
         return books
 
     def image(self) -> BooksImage | None:
-        """Return all that they know, for `of_image`; None where nothing has started."""
-        if self.started is None or self._replay is None:
+        """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
+        if self._replay is None:
             return None
         replay = self._replay.image()
-        return BooksImage(
-            started=self.started,
-            profiles=self._profiles,
-            step=self._step,
-            furthest_step=self.furthest_step,
-            gone_nodes=tuple(sorted(self.gone_nodes)),
-            saved=self._saved,
-            end=self._end,
-            replay=replace(replay, plans=()),
-            plans=journal.PlanPacker().plans(replay.plans),
-            account=self.account.image(),
-            view=self.view.image(),
-            metrics=self.metrics.image(),
-        )
+        plans = journal.PlanPacker().plans(replay.plans)
+        return BooksImage(books=self, replay=replace(replay, plans=()), plans=plans)
 
     def apply(self, entry: journal.JournalEntry) -> None:
         """Take the next entry in."""
@@ -125,3 +97,14 @@ class RunBooks:
         No entry follows.
         """
         return None if self._replay is None or self._end is not None else self._replay.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BooksImage:
+    """All that books know, as it is written: plans, of which there may be many alike, stand apart."""
+
+    books: RunBooks
+    replay: ReplayImage
+    """Without its plans."""
+    plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
+    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""

@@ -1,0 +1,33 @@
+"""What every journal entry is: a time, facts in fields for those who decide, and words for people."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from oobleck.planner import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Not an ABC, whose `isinstance` is slow: a journal of months has millions of entries to match."""
+
+    t_s: float
+
+    @property
+    def level(self) -> str:
+        """How much it should alarm: info, warning or error."""
+        return "info"
+
+    @property
+    @abstractmethod
+    def sentence(self) -> str:
+        """All of it for people, without its time; no program reads it."""
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        """What something wrong, with this worker or none in particular, is known by."""
+        return self.sentence
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        """What more there is in many lines: a traceback, a stack; empty where there is nothing."""
+        return ""
