@@ -23,7 +23,6 @@ class Finding:
     node: str | None
     """None where it is the whole run's."""
     evidence: Entry
-    """In which it was found."""
     origin: str = ""
     """What has given the node; empty where a user has named it."""
     worker_id: WorkerId | None = None
@@ -61,11 +60,9 @@ class Measure(StrEnum):
     SHARD_LEFT_OUT = "shard_left_out", "the run continues without {subject}, from record position {position} on"
     FORK_SERVER_RESTARTED = "fork_server_restarted", "workers that live train on; the fork server is started again"
     WORKERS_KEPT = "workers_kept", "workers that live train on; the fork server is not started again"
-    """It ended too often."""
     MASTER_REPLACED = "master_replaced", "another master took the run over"
     PLAN_CHANGED = "plan_changed", "{reason}"
     RANKS_RESTARTED = "ranks_restarted", "{reason}"
-    """All of them, as another generation."""
     TRAINING_CONTINUED = "training_continued", "training continues"
     NOTHING = "nothing", "none: training continues"
     JOB_ENDED = "job_ended", "the job ended: {first_line}"
@@ -91,29 +88,37 @@ class Response:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Incident:
-    """A failure with what it led to."""
+    """A failure with what it led to. One that is under way is still being put together."""
 
     number: int
     """From 1, in the order of the journal."""
-    root: Finding
-    consequences: tuple[Finding, ...]
-    """What went wrong besides, in order; most of it because of the root."""
-    responses: tuple[Response, ...]
+    findings: tuple[Finding, ...] = ()
+    responses: tuple[Response, ...] = ()
     stall_s: float = 0.0
     """Time in which no microbatch of a committed step made progress anywhere."""
     microbatches_redone: int = 0
     steps_lost: int = 0
     bytes_moved: int = 0
     lost: tuple[str, ...] = ()
-    """Nodes that the run continues without."""
     ended_s: float | None = None
     """None while it is under way."""
     is_fatal: bool = False
-    """Whether the job ended over it."""
     repeated: int = 1
     """How often this node was at fault within ten minutes."""
+
+    @property
+    def root(self) -> Finding:
+        """The earliest finding that no peer caused."""
+        ordered = sorted(self.findings, key=lambda finding: finding.t_s)
+        return next((finding for finding in ordered if not finding.is_caused_by_peer), ordered[0])
+
+    @property
+    def consequences(self) -> tuple[Finding, ...]:
+        """What went wrong besides, in order; most of it because of the root."""
+        root = self.root
+        return tuple(finding for finding in self.findings if finding is not root)
 
     @property
     def title(self) -> str:

@@ -186,7 +186,6 @@ class Unfit:
     cause: ClassVar[LossCause] = LossCause.UNFIT
     failure: ClassVar[Failure] = Failure.UNFIT_NODE
     fault: str
-    """What its check found."""
 
     @property
     def text(self) -> str:

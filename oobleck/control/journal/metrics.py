@@ -51,9 +51,7 @@ class MetricSample:
     """Useful over elapsed time; the parts, which sum to the elapsed time, are the next two."""
     useful_s: float
     downtime_s: Mapping[str, float] = field(default_factory=dict)
-    """By state."""
     nodes: int
-    """That train."""
     pipelines: int
     generation: int
     recoveries: int

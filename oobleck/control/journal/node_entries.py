@@ -106,7 +106,6 @@ class NodeUnfit(Entry):
     level: ClassVar[str] = "warning"
     node: str
     fault: str
-    """What the check found."""
     is_tried_again: bool
     """Without anybody asking for it: one that was lost is; one that a run begins without is not."""
 

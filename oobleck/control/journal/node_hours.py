@@ -60,7 +60,6 @@ class NodeAccount:
     """
 
     time: TimeAccount = field(default_factory=TimeAccount)
-    """Of the run, whatever its nodes."""
     _there: set[str] = field(default_factory=set)
     _unfit: set[str] = field(default_factory=set)
     _planned: set[str] | None = None

@@ -130,7 +130,6 @@ class JobEnded(Entry):
 
     exit_code: int
     reason: str
-    """For people."""
     error: WorkerError | None = None
     """The exception that ended the workers, where that is why the run ended."""
 

@@ -20,7 +20,6 @@ class CheckpointSaved(Entry):
     saved_at: str
     size_bytes: int
     pause_s: float
-    """How long training waited."""
     duration_s: float
     """From memory to disk."""
 
@@ -97,7 +96,6 @@ class ShardQuarantined(Entry):
 
     level: ClassVar[str] = "error"
     shard: str
-    """Its name."""
     position: int
     """Where reading failed."""
     problem: str

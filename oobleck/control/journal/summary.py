@@ -113,7 +113,6 @@ class Summary:
 
     tag: str
     exit_code: int | None
-    """None while the run is active."""
     reason: str
     max_steps: int
     steps_committed: int
@@ -186,10 +185,8 @@ class RunAccount:
 
     started: JobStarted | None = field(default=None, init=False)
     newest: PlanAdopted | None = field(default=None, init=False)
-    """The newest plan."""
     _nodes: NodeAccount = field(default_factory=NodeAccount)
     _script: str = ""
-    """The tag of a script's run."""
     _end: JobEnded | None = None
     _tally: StepTally = field(default_factory=StepTally)
     _recoveries: list[RecoverySummary] = field(default_factory=list)

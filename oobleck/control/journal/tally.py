@@ -39,12 +39,10 @@ class StepTally:
     """Counts the commits of a journal. When a step comes again, those from it on were lost. A value on the wire."""
 
     _alike: list[_Alike] = field(default_factory=list)
-    """In order."""
     _first_step: int = 1
     num_committed_again: int = 0
     """Steps that were committed, lost, and had to be run again."""
     last_s: float | None = None
-    """When the newest commit was."""
     _durations: dict[float, int] = field(default_factory=dict)
     """How many steps took so many seconds, to four digits; lost steps are among them."""
 

@@ -39,7 +39,6 @@ class RanksView:
     generation: int = 0
     num_restarts: int = 0
     is_finished: bool = False
-    """All ranks have ended well."""
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry."""
@@ -71,7 +70,6 @@ class RunView:
     _step: int = 0
     _loss: float | None = None
     _recent: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds, tokens) of the newest steps."""
     _nodes: dict[str, snapshot.NodeState] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
     _kinds: dict[str, str] = field(default_factory=dict)

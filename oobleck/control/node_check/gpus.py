@@ -40,7 +40,6 @@ class NvmlState(StrEnum):
     NO_DRIVER = "no driver"
     """Its library is not there, or the driver is not loaded."""
     LOST = "lost"
-    """The driver has lost the GPU."""
     RESET_NEEDED = "reset needed"
     REFUSED = "refused"
     """Anything else: `error` says what."""
@@ -102,7 +101,6 @@ class GpuFacts:
     pcie_generation: int | None = None
     max_pcie_generation: int | None = None
     num_nvlinks: int | None = None
-    """NVLinks that the GPU has."""
     num_nvlinks_up: int | None = None
     product_flops: float | None = None
     """Measured, in bfloat16, per second."""

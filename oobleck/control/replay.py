@@ -1,4 +1,8 @@
-"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up."""
+"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up.
+
+What follows from the entries up to a place is a value that stands for all of them: `RunBooks.of_image(image)` and the
+entries after the image's place come to what all entries come to.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from oobleck.control import journal
 from oobleck.control.training import Replay, ReplayedRun, ReplayImage
-from oobleck.errors import PeerError
-
-from .finished import FinishedRun, finished_run
+from oobleck.errors import ExitCode, PeerError
+from oobleck.job import JobSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +92,12 @@ class RunBooks:
     @property
     def finished(self) -> FinishedRun | None:
         """The run, where it has ended well, with all of its steps saved."""
-        return finished_run(self.started, self._end, self._saved, step=self._step)
+        end, saved = self._end, self._saved
+        if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
+            return None
+        job = self.started.job
+        is_whole = saved.step >= max(self._step, job.max_steps)
+        return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 
     def finish(self) -> ReplayedRun | None:
         """Return the run as its journal has left it; None where it has ended, or never came to train.
@@ -108,3 +116,23 @@ class BooksImage:
     """Without its plans."""
     plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
     """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """A run that has ended well, with all of its steps saved."""
+
+    job: JobSpec
+    name: str
+    """Of its last checkpoint."""
+    step: int
+
+    def is_all_of(self, job: JobSpec) -> bool:
+        """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
+        same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
+            job.tag,
+            job.model,
+            job.script,
+            job.checkpoint.directory,
+        )
+        return same and job.checkpoint.enabled and self.step >= job.max_steps
