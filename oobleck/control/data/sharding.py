@@ -82,10 +82,10 @@ class Sharding:
         """By step, of the newest edition; those before the newest committed one are forgotten."""
         self._failures: dict[int, int] = {}
         """How often each shard has failed since it was read last."""
-        self._needs_reassignment = False
-        self._has_no_records_left = True
+        self._must_deal_anew = False
+        self._is_dry = True
         self._is_stopped = False
-        self._end_announced: tuple[int, int] | None = None
+        self._over_told: tuple[int, int] | None = None
         """(generation, step) for which it was said that there are no more."""
         self._request = 0
         self._asked: WorkerId | None = None
@@ -156,7 +156,7 @@ class Sharding:
         """Whether a step in flight under a generation's plan can be finished as it was assigned."""
         if not self.is_on:
             return True
-        return step in self._dealt and generation >= self._placed_generation and not self._needs_reassignment
+        return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
 
     @property
     def assignment_version(self) -> int:
@@ -182,12 +182,12 @@ class Sharding:
         if goes_back or update.restore is not None or not self._assignment_version:
             start = position or protocol.DataPosition(shards=protocol.digest_of_shards(self._names))
             placed = (self._begin_at(update, start.with_another_try(), now_s),)
-        elif self._needs_reassignment:
+        elif self._must_deal_anew:
             placed = (self._begin_at(update, self._position_after(update.boundary), now_s),)
-        self._needs_reassignment = False
+        self._must_deal_anew = False
         self._regroups_s = math.inf
         self._asked = None
-        self._end_announced = None
+        self._over_told = None
         return placed
 
     def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
@@ -255,7 +255,7 @@ class Sharding:
         effects = self._note_failure(message.shard, message.position, message.problem, now_s)
         assert self._assigner is not None
         if message.shard in self._assigner.barred:
-            self._needs_reassignment, self._regroups_s = True, now_s
+            self._must_deal_anew, self._regroups_s = True, now_s
         else:
             self._regroups_s = now_s + self._failures[message.shard] * _RETRY_S
         return effects
@@ -352,7 +352,7 @@ class Sharding:
 
     def _expect(self, *, is_dry: bool) -> tuple[events.ExpectSteps, ...]:
         """A step that has no records does not hang; after the last one, all are to say that they have finished."""
-        was_dry, self._has_no_records_left = self._has_no_records_left, is_dry
+        was_dry, self._is_dry = self._is_dry, is_dry
         if is_dry:
             return (events.ExpectSteps(within_s=math.inf),)
         if was_dry:  # it may be the first of its plan
@@ -361,9 +361,9 @@ class Sharding:
 
     def _say_over(self, generation: int, *, save: bool) -> DataEffects:
         step = self._progress.last_step
-        if self._end_announced == (generation, step):
+        if self._over_told == (generation, step):
             return ()
-        self._end_announced = (generation, step)
+        self._over_told = (generation, step)
         over = protocol.RecordsOver(
             device=0,
             assignment_version=self._assignment_version,
@@ -381,7 +381,7 @@ class Sharding:
         question: tuple[events.Send, ...] = ()
         if self._asked is not None and now_s >= self._answer_due_s:
             self._asked = None
-            if self._has_no_records_left:
+            if self._is_dry:
                 self._regroups_s = now_s  # nothing else would show that it is stuck: a fence does
         if self._asked is None:
             left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last

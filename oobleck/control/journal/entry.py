@@ -1,11 +1,24 @@
-"""What every journal entry is: a time, facts in fields for those who decide, and words for people."""
+"""What every journal entry is, and the enums in them: facts for those who decide, and words for people."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
 
 from oobleck.planner import WorkerId
+
+
+class Worded(StrEnum):
+    """An enum each of whose members has its words beside its value: `NOTHING = "nothing", "Nothing to do."`."""
+
+    template: str
+
+    def __new__(cls, value: str, template: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.template = value, template
+        return member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

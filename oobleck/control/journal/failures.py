@@ -10,19 +10,14 @@ from typing import assert_never
 
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 
+from .entry import Worded
+
 _CRASHES = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
 
 
-class Remedy(StrEnum):
+class Remedy(Worded):
     """What a person should do now."""
-
-    template: str
-
-    def __new__(cls, value: str, template: str) -> Remedy:
-        member = str.__new__(cls, value)
-        member._value_, member.template = value, template
-        return member
 
     def text(self, *, node: str, repeated: int) -> str:
         """Return the remedy as a sentence; of a node that was at fault `repeated` times."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from oobleck.planner import WorkerId
 
-from .entry import Entry
+from .entry import Entry, Worded
 from .failures import Failure, Remedy
 
 _REPEATED_TIMES = 3
@@ -45,15 +44,8 @@ class Finding:
         return self.evidence.detail(self.worker_id)
 
 
-class Measure(StrEnum):
+class Measure(Worded):
     """What was done about a failure, in words with whom it was done for."""
-
-    template: str
-
-    def __new__(cls, value: str, template: str) -> Measure:
-        member = str.__new__(cls, value)
-        member._value_, member.template = value, template
-        return member
 
     WORKER_RESTARTED = "worker_restarted", "the worker of {subject} is started again"
     NODE_LEFT_OUT = "node_left_out", "the run continues without {subject}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import ClassVar
 
 from oobleck.control.protocol import ProcessEnd, RankError, end_text
@@ -11,18 +10,11 @@ from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.planner import WorkerId
 
-from .entry import Entry
+from .entry import Entry, Worded
 
 
-class GenerationCause(StrEnum):
+class GenerationCause(Worded):
     """Why a generation ends, and another one begins; in words with the nodes that it is about."""
-
-    template: str
-
-    def __new__(cls, value: str, template: str) -> GenerationCause:
-        member = str.__new__(cls, value)
-        member._value_, member.template = value, template
-        return member
 
     START = "start", "it begins"
     RANK_FAILED = "rank_failed", "a rank has failed"

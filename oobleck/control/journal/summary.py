@@ -61,14 +61,9 @@ class EvaluationSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSummary:
+class NodeSummary(NodeHours):
     """Node-hours: those that were there, what they went into, and what was got for them."""
 
-    there: float
-    training: float
-    recovering: float
-    idle: float
-    other: float
     per_step: float | None
     """Of all that were there, for each committed step; None without any."""
     per_million_tokens: float | None
