@@ -21,8 +21,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
 from .restoring import Candidate, KnownCheckpoint, in_order
-from .save_policy import SavePolicy
-from .saves import BrokenSaves, Save
+from .saves import BrokenSaves, Save, SavePolicy
 
 _RETRY_S = 30.0
 """After a save that failed, at least."""

@@ -23,7 +23,7 @@ class Worded(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Not an ABC, whose `isinstance` is slow: a journal of months has millions of entries to match."""
+    """A line of the journal. Not an ABC, whose `isinstance` is slow: months of training make millions of entries."""
 
     t_s: float
 

@@ -145,7 +145,8 @@ class RunView:
                 self._ended = entry
             case _:
                 pass
-        self._ranks.apply(entry)
+        if not isinstance(entry, StepDone):
+            self._ranks.apply(entry)
 
     def at(self, now_s: float) -> snapshot.RunSnapshot:
         """Return what the run looks like `now_s` seconds after its start, or at its end if that was before."""
