@@ -37,6 +37,7 @@ class Repair:
     """Have these copies of layers replaced by the others."""
 
     copies: Mapping[WorkerId, frozenset[int]]
+    """Layers by holder."""
 
 
 def notice(now_s: float, level: str, text: str) -> Record:

@@ -51,6 +51,7 @@ class MetricSample:
     """Useful over elapsed time; the parts, which sum to the elapsed time, are the next two."""
     useful_s: float
     downtime_s: Mapping[str, float] = field(default_factory=dict)
+    """Keyed by state."""
     nodes: int
     pipelines: int
     generation: int

@@ -108,6 +108,7 @@ class Summary:
 
     tag: str
     exit_code: int | None
+    """None while the run is active."""
     reason: str
     max_steps: int
     steps_committed: int

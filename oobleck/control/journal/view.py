@@ -70,6 +70,7 @@ class RunView:
     _step: int = 0
     _loss: float | None = None
     _recent: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds, tokens) of the newest steps."""
     _nodes: dict[str, snapshot.NodeState] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
     _kinds: dict[str, str] = field(default_factory=dict)

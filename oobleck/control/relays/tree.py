@@ -67,6 +67,7 @@ class RelayTree:
         self._lease_s = control.lease_s
         self._agents: dict[str, _Agent] = {}
         self._seats: list[str | None] = []
+        """The node in each position."""
         self._freed_s: dict[int, float] = {}
         """The positions without a node, and since when they are."""
         self._num_attempts = 0
