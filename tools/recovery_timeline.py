@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from oobleck.control.journal import JournalEntry, PlanAdopted, RecoveryDone, StepDone, sentence
+from oobleck.control.journal import JournalEntry, PlanAdopted, RecoveryDone, StepDone
 from oobleck.runtime.journals import read_journal
 
 __all__ = ["Recovery", "find_recovery", "main", "recovery_svg"]
@@ -86,7 +86,7 @@ def recovery_svg(recovery: Recovery) -> str:
         _Bar(start_s=done.began_s, stop_s=recovery.ordered_s, kind="decide", text="fence and decide"),
         _Bar(start_s=recovery.ordered_s, stop_s=done.t_s, kind="adopt", text="finish the step, adopt the plan"),
     ]
-    parts = [_text(_MARGIN, _MARGIN + 12, sentence(done), bold=True)]
+    parts = [_text(_MARGIN, _MARGIN + 12, done.sentence, bold=True)]
     top = _MARGIN + 40
     parts += _panel(top, [("steps", steps), ("recovery", phases)], begin_s=done.began_s)
     top += 2 * _ROW + 64

@@ -65,11 +65,11 @@ def _to_json(incident: journal.Incident) -> dict[str, object]:
     """The incident as JSON-able values: enums for programs, each with its sentence for people."""
     return {
         "number": incident.number,
-        "title": journal.title(incident),
+        "title": incident.title,
         "root": _finding_to_json(incident.root),
         "consequences": [_finding_to_json(finding) for finding in incident.consequences],
         "responses": [asdict(response) for response in incident.responses],
-        "actions": [journal.response_text(response) for response in incident.responses],
+        "actions": [response.text for response in incident.responses],
         "stall_s": incident.stall_s,
         "microbatches_redone": incident.microbatches_redone,
         "steps_lost": incident.steps_lost,
@@ -79,7 +79,7 @@ def _to_json(incident: journal.Incident) -> dict[str, object]:
         "is_fatal": incident.is_fatal,
         "repeated": incident.repeated,
         "remedies": incident.remedies,
-        "advice": journal.advice(incident),
+        "advice": incident.advice,
     }
 
 
@@ -92,7 +92,7 @@ def _finding_to_json(finding: journal.Finding) -> dict[str, object]:
         "origin": finding.origin,
         "device": None if finding.worker_id is None else finding.worker_id.device,
         "is_tried_again": finding.is_tried_again,
-        "evidence": f"{journal.evidence_text(finding)}\n{journal.evidence_detail(finding)}".strip(),
+        "evidence": f"{finding.text}\n{finding.detail}".strip(),
         "entry": json.loads(encode_json(finding.evidence)),
     }
 

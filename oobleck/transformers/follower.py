@@ -247,7 +247,7 @@ class RunFollower:
         for callback in trainer.callback_handler.callbacks:
             told: Any = getattr(callback, "on_recovery", None)
             if told is not None:
-                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=journal.sentence(entry))
+                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
 
     def _call(self, event: str) -> None:
         trainer, before = self._trainer, self._handed_over()

@@ -15,8 +15,8 @@ _MAX_EVIDENCE_LINES = 12
 def incident_news(incident: journal.Incident) -> str:
     """One line for an incident that has just begun."""
     root = incident.root
-    what = f"[{duration_text(root.t_s)}] #{incident.number} {journal.title(incident)}"
-    return f"{what}: {one_line(journal.evidence_text(root))}; recovering …"
+    what = f"[{duration_text(root.t_s)}] #{incident.number} {incident.title}"
+    return f"{what}: {one_line(root.text)}; recovering …"
 
 
 def incident_lines(incident: journal.Incident) -> tuple[str, ...]:
@@ -26,18 +26,18 @@ def incident_lines(incident: journal.Incident) -> tuple[str, ...]:
 
 def _lines(incident: journal.Incident) -> Iterator[str]:
     fatal = "; the job ended over it" if incident.is_fatal else ""
-    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {journal.title(incident)}{fatal}"
+    yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {incident.title}{fatal}"
     yield from _told("because", _evidence(incident.root))
     yield from _told("where", (one_line(incident.root.origin),) if incident.root.origin else ())
     shown = incident.consequences[:_MAX_CONSEQUENCES]
-    yield from _told("then", (f"{_who(finding)}{one_line(journal.evidence_text(finding))}" for finding in shown))
+    yield from _told("then", (f"{_who(finding)}{one_line(finding.text)}" for finding in shown))
     if len(incident.consequences) > len(shown):
         yield from _told("", (f"and {len(incident.consequences) - len(shown)} more",))
-    yield from _told("done", (one_line(journal.response_text(response)) for response in incident.responses))
+    yield from _told("done", (one_line(response.text) for response in incident.responses))
     yield from _told(
         "cost", ("not known yet: the recovery is under way" if incident.ended_s is None else _cost(incident),)
     )
-    yield from _told("to do", (journal.advice(incident),))
+    yield from _told("to do", (incident.advice,))
 
 
 def _told(label: str, texts: Iterator[str] | tuple[str, ...]) -> Iterator[str]:
@@ -53,8 +53,8 @@ def _who(finding: journal.Finding) -> str:
 
 def _evidence(finding: journal.Finding) -> Iterator[str]:
     """What it is, and the last lines of what more there is, as of a traceback."""
-    yield from _lines_of(journal.evidence_text(finding))
-    yield from _lines_of(journal.evidence_detail(finding))
+    yield from _lines_of(finding.text)
+    yield from _lines_of(finding.detail)
 
 
 def _lines_of(text: str) -> Iterator[str]:

@@ -113,9 +113,9 @@ class LineFormatter:
         if isinstance(entry, journal.JobStarted):
             self._max_steps = entry.job.max_steps
         self._tell_next = True
-        level = journal.level_of(entry)
+        level = entry.level
         prefix = "" if level == "info" else f"{level}: "
-        text = journal.sentence(entry)
+        text = entry.sentence
         if isinstance(entry, journal.JobEnded):
             text = text.partition("\n")[0]  # what follows, a traceback for one, the command itself prints at its end
         line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"

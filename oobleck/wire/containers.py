@@ -1,4 +1,4 @@
-"""The shapes of what holds other values: tuples, mappings, unions and dataclasses."""
+"""The shapes of what holds other values: tuples, collections, mappings, unions and dataclasses."""
 
 from __future__ import annotations
 
@@ -57,6 +57,25 @@ def fixed_tuple(parts: tuple[Shape, ...]) -> Shape:
         return tuple(items)
 
     return Shape(name=name, values=(tuple,), builtins=(list,), write=write, read=read)
+
+
+def collection(cls: type[list[object] | set[object] | dict[object, object]], items: Shape) -> Shape:
+    """A list, set or dict, which is written as the tuple of its items; `items` is the shape of that."""
+
+    def write(value: object) -> object:
+        assert isinstance(value, list | set | dict)
+        ordered = sorted(value) if isinstance(value, set) else value  # equal sets are written alike
+        return items.write(tuple(ordered.items() if isinstance(ordered, dict) else ordered))
+
+    def read(raw: object) -> object:
+        parts = items.read(raw)
+        assert isinstance(parts, tuple)
+        value = cls(parts)
+        if len(value) != len(parts):
+            raise unexpected(f"{items.name} without repetitions", raw)
+        return value
+
+    return Shape(name=items.name, values=(cls,), builtins=items.builtins, write=write, read=read)
 
 
 def mapping(part: Shape) -> Shape:

@@ -3,7 +3,8 @@
 A `Shape` is compiled once from a type annotation: scalars, enums, literals, optionals, tuples, string-keyed
 mappings, dataclasses, named tuples, and unions of those. Reading rejects whatever the annotation does not allow and
 names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
-there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol.
+there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol. Fields that the
+constructor does not take are left out. Lists, sets and dicts are for state that is saved; messages hold none.
 
 A dataclass that says `is_encoded_once` is written as bytes of its own, and those are kept: see `encoded_once.py`.
 
@@ -25,7 +26,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from .containers import choice, fixed_tuple, mapping, record, sequence, tagged
+from . import containers
 from .encoded_once import encoded_once
 from .scalars import binary, enumerated, exactly, floating, literal
 from .shape import Notation, Shape
@@ -48,10 +49,11 @@ def shape_of(annotation: object, notation: Notation) -> Shape:
         return enumerated(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = get_type_hints(annotation)
-        return record(annotation, {name: shape_of(hints[name], notation) for name in hints})
+        return containers.record(annotation, {name: shape_of(hints[name], notation) for name in hints})
     if is_dataclass(annotation):
         hints = get_type_hints(annotation)
-        shape = record(annotation, {field.name: shape_of(hints[field.name], notation) for field in fields(annotation)})
+        written = [field.name for field in fields(annotation) if field.init]
+        shape = containers.record(annotation, {name: shape_of(hints[name], notation) for name in written})
         is_encoded_once = notation is Notation.BINARY and getattr(annotation, "is_encoded_once", False)
         return encoded_once(shape) if is_encoded_once else shape
     return _generic(annotation, notation)
@@ -65,7 +67,7 @@ def tagged_shape_of(classes: tuple[type, ...], notation: Notation) -> Shape:
     shapes = {cls.__name__: shape_of(cls, notation) for cls in classes}
     if len(shapes) != len(classes):
         raise TypeError(f"classes on the wire share a name: {', '.join(sorted(cls.__name__ for cls in classes))}")
-    return tagged(classes, shapes)
+    return containers.tagged(classes, shapes)
 
 
 def _generic(annotation: object, notation: Notation) -> Shape:
@@ -74,8 +76,12 @@ def _generic(annotation: object, notation: Notation) -> Shape:
         return literal(arguments)
     if origin is tuple:
         return _tuple(arguments, notation)
-    if origin is Mapping and arguments[0] is str:
-        return mapping(shape_of(arguments[1], notation))
+    if origin in (Mapping, dict) and arguments[0] is str:
+        return containers.mapping(shape_of(arguments[1], notation))
+    if origin is dict:
+        return containers.collection(dict, containers.sequence(_tuple(arguments, notation)))
+    if origin in (list, set):
+        return containers.collection(origin, containers.sequence(shape_of(arguments[0], notation)))
     if origin in (Union, types.UnionType):
         return _union(arguments, notation)
     raise TypeError(f"{annotation!r} has no shape on the wire")
@@ -83,8 +89,8 @@ def _generic(annotation: object, notation: Notation) -> Shape:
 
 def _tuple(arguments: tuple[object, ...], notation: Notation) -> Shape:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return sequence(shape_of(arguments[0], notation))
-    return fixed_tuple(tuple(shape_of(argument, notation) for argument in arguments))
+        return containers.sequence(shape_of(arguments[0], notation))
+    return containers.fixed_tuple(tuple(shape_of(argument, notation) for argument in arguments))
 
 
 def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
@@ -96,4 +102,4 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
         shapes.insert(0, shape_of(classes[0], notation) if len(classes) == 1 else tagged_shape_of(classes, notation))
     # float takes ints too, but where int is allowed beside it, an int stays an int.
     shapes.sort(key=lambda shape: shape.name == "float")
-    return choice(tuple(shapes))
+    return containers.choice(tuple(shapes))

@@ -16,10 +16,8 @@ from oobleck.control.journal import (
     ReplicasDiffer,
     SaveFailed,
     diagnose,
-    sentence,
 )
 from oobleck.control.journal.summary import summarize
-from oobleck.control.journal.view import level_of
 from oobleck.control.protocol import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -123,7 +121,7 @@ def save(bench: Bench, step: int, *, until: str = "committed", generation: int =
 
 
 def texts(bench: Bench) -> str:
-    return "\n".join(sentence(entry) for entry in (*bench.journal(Notice), *bench.journal(SaveFailed)))
+    return "\n".join(entry.sentence for entry in (*bench.journal(Notice), *bench.journal(SaveFailed)))
 
 
 def commits(bench: Bench, node: str = "n0") -> list[CommitCheckpoint]:
@@ -464,8 +462,8 @@ def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
     bench.commit("n0", 5)
     bench.say("n1", StateNotSaved(device=0, name=name, step=5, reason="/c: No space left on device"))
     (failed,) = bench.journal(SaveFailed)
-    assert level_of(failed) == "error"
-    assert "n1: /c: No space left on device" in sentence(failed)
+    assert failed.level == "error"
+    assert "n1: /c: No space left on device" in failed.sentence
     assert bench.coordinator.phase is Phase.TRAINING
     before = len(wanted(bench.commands, bench))
     for step in range(6, 90):
@@ -631,9 +629,9 @@ def test_a_recovery_that_never_came_to_an_end_is_not_told_as_done() -> None:
     assert bench.ended is not None
     for done in bench.journal(RecoveryDone):
         assert done.unfinished
-        assert done.unfinished in sentence(done)
-        assert "copied" not in sentence(done)
-        assert level_of(done) == "warning"
+        assert done.unfinished in done.sentence
+        assert "copied" not in done.sentence
+        assert done.level == "warning"
 
 
 def test_a_run_left_to_itself_saves_after_its_first_step() -> None:
@@ -666,5 +664,5 @@ def test_a_journal_knows_whether_all_that_happened_is_in_it() -> None:
         assert replayed is not None
         assert replayed.gap == expected
         said = summarize([*entries, *gaps]).journal_lacks
-        assert said == ("" if expected is None else sentence(expected))
+        assert said == ("" if expected is None else expected.sentence)
         assert bool(diagnose([*entries, *gaps])) == bool(gaps)

@@ -21,7 +21,7 @@ READS = frozenset({
 })  # fmt: skip
 SEARCHES = frozenset({"match", "search", "fullmatch", "findall", "sub", "split"})
 """Of a pattern, with the text as an argument."""
-MAY_READ = frozenset({"control/journal/incident_sentences.py", "sim/trace/convert.py"})
+MAY_READ = frozenset({"control/journal/incidents.py", "sim/trace/convert.py"})
 """The one cuts a text to its first line, and decides nothing; what the other calls a text is a file."""
 
 

@@ -37,7 +37,7 @@ def test_what_has_given_a_lost_node_is_told():
 def test_what_is_under_way_is_one_line():
     down = WorkerDown(t_s=7.0, node="a", device=0, pid=8, end=Killed(signal=9))
     root = Finding(t_s=7.0, failure=Failure.KILLED, node="a", evidence=down)
-    incident = Incident(number=2, root=root, consequences=(), responses=())
+    incident = Incident(number=2, findings=(root,))
     assert (
         incident_news(incident) == "[0:00:07] #2 a: a process was killed from outside: killed by signal 9; recovering …"
     )
@@ -49,7 +49,7 @@ def test_control_characters_of_elsewhere_and_long_tracebacks_are_kept_in_bounds(
     down = WorkerDown(t_s=7.0, node="a", device=0, pid=8, end=error)
     root = Finding(t_s=7.0, failure=Failure.USER_EXCEPTION, node="a", evidence=down)
     many = tuple(Finding(t_s=8.0, failure=Failure.PEER, node=f"n{i}", evidence=down) for i in range(50))
-    lines = incident_lines(Incident(number=1, root=root, consequences=many, responses=(), ended_s=9.0, is_fatal=True))
+    lines = incident_lines(Incident(number=1, findings=(root, *many), ended_s=9.0, is_fatal=True))
     assert len(lines) < 30
     assert not any("\x1b" in line for line in lines)
     assert "the job ended over it" in lines[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.control.journal import JournalEntry, level_of, sentence
+from oobleck.control.journal import JournalEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Event:
     @property
     def level(self) -> str:
         """info, warning or error."""
-        return level_of(self.entry)
+        return self.entry.level
 
     def __str__(self) -> str:
-        return sentence(self.entry)
+        return self.entry.sentence

@@ -20,7 +20,7 @@ from rich.console import Console
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
 from oobleck.control.events import End, NodeLeftOut, Remark
-from oobleck.control.journal import JournalGap, sentence
+from oobleck.control.journal import JournalGap
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
 from oobleck.control.scripts import RanksCoordinator
@@ -127,7 +127,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         set_aside(directory.journal)
 
         def tell_of_gap(gap: JournalGap) -> None:
-            session.remark("error" if gap.is_open or gap.num_lost else "info", sentence(gap))
+            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
 
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             coordinator = RanksCoordinator(

@@ -22,7 +22,7 @@ from rich.console import Console
 from oobleck.cli import wiring
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
-from oobleck.control.journal import JournalGap, Summary, prometheus_text, sentence
+from oobleck.control.journal import JournalGap, Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
 from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError
@@ -234,7 +234,7 @@ async def _run(
         chosen, remarks = await _check(known, connections, paths, output) if is_check_due else (known, ())
 
         def tell_of_gap(gap: JournalGap) -> None:
-            session.remark("error" if gap.is_open or gap.num_lost else "info", sentence(gap))
+            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
 
         with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
@@ -344,7 +344,7 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
         if await wiring.is_any_alive(cluster, replayed.nodes):
             if replayed.gap is not None:
                 set_aside(directory.journal)
-                text = f"the run continues without its master, and cannot be taken over: {sentence(replayed.gap)}"
+                text = f"the run continues without its master, and cannot be taken over: {replayed.gap.sentence}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if replayed.job != run.job:
                 changed = ", ".join(changed_keys(replayed.job, run.job))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .candidate import Candidate, KnownCheckpoint
-from .restoring import Restoring
+from .restoring import Candidate, KnownCheckpoint, Restoring
+from .saves import saving_shares
 from .saving import Saving
-from .shares import saving_shares
 
 __all__ = ["Candidate", "KnownCheckpoint", "Restoring", "Saving", "saving_shares"]

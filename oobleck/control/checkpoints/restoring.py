@@ -7,12 +7,55 @@ a layer turns out to be broken is left out from then on, and the one before is t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
+from oobleck.control import protocol
 from oobleck.control.events import Record, Send, notice
-from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState, ages, run_of
 from oobleck.planner import WorkerId
 
-from .candidate import Candidate, KnownCheckpoint
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """A complete checkpoint in the run's directory."""
+
+    name: str
+    step: int
+    saved_at: str
+    is_final: bool = False
+    """Of a run that had nothing more to train: it stays, whatever limit there is."""
+
+
+def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
+    """Sort checkpoints from old to new, each once: those that a run continues from as they come, then its own."""
+    others = {each.name: each for each in known if protocol.run_of(each.name) != run}
+    own = {each.name: each for each in known if protocol.run_of(each.name) == run}
+    return [*others.values(), *sorted(own.values(), key=lambda each: (protocol.generation_of(each.name), each.step))]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A state that can be gone back to."""
+
+    name: str
+    run: str
+    step: int
+    saved_at: str
+    directory: str | None
+    position: protocol.DataPosition | None = None
+    origin: str | None = None
+    is_final: bool = False
+    is_on_disk: bool = False
+    held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
+    """The layers that each worker can read."""
+    in_memory: set[str] = field(default_factory=set)
+    """The nodes whose memory has some of it."""
+
+    @property
+    def restore(self) -> protocol.Restore:
+        return protocol.Restore(name=self.name, directory=self.directory)
+
+    def covers(self, num_layers: int) -> bool:
+        return len(frozenset().union(*self.held.values())) == num_layers
 
 
 class Restoring:
@@ -24,7 +67,7 @@ class Restoring:
         self._directory = directory
         self._request = 0
         self._asked: frozenset[WorkerId] = frozenset()
-        self._answers: dict[WorkerId, CheckpointsFound] = {}
+        self._answers: dict[WorkerId, protocol.CheckpointsFound] = {}
         self._broken: set[str] = set()
         self._told: set[str] = set()
         self._origin: str | None = None
@@ -46,7 +89,9 @@ class Restoring:
         return tuple(
             Send(
                 node=worker_id.node,
-                message=FindCheckpoints(device=worker_id.device, request=self._request, directory=self._directory),
+                message=protocol.FindCheckpoints(
+                    device=worker_id.device, request=self._request, directory=self._directory
+                ),
             )
             for worker_id in sorted(worker_ids)
         )
@@ -55,7 +100,7 @@ class Restoring:
         """Whatever was answered is not true any more."""
         self._asked, self._answers = frozenset(), {}
 
-    def found(self, worker_id: WorkerId, message: CheckpointsFound) -> None:
+    def found(self, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
         """Take an answer in."""
         if message.request == self._request:
             self._answers[worker_id] = message
@@ -107,7 +152,7 @@ class Restoring:
         past = self._past(candidate)
         complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
         names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
-        return tuple(sorted(name for name in names if is_private or run_of(name) in past))
+        return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
     def misfits(self) -> tuple[str, ...]:
         """Complete checkpoints of this tag that are of another model, and why."""
@@ -123,7 +168,7 @@ class Restoring:
         while run is not None and run not in past:
             past.add(run)
             origin = found[run].origin if run in found else None
-            run = None if origin is None else run_of(origin)
+            run = None if origin is None else protocol.run_of(origin)
         return frozenset(past)
 
     def newest(self, num_layers: int) -> Candidate | None:
@@ -159,11 +204,11 @@ class Restoring:
                     candidate.in_memory.add(worker_id.node)
                 candidate.directory = candidate.directory or state.directory
                 candidate.held[worker_id] = candidate.held.get(worker_id, frozenset()) | frozenset(state.layers)
-        age = ages(found.values())
+        age = protocol.ages(found.values())
         return sorted(found.values(), key=lambda each: age[each.name])
 
 
-def _candidate(state: FoundState) -> Candidate:
+def _candidate(state: protocol.FoundState) -> Candidate:
     return Candidate(
         name=state.name,
         run=state.run,

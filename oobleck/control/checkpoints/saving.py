@@ -20,10 +20,8 @@ from oobleck.control.nodes import Membership
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
-from .broken_saves import BrokenSaves
-from .candidate import Candidate, KnownCheckpoint, in_order
-from .save import Save
-from .save_policy import SavePolicy
+from .restoring import Candidate, KnownCheckpoint, in_order
+from .saves import BrokenSaves, Save, SavePolicy
 
 _RETRY_S = 30.0
 """After a save that failed, at least."""
@@ -54,7 +52,6 @@ class Saving:
         self._layer_names: tuple[str, ...] = ()
         self._plan: ExecutionPlan | None = None
         self._generation = 0
-        """In which that was ordered."""
         self._saves_first = False
         """Whether its workers save the state with which they begin."""
         self._last_step = 0

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .sharding import Sharding, ShardRemains, ShardsImage
+from .sharding import Sharding, ShardRemains
 
-__all__ = ["ShardRemains", "Sharding", "ShardsImage"]
+__all__ = ["ShardRemains", "Sharding"]

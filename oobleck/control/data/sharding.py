@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.control import events, protocol
-from oobleck.control.journal import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from oobleck.control.journal import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.steps import Progress
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
@@ -39,36 +39,16 @@ DataEffects = tuple[events.Command | events.EndRun | events.ExpectSteps, ...]
 """What is to be done, in this order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardsImage:
-    """All that `ShardRemains` know."""
-
-    names: tuple[str, ...]
-    placed: DataPlaced | None
-    dealt: tuple[protocol.StepRecords, ...]
-    barred: tuple[ShardQuarantined, ...]
-
-
 @dataclass(slots=True)
 class ShardRemains:
-    """What a journal says of the shards."""
+    """What a journal says of the shards. A value on the wire."""
 
     names: tuple[str, ...] = ()
     placed: DataPlaced | None = None
     dealt: list[protocol.StepRecords] = field(default_factory=list)
-    """Of the newest edition."""
     barred: list[ShardQuarantined] = field(default_factory=list)
 
-    @classmethod
-    def of_image(cls, image: ShardsImage) -> ShardRemains:
-        """Continue from what a journal has said."""
-        return cls(names=image.names, placed=image.placed, dealt=list(image.dealt), barred=list(image.barred))
-
-    def image(self) -> ShardsImage:
-        """Return all that is known, for `of_image`."""
-        return ShardsImage(names=self.names, placed=self.placed, dealt=tuple(self.dealt), barred=tuple(self.barred))
-
-    def note(self, entry: ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined) -> None:
+    def note(self, entry: DataEntry) -> None:
         """Take the next entry in."""
         match entry:
             case ShardsKnown(names=names):

@@ -63,7 +63,6 @@ class ProfileFound:
 
     profile_json: str | None
     kind: str = DEFAULT_KIND
-    """That of the question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
-from .failures import Failure, Remedy, failure_of_end, failure_of_loss, remedy_of
+from .failures import Failure, Remedy, failure_of_end
 from .goodput import TimeSplit
 from .history import History, HistoryAccount
-from .incident_sentences import (
-    advice,
-    evidence_detail,
-    evidence_text,
-    failure_text,
-    remedy_text,
-    response_text,
-    title,
-)
-from .incidents import Evidence, Finding, Incident, Measure, Response
+from .incidents import Finding, Incident, Measure, Response
 from .losses import (
     AgentLeft,
     AgentLost,
@@ -33,7 +24,7 @@ from .losses import (
     Unreachable,
     WorkerEnded,
 )
-from .metrics import Metrics, MetricSample, MetricsImage, prometheus_text
+from .metrics import Metrics, MetricSample, prometheus_text
 from .node_entries import (
     ForkServerDown,
     NodeAdded,
@@ -48,7 +39,7 @@ from .node_entries import (
 )
 from .plan_entries import Action, HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
 from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
-from .ranks import (
+from .rank_entries import (
     GenerationCause,
     GenerationEnded,
     GenerationFormed,
@@ -69,7 +60,6 @@ from .run_entries import (
     ScalingDecided,
     WorkerError,
 )
-from .sentences import error_text, given_up_text, loss_text, sentence
 from .snapshot import (
     EventLine,
     NodeState,
@@ -81,25 +71,32 @@ from .snapshot import (
     WorkState,
     state_at_end,
 )
-from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
+from .state_entries import (
+    CheckpointSaved,
+    DataEntry,
+    DataPlaced,
+    RecordsDealt,
+    SaveFailed,
+    ShardQuarantined,
+    ShardsKnown,
+)
 from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
-from .summary import AccountImage, NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
+from .summary import NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .tally import LossTally
-from .view import RunView, ViewImage, level_of
+from .view import RunView
 
 __all__ = [
-    "AccountImage",
     "Action",
     "AgentLeft",
     "AgentLost",
     "CheckpointSaved",
     "ConnectionLost",
     "CutOff",
+    "DataEntry",
     "DataPlaced",
     "Diagnosis",
     "Evaluated",
     "EventLine",
-    "Evidence",
     "Failure",
     "Finding",
     "ForkServerDown",
@@ -125,7 +122,6 @@ __all__ = [
     "Measure",
     "MetricSample",
     "Metrics",
-    "MetricsImage",
     "Misfit",
     "NoWorkerStarts",
     "NodeAdded",
@@ -177,29 +173,14 @@ __all__ = [
     "TimeSplit",
     "Unfit",
     "Unreachable",
-    "ViewImage",
     "WorkState",
     "WorkerDown",
     "WorkerEnded",
     "WorkerError",
     "WorkerUp",
-    "advice",
     "diagnose",
-    "error_text",
-    "evidence_detail",
-    "evidence_text",
     "failure_of_end",
-    "failure_of_loss",
-    "failure_text",
-    "given_up_text",
-    "level_of",
-    "loss_text",
     "prometheus_text",
-    "remedy_of",
-    "remedy_text",
-    "response_text",
-    "sentence",
     "state_at_end",
     "summarize",
-    "title",
 ]

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.control.protocol import DataPosition
 
-from .state_entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from .state_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataImage:
-    """All that a `DataView` knows."""
-
-    num_shards: int
-    quarantined: tuple[str, ...]
-    placed: DataPosition
-    dealt: tuple[tuple[int, DataPosition, bool], ...]
-    is_last: bool
-
-
+@dataclass(slots=True, kw_only=True)
 class DataView:
-    """Follows the journal's entries about shards. It keeps the steps that are assigned and not committed."""
+    """Follows the journal's entries about shards. A value on the wire."""
 
-    def __init__(self) -> None:
-        self._num_shards = 0
-        self._quarantined: list[str] = []
-        self._placed = DataPosition()
-        self._dealt: deque[tuple[int, DataPosition, bool]] = deque()
-        """(step, position after it, whether it is the last), of the steps that are not committed."""
-        self._is_last = False
-        """No step comes after the newest committed one."""
+    _num_shards: int = 0
+    _quarantined: list[str] = field(default_factory=list)
+    _placed: DataPosition = field(default_factory=DataPosition)
+    _dealt: list[tuple[int, DataPosition, bool]] = field(default_factory=list)
+    """(step, position after it, whether it is the last), of steps that are assigned and not committed."""
+    _is_last: bool = False
+    """No step comes after the newest committed one."""
 
-    @classmethod
-    def of_image(cls, image: DataImage) -> DataView:
-        """Continue from what another one has come to."""
-        view = cls()
-        view._num_shards, view._quarantined = image.num_shards, list(image.quarantined)
-        view._placed, view._dealt, view._is_last = image.placed, deque(image.dealt), image.is_last
-        return view
-
-    def image(self) -> DataImage:
-        """Return all that it knows, for `of_image`."""
-        return DataImage(
-            num_shards=self._num_shards,
-            quarantined=tuple(self._quarantined),
-            placed=self._placed,
-            dealt=tuple(self._dealt),
-            is_last=self._is_last,
-        )
-
-    def apply(self, entry: ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined) -> None:
+    def apply(self, entry: DataEntry) -> None:
         """Take the next entry."""
         match entry:
             case ShardsKnown(names=names):
@@ -67,7 +37,7 @@ class DataView:
     def commit(self, step: int) -> None:
         """A step is committed, and what it took is read."""
         while self._dealt and self._dealt[0][0] <= step:
-            _, self._placed, self._is_last = self._dealt.popleft()
+            _, self._placed, self._is_last = self._dealt.pop(0)
 
     def text(self, *, has_ended: bool) -> str | None:
         """What is read by now; None where the data is in no shards."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import assert_never
 
 from oobleck.errors import ExitCode
@@ -33,13 +33,13 @@ from oobleck.planner import WorkerId
 
 from . import node_entries
 from .entries import JournalEntry
-from .failures import Failure, failure_of_end, failure_of_loss
-from .incidents import Evidence, Finding, Incident, Measure, Response
+from .entry import Entry
+from .failures import Failure, failure_of_end
+from .incidents import Finding, Incident, Measure, Response
 from .losses import Silent
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .ranks import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
+from .rank_entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
-from .sentences import sentence
 from .state_entries import SaveFailed, ShardQuarantined
 from .step_entries import ReplicasDiffer, StepDone
 
@@ -58,54 +58,16 @@ def diagnose(entries: Iterable[JournalEntry]) -> tuple[Incident, ...]:
     return diagnosis.incidents
 
 
-@dataclass(slots=True)
-class _Draft:
-    """An incident that is still being put together."""
-
-    number: int
-    findings: list[Finding] = field(default_factory=list)
-    responses: list[Response] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    is_recovering: bool = False
-    noticed_s: float = 0.0
-    """When the newest finding was; a node that froze did so before."""
-    stall_s: float = 0.0
-    microbatches_redone: int = 0
-    steps_lost: int = 0
-    bytes_moved: int = 0
-    ended_s: float | None = None
-    is_fatal: bool = False
-    repeated: int = 1
-
-    @property
-    def root(self) -> Finding:
-        ordered = sorted(self.findings, key=lambda finding: finding.t_s)
-        return next((finding for finding in ordered if not finding.is_caused_by_peer), ordered[0])
-
-    def finish(self) -> Incident:
-        root = self.root
-        return Incident(
-            number=self.number,
-            root=root,
-            consequences=tuple(finding for finding in self.findings if finding is not root),
-            responses=tuple(self.responses),
-            stall_s=self.stall_s,
-            microbatches_redone=self.microbatches_redone,
-            steps_lost=self.steps_lost,
-            bytes_moved=self.bytes_moved,
-            lost=tuple(self.lost),
-            ended_s=self.ended_s,
-            is_fatal=self.is_fatal,
-            repeated=self.repeated,
-        )
-
-
 class Diagnosis:
     """Follows a journal, entry by entry, in O(1) each."""
 
     def __init__(self) -> None:
-        self._drafts: list[_Draft] = []
-        self._open: _Draft | None = None
+        self._incidents: list[Incident] = []
+        self._open: Incident | None = None
+        self._is_recovering = False
+        """From the one that is open."""
+        self._noticed_s = 0.0
+        """When its newest finding was; a node that froze did so before."""
         self._has_planned = False
         self._has_bad_loss = False
         self._open_gap_s = -1.0
@@ -119,7 +81,7 @@ class Diagnosis:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """All so far; the last may be under way."""
-        return tuple(draft.finish() for draft in self._drafts)
+        return tuple(replace(incident) for incident in self._incidents)
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account; most say nothing of failures."""
@@ -160,12 +122,11 @@ class Diagnosis:
             case RanksHung(culprits=culprits):
                 self._find(Failure.STUCK if culprits else Failure.HANG, entry, *(each.node for each in culprits[:1]))
             case GenerationEnded():
-                if self._open is not None:
-                    self._open.is_recovering = True
+                self._is_recovering = self._open is not None
             case GenerationFormed():
                 self._has_planned = True
-                if self._open is not None and self._open.is_recovering:
-                    self._respond(Measure.RANKS_RESTARTED, reason=sentence(entry))
+                if self._is_recovering:
+                    self._respond(Measure.RANKS_RESTARTED, reason=entry.sentence)
             case GenerationRuns():
                 self._end_restart(entry)
             case StepDone():
@@ -199,14 +160,14 @@ class Diagnosis:
 
     def _lose(self, entry: node_entries.NodeLost) -> None:
         self._find(
-            failure_of_loss(entry.loss, is_requested=entry.is_requested),
+            entry.failure,
             entry,
             entry.node,
             began_s=entry.t_s - entry.loss.silent_s if isinstance(entry.loss, Silent) else entry.t_s,
             is_tried_again=entry.is_tried_again if self._has_planned else None,
         )
         assert self._open is not None
-        self._open.lost.append(entry.node)
+        self._open.lost += (entry.node,)
         if self._has_planned:
             self._respond(Measure.NODE_LEFT_OUT, entry.node)
 
@@ -214,8 +175,8 @@ class Diagnosis:
         slow = [node for node in entry.nodes if node in self._slow] if entry.cause is PlanCause.SLOW else []
         if entry.cause.is_planned and not slow:
             return
-        if self._open is None and self._drafts and self._drafts[-1].ended_s == entry.t_s:
-            self._open = self._drafts[-1]  # the recovery of one loss was overtaken by this one
+        if self._open is None and self._incidents and self._incidents[-1].ended_s == entry.t_s:
+            self._open = self._incidents[-1]  # the recovery of one loss was overtaken by this one
             self._open.ended_s = None
         match entry.cause:
             case PlanCause.PEER_FAILED:
@@ -236,8 +197,7 @@ class Diagnosis:
                 pass  # nothing is wrong
             case _:
                 assert_never(entry.cause)
-        if self._open is not None:
-            self._open.is_recovering = True
+        self._is_recovering = self._open is not None
 
     def _explain_hang(self, entry: HangExplained) -> None:
         for node in entry.cut_off:
@@ -247,17 +207,17 @@ class Diagnosis:
 
     def _adopt(self, entry: PlanAdopted) -> None:
         self._has_planned = True
-        if self._open is not None and self._open.is_recovering and entry.action is not Action.START:
+        if self._is_recovering and entry.action is not Action.START:
             self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
 
     def _end_recovery(self, entry: RecoveryDone) -> None:
-        draft = self._open
-        if draft is None or not draft.is_recovering:
+        incident = self._open
+        if incident is None or not self._is_recovering:
             return
-        draft.stall_s += entry.stall_s
-        draft.microbatches_redone += entry.microbatches_redone
-        draft.steps_lost += entry.steps_lost
-        draft.bytes_moved += entry.bytes_moved
+        incident.stall_s += entry.stall_s
+        incident.microbatches_redone += entry.microbatches_redone
+        incident.steps_lost += entry.steps_lost
+        incident.bytes_moved += entry.bytes_moved
         self._close(entry.t_s)
 
     def _find_rank(self, entry: RankDown) -> None:
@@ -267,7 +227,7 @@ class Diagnosis:
         self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
 
     def _end_restart(self, entry: GenerationRuns) -> None:
-        if self._open is not None and self._open.is_recovering:
+        if self._open is not None and self._is_recovering:
             self._open.stall_s += entry.away_s
             self._close(entry.t_s)
 
@@ -277,7 +237,7 @@ class Diagnosis:
         if is_bad and not self._has_bad_loss:
             self._find(Failure.BAD_LOSS, entry)
             self._respond(Measure.NOTHING)
-            if self._open is not None and not self._open.is_recovering:
+            if not self._is_recovering:
                 self._close(entry.t_s)
         self._has_bad_loss = is_bad
 
@@ -298,7 +258,7 @@ class Diagnosis:
     def _find(
         self,
         failure: Failure,
-        evidence: Evidence,
+        evidence: Entry,
         node: str | None = None,
         *,
         worker_id: WorkerId | None = None,
@@ -309,43 +269,38 @@ class Diagnosis:
         noticed_s = max(evidence.t_s, evidence.t_s if began_s is None else began_s)
         self._settle(noticed_s)
         if self._open is None:
-            self._open = _Draft(number=len(self._drafts) + 1)
-            self._drafts.append(self._open)
-        self._open.noticed_s = noticed_s
-        self._open.findings.append(
-            Finding(
-                t_s=max(0.0, evidence.t_s if began_s is None else began_s),
-                failure=failure,
-                node=node,
-                origin=self._origins.get(node or "", ""),
-                evidence=evidence,
-                worker_id=worker_id,
-                is_tried_again=is_tried_again,
-            )
+            self._open = Incident(number=len(self._incidents) + 1)
+            self._incidents.append(self._open)
+        self._noticed_s = noticed_s
+        finding = Finding(
+            t_s=max(0.0, evidence.t_s if began_s is None else began_s),
+            failure=failure,
+            node=node,
+            origin=self._origins.get(node or "", ""),
+            evidence=evidence,
+            worker_id=worker_id,
+            is_tried_again=is_tried_again,
         )
+        self._open.findings += (finding,)
 
     def _respond(self, measure: Measure, subject: str = "", *, position: int = 0, reason: str = "") -> None:
         response = Response(measure=measure, subject=subject, position=position, reason=reason)
         if self._open is not None and response not in self._open.responses:
-            self._open.responses.append(response)
+            self._open.responses += (response,)
 
     def _settle(self, now_s: float = math.inf) -> None:
         """Close an incident that no recovery followed: it was no part of training."""
-        draft = self._open
-        if draft is None or draft.is_recovering:
-            return
-        if now_s - draft.noticed_s > _BELONGS_TOGETHER_S:
-            self._close(draft.noticed_s)
+        if not self._is_recovering and now_s - self._noticed_s > _BELONGS_TOGETHER_S:
+            self._close(self._noticed_s)
 
     def _close(self, now_s: float) -> None:
-        draft = self._open
-        if draft is None:
+        incident, self._open, self._is_recovering = self._open, None, False
+        if incident is None:
             return
-        draft.ended_s = now_s
-        draft.is_recovering = False
-        self._open = None
-        if draft.root.node is not None and draft.root.failure is not Failure.REQUESTED:
-            self._recent.append((draft.root.t_s, draft.root.node))
-            while self._recent[0][0] < draft.root.t_s - _REPEATED_WITHIN_S:
+        incident.ended_s = now_s
+        root = incident.root
+        if root.node is not None and root.failure is not Failure.REQUESTED:
+            self._recent.append((root.t_s, root.node))
+            while self._recent[0][0] < root.t_s - _REPEATED_WITHIN_S:
                 self._recent.popleft()
-            draft.repeated = sum(node == draft.root.node for _, node in self._recent)
+            incident.repeated = sum(node == root.node for _, node in self._recent)

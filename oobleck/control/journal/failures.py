@@ -1,9 +1,6 @@
-"""What can be at fault in a run, and what a person should do about it: two enums, and the rules between them.
+"""What can be at fault in a run, and what a person should do about it: two enums, each member with its words.
 
-what is known                 who says which failure it is
-how a process ended           `failure_of_end`
-why a node was lost           `failure_of_loss`
-a failure                     `remedy_of`
+`failure_of_end` says what ended a process; a `Loss` says itself what the node was lost by.
 """
 
 from __future__ import annotations
@@ -13,76 +10,137 @@ from typing import assert_never
 
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 
-from . import losses
+from .entry import Worded
 
 _CRASHES = frozenset({4, 6, 7, 8, 11})
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
 
 
-class Failure(StrEnum):
-    """What was at fault."""
-
-    USER_EXCEPTION = "user_exception"
-    JOB_ERROR = "job_error"
-    DATA_ERROR = "data_error"
-    OUT_OF_MEMORY = "out_of_memory"
-    DEVICE = "device"
-    KILLED = "killed"
-    CRASHED = "crashed"
-    EXITED = "exited"
-    FORK_SERVER = "fork_server"
-    NO_WORKER = "no_worker"
-    CONTACT_LOST = "contact_lost"
-    FROZEN = "frozen"
-    HANG = "hang"
-    STUCK = "stuck"
-    CUT_OFF = "cut_off"
-    PEER = "peer"
-    BAD_LOSS = "bad_loss"
-    CORRUPTION = "corruption"
-    SLOW = "slow"
-    UNFIT_NODE = "unfit_node"
-    TERMINATION = "termination"
-    MASTER_LOST = "master_lost"
-    NOT_SAVED = "not_saved"
-    JOURNAL_GAP = "journal_gap"
-    REQUESTED = "requested"
-    JOB_FAILED = "job_failed"
-
-
-class Remedy(StrEnum):
+class Remedy(Worded):
     """What a person should do now."""
 
-    NOTHING = "nothing"
-    NOTHING_HANDED_OVER = "nothing_handed_over"
-    NOTHING_CONTINUED = "nothing_continued"
-    READ_TRACEBACK = "read_traceback"
-    READ_LOG = "read_log"
-    READ_STACKS = "read_stacks"
-    READ_STACK = "read_stack"
-    READ_REASON = "read_reason"
-    CORRECT_JOB = "correct_job"
-    CORRECT_DATA = "correct_data"
-    USE_LESS_MEMORY = "use_less_memory"
-    LOOK_AT_DEVICE = "look_at_device"
-    LOWER_LEARNING_RATE = "lower_learning_rate"
-    LOOK_FOR_OOM_KILLER = "look_for_oom_killer"
-    LOOK_FOR_CORE_DUMP = "look_for_core_dump"
-    REACH_MACHINE = "reach_machine"
-    LOOK_AT_LOAD = "look_at_load"
-    CHECK_SPEED = "check_speed"
-    CHECK_NETWORK = "check_network"
-    CHECK_IF_REPEATED = "check_if_repeated"
-    CHECK_REPEATED_NODE = "check_repeated_node"
-    """This node was at fault again and again."""
-    TEST_MEMORY = "test_memory"
-    REPAIR_NODE = "repair_node"
-    MAKE_ROOM = "make_room"
-    MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal"
-    IS_TRIED_AGAIN = "is_tried_again"
-    """Nothing: the run tries to get the lost node back."""
-    ADD_NODE = "add_node"
-    """The lost node is not tried again until the user adds it."""
+    def text(self, *, node: str, repeated: int) -> str:
+        """Return the remedy as a sentence; of a node that was at fault `repeated` times."""
+        return self.template.format(node=node, repeated=repeated)
+
+    NOTHING = "nothing", "Nothing to do."
+    NOTHING_HANDED_OVER = "nothing_handed_over", "Nothing to do: the node hands its state over before it goes."
+    NOTHING_CONTINUED = "nothing_continued", "Nothing to do: training continued meanwhile."
+    READ_TRACEBACK = "read_traceback", "Read the traceback in the agent's log; the same code will fail again."
+    READ_LOG = "read_log", "See the end of the agent's log on that node."
+    READ_STACKS = (
+        "read_stacks",
+        "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
+    )
+    READ_STACK = (
+        "read_stack",
+        "See where its training thread was; a hang that comes back is a bug in the training code.",
+    )
+    READ_REASON = "read_reason", "See the reason above."
+    CORRECT_JOB = "correct_job", "Change the job as the message says; it must be the same on every node."
+    CORRECT_DATA = (
+        "correct_data",
+        "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
+    )
+    USE_LESS_MEMORY = "use_less_memory", "Make microbatch_size smaller, or turn activation_checkpointing on."
+    LOOK_AT_DEVICE = (
+        "look_at_device",
+        (
+            "Look for the GPU's own error on that node: dmesg -T | grep -i xid. A device-side assert is a mistake "
+            "in the model or its data: CUDA_LAUNCH_BLOCKING=1 names the line."
+        ),
+    )
+    LOWER_LEARNING_RATE = "lower_learning_rate", "Lower the learning rate, or begin again from before that step."
+    LOOK_FOR_OOM_KILLER = (
+        "look_for_oom_killer",
+        "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
+    )
+    LOOK_FOR_CORE_DUMP = (
+        "look_for_core_dump",
+        "A crash in native code: look for a core dump, and compare driver and torch versions.",
+    )
+    REACH_MACHINE = "reach_machine", "See whether the machine is up and SSH answers."
+    LOOK_AT_LOAD = "look_at_load", "See whether the machine swaps, or was suspended."
+    CHECK_SPEED = (
+        "check_speed",
+        "Look for other work on it, and for clocks that are throttled: `oobleck check` measures it.",
+    )
+    CHECK_NETWORK = (
+        "check_network",
+        "See the network between it and the others: `oobleck check` names the link or the node.",
+    )
+    CHECK_IF_REPEATED = (
+        "check_if_repeated",
+        "Nothing to do unless it comes back; then check the network with `oobleck check`.",
+    )
+    CHECK_REPEATED_NODE = (
+        "check_repeated_node",
+        (
+            "{node} was at fault {repeated} times within ten minutes: look at it with `oobleck check`; "
+            "`oobleck drain {node}` takes it out if it is still in, `oobleck add` brings it back."
+        ),
+    )
+    TEST_MEMORY = (
+        "test_memory",
+        "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
+    )
+    REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
+    MAKE_ROOM = "make_room", "Make room on that disk, or in its shared memory; the next save is tried automatically."
+    MAKE_ROOM_FOR_JOURNAL = (
+        "make_room_for_journal",
+        "Make room where the run's directory is: what is kept in memory is written then.",
+    )
+    IS_TRIED_AGAIN = "is_tried_again", "The node is tried again automatically."
+    ADD_NODE = "add_node", "The node is not tried again: `oobleck add {node}` brings it back."
+
+
+class Failure(StrEnum):
+    """What was at fault: in a few words, and with what to do about it."""
+
+    text: str
+    remedy: Remedy
+
+    def __new__(cls, value: str, text: str, remedy: Remedy) -> Failure:
+        member = str.__new__(cls, value)
+        member._value_, member.text, member.remedy = value, text, remedy
+        return member
+
+    USER_EXCEPTION = "user_exception", "an error in the training code", Remedy.READ_TRACEBACK
+    JOB_ERROR = "job_error", "the job cannot be run as it is", Remedy.CORRECT_JOB
+    DATA_ERROR = "data_error", "data that cannot be used", Remedy.CORRECT_DATA
+    OUT_OF_MEMORY = "out_of_memory", "out of memory", Remedy.USE_LESS_MEMORY
+    DEVICE = "device", "a device failed", Remedy.LOOK_AT_DEVICE
+    KILLED = "killed", "a process was killed from outside", Remedy.LOOK_FOR_OOM_KILLER
+    CRASHED = "crashed", "a process crashed", Remedy.LOOK_FOR_CORE_DUMP
+    EXITED = "exited", "a process ended", Remedy.READ_LOG
+    FORK_SERVER = "fork_server", "the process that starts workers ended", Remedy.LOOK_FOR_OOM_KILLER
+    NO_WORKER = "no_worker", "no worker can be started", Remedy.READ_LOG
+    CONTACT_LOST = "contact_lost", "contact was lost", Remedy.REACH_MACHINE
+    FROZEN = "frozen", "a node stopped answering", Remedy.LOOK_AT_LOAD
+    HANG = "hang", "training hung", Remedy.READ_STACKS
+    STUCK = "stuck", "a worker holds the others up", Remedy.READ_STACK
+    CUT_OFF = "cut_off", "a node does not reach its peers", Remedy.CHECK_NETWORK
+    PEER = "peer", "a collective failed", Remedy.CHECK_IF_REPEATED
+    BAD_LOSS = "bad_loss", "the loss is not a number", Remedy.LOWER_LEARNING_RATE
+    CORRUPTION = "corruption", "a copy of a layer differed", Remedy.TEST_MEMORY
+    SLOW = "slow", "a node became slow", Remedy.CHECK_SPEED
+    UNFIT_NODE = "unfit_node", "a node cannot take part", Remedy.REPAIR_NODE
+    TERMINATION = "termination", "a node is about to be taken away", Remedy.NOTHING_HANDED_OVER
+    MASTER_LOST = "master_lost", "the master was lost", Remedy.NOTHING_CONTINUED
+    NOT_SAVED = "not_saved", "the state was not saved", Remedy.MAKE_ROOM
+    JOURNAL_GAP = "journal_gap", "the journal could not be written", Remedy.MAKE_ROOM_FOR_JOURNAL
+    REQUESTED = "requested", "taken out on request", Remedy.NOTHING
+    JOB_FAILED = "job_failed", "the job failed", Remedy.READ_REASON
+
+
+_FAILURE_OF_ERROR = {
+    ErrorKind.CODE: Failure.USER_EXCEPTION,
+    ErrorKind.MEMORY: Failure.OUT_OF_MEMORY,
+    ErrorKind.DEVICE: Failure.DEVICE,
+    ErrorKind.PEER: Failure.PEER,
+    ErrorKind.DATA: Failure.DATA_ERROR,
+    ErrorKind.JOB: Failure.JOB_ERROR,
+}
 
 
 def failure_of_end(end: WorkerEnd) -> Failure:
@@ -95,100 +153,6 @@ def failure_of_end(end: WorkerEnd) -> Failure:
         case Exited() | Unseen():
             return Failure.EXITED
         case Raised(kind=kind):
-            return _failure_of_error(kind)
+            return _FAILURE_OF_ERROR[kind]
         case _:
             assert_never(end)
-
-
-def _failure_of_error(kind: ErrorKind) -> Failure:
-    match kind:
-        case ErrorKind.CODE:
-            return Failure.USER_EXCEPTION
-        case ErrorKind.MEMORY:
-            return Failure.OUT_OF_MEMORY
-        case ErrorKind.DEVICE:
-            return Failure.DEVICE
-        case ErrorKind.PEER:
-            return Failure.PEER
-        case ErrorKind.DATA:
-            return Failure.DATA_ERROR
-        case ErrorKind.JOB:
-            return Failure.JOB_ERROR
-        case _:
-            assert_never(kind)
-
-
-def failure_of_loss(loss: losses.Loss, *, is_requested: bool) -> Failure:
-    """What a node was lost by; of one that the user had killed, that is all, if nothing of its own came before."""
-    match loss:
-        case losses.WorkerEnded(end=end):
-            return failure_of_end(end)
-        case losses.NoWorkerStarts():
-            return Failure.NO_WORKER
-        case losses.Silent():
-            return Failure.FROZEN
-        case losses.AgentLeft():
-            return Failure.REQUESTED
-        case losses.ConnectionLost() | losses.AgentLost() | losses.NotReading() | losses.ProtocolBroken():
-            return Failure.REQUESTED if is_requested else Failure.CONTACT_LOST
-        case losses.Unreachable() | losses.Misfit() | losses.Unfit():
-            return Failure.REQUESTED if is_requested else Failure.UNFIT_NODE
-        case losses.CutOff():
-            return Failure.REQUESTED if is_requested else Failure.CUT_OFF
-        case _:
-            assert_never(loss)
-
-
-def remedy_of(failure: Failure) -> Remedy:
-    """What to do about a failure."""
-    match failure:
-        case Failure.USER_EXCEPTION:
-            return Remedy.READ_TRACEBACK
-        case Failure.JOB_ERROR:
-            return Remedy.CORRECT_JOB
-        case Failure.DATA_ERROR:
-            return Remedy.CORRECT_DATA
-        case Failure.OUT_OF_MEMORY:
-            return Remedy.USE_LESS_MEMORY
-        case Failure.DEVICE:
-            return Remedy.LOOK_AT_DEVICE
-        case Failure.KILLED | Failure.FORK_SERVER:
-            return Remedy.LOOK_FOR_OOM_KILLER
-        case Failure.CRASHED:
-            return Remedy.LOOK_FOR_CORE_DUMP
-        case Failure.EXITED | Failure.NO_WORKER:
-            return Remedy.READ_LOG
-        case Failure.CONTACT_LOST:
-            return Remedy.REACH_MACHINE
-        case Failure.FROZEN:
-            return Remedy.LOOK_AT_LOAD
-        case Failure.HANG:
-            return Remedy.READ_STACKS
-        case Failure.STUCK:
-            return Remedy.READ_STACK
-        case Failure.CUT_OFF:
-            return Remedy.CHECK_NETWORK
-        case Failure.PEER:
-            return Remedy.CHECK_IF_REPEATED
-        case Failure.BAD_LOSS:
-            return Remedy.LOWER_LEARNING_RATE
-        case Failure.CORRUPTION:
-            return Remedy.TEST_MEMORY
-        case Failure.SLOW:
-            return Remedy.CHECK_SPEED
-        case Failure.UNFIT_NODE:
-            return Remedy.REPAIR_NODE
-        case Failure.TERMINATION:
-            return Remedy.NOTHING_HANDED_OVER
-        case Failure.MASTER_LOST:
-            return Remedy.NOTHING_CONTINUED
-        case Failure.NOT_SAVED:
-            return Remedy.MAKE_ROOM
-        case Failure.JOURNAL_GAP:
-            return Remedy.MAKE_ROOM_FOR_JOURNAL
-        case Failure.REQUESTED:
-            return Remedy.NOTHING
-        case Failure.JOB_FAILED:
-            return Remedy.READ_REASON
-        case _:
-            assert_never(failure)

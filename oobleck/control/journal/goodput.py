@@ -15,7 +15,7 @@ dashboard, the summary and the simulator all ask it. It knows nothing but journa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .entries import JournalEntry
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
@@ -96,70 +96,28 @@ class _Interval:
     degraded_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeImage:
-    """All that a `TimeAccount` knows."""
-
-    settled: TimeSplit
-    open: tuple[_Interval, ...]
-    mark_s: float
-    newest_step: int
-    has_begun: bool
-    idle: bool
-    ended: bool
-    recovering: tuple[tuple[int, float], ...]
-    stall_due_s: float
-    plan_changed: bool
-    degraded_share: float
-
-
+@dataclass(slots=True, kw_only=True)
 class TimeAccount:
     """Adds up a run's time from its journal, entry by entry, in O(1) each.
 
     A recovery's stall is known only when the recovery is over, and then the step that it interrupted may be
-    committed already. So intervals stay open from the start of a recovery to its end.
+    committed already. So intervals stay open from the start of a recovery to its end. A value on the wire.
     """
 
-    def __init__(self) -> None:
-        self._settled = TimeSplit()
-        self._open: list[_Interval] = []
-        self._mark_s = 0.0  # everything before is in `_settled` or `_open`
-        self._newest_step = 0
-        self._has_begun = False
-        self._idle = False
-        self._ended = False
-        self._recovering: dict[int, float] = {}  # generation -> start, of recoveries that are not over
-        self._stall_due_s = 0.0  # known stall in the time after the mark
-        self._plan_changed = False
-        self._degraded_share = 0.0
-
-    @classmethod
-    def of_image(cls, image: TimeImage) -> TimeAccount:
-        """Continue from what another one has come to."""
-        account = cls()
-        account._settled, account._open = image.settled, list(image.open)
-        account._mark_s, account._newest_step = image.mark_s, image.newest_step
-        account._has_begun, account._idle, account._ended = image.has_begun, image.idle, image.ended
-        account._recovering = dict(image.recovering)
-        account._stall_due_s, account._plan_changed = image.stall_due_s, image.plan_changed
-        account._degraded_share = image.degraded_share
-        return account
-
-    def image(self) -> TimeImage:
-        """Return all that it knows, for `of_image`."""
-        return TimeImage(
-            settled=self._settled,
-            open=tuple(self._open),
-            mark_s=self._mark_s,
-            newest_step=self._newest_step,
-            has_begun=self._has_begun,
-            idle=self._idle,
-            ended=self._ended,
-            recovering=tuple(self._recovering.items()),
-            stall_due_s=self._stall_due_s,
-            plan_changed=self._plan_changed,
-            degraded_share=self._degraded_share,
-        )
+    _settled: TimeSplit = field(default_factory=TimeSplit)
+    _open: list[_Interval] = field(default_factory=list)
+    _mark_s: float = 0.0
+    """Everything before is in `_settled` or `_open`."""
+    _newest_step: int = 0
+    _has_begun: bool = False
+    _idle: bool = False
+    _ended: bool = False
+    _recovering: dict[int, float] = field(default_factory=dict)
+    """The start of each recovery that is not over, keyed by its generation."""
+    _stall_due_s: float = 0.0
+    """The part of the time after the mark that is known to be a stall."""
+    _plan_changed: bool = False
+    _degraded_share: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account; entries that take no time change nothing."""

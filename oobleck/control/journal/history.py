@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
 from .plan_entries import PlanAdopted
-from .ranks import GenerationFormed, ScriptStarted
+from .rank_entries import GenerationFormed, ScriptStarted
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 
@@ -184,7 +184,4 @@ def thinned(points: Sequence[tuple[float, float]], *, most: int = MAX_POINTS) ->
     size = math.ceil((len(points) - 2) / (most - 2))
     inner = [points[start : start + size] for start in range(1, len(points) - 1, size)]
     inner[-1] = inner[-1][: len(points) - 1 - (1 + size * (len(inner) - 1))]
-    means = [
-        (math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)) for part in inner if part
-    ]
-    return (points[0], *means, points[-1])
+    return (points[0], *(_mean(part) for part in inner if part), points[-1])

@@ -1,45 +1,15 @@
-"""Incidents: what went wrong, what that is known by, what was done about it, and what it cost. Values only.
-
-The evidence of a finding is the journal entry that it was found in; `incident_sentences` says it to people.
-"""
+"""Incidents: what went wrong, what that is known by, what was done about it, and what it cost. Values only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from oobleck.planner import WorkerId
 
-from .failures import Failure, Remedy, remedy_of
-from .node_entries import ForkServerDown, NodeLost, NodeUnfit, PaceChanged, TerminationNoticed, WorkerDown
-from .plan_entries import HangExplained, RecoveryStarted
-from .ranks import RankDown, RanksHung
-from .run_entries import JobEnded, JournalGap, MasterResumed
-from .state_entries import SaveFailed, ShardQuarantined
-from .step_entries import ReplicasDiffer, StepDone
+from .entry import Entry, Worded
+from .failures import Failure, Remedy
 
 _REPEATED_TIMES = 3
-
-Evidence = (
-    WorkerDown
-    | RankDown
-    | RanksHung
-    | NodeLost
-    | NodeUnfit
-    | TerminationNoticed
-    | ForkServerDown
-    | PaceChanged
-    | HangExplained
-    | RecoveryStarted
-    | StepDone
-    | ReplicasDiffer
-    | SaveFailed
-    | JournalGap
-    | ShardQuarantined
-    | MasterResumed
-    | JobEnded
-)
-"""The entries that something wrong is known by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +21,7 @@ class Finding:
     failure: Failure
     node: str | None
     """None where it is the whole run's."""
-    evidence: Evidence
+    evidence: Entry
     origin: str = ""
     """What has given the node; empty where a user has named it."""
     worker_id: WorkerId | None = None
@@ -63,23 +33,31 @@ class Finding:
     def is_caused_by_peer(self) -> bool:
         return self.failure in (Failure.PEER, Failure.HANG)
 
+    @property
+    def text(self) -> str:
+        """What it is known by, as a sentence."""
+        return self.evidence.evidence(self.worker_id)
 
-class Measure(StrEnum):
-    """What was done about a failure."""
+    @property
+    def detail(self) -> str:
+        """What more there is in many lines: a traceback, a stack; empty where there is nothing."""
+        return self.evidence.detail(self.worker_id)
 
-    WORKER_RESTARTED = "worker_restarted"
-    NODE_LEFT_OUT = "node_left_out"
-    SHARD_LEFT_OUT = "shard_left_out"
-    FORK_SERVER_RESTARTED = "fork_server_restarted"
-    WORKERS_KEPT = "workers_kept"
-    """Of a fork server that ended too often: nothing but that what it has forked lives on."""
-    MASTER_REPLACED = "master_replaced"
-    PLAN_CHANGED = "plan_changed"
-    RANKS_RESTARTED = "ranks_restarted"
-    """All of them, as another generation."""
-    TRAINING_CONTINUED = "training_continued"
-    NOTHING = "nothing"
-    JOB_ENDED = "job_ended"
+
+class Measure(Worded):
+    """What was done about a failure, in words with whom it was done for."""
+
+    WORKER_RESTARTED = "worker_restarted", "the worker of {subject} is started again"
+    NODE_LEFT_OUT = "node_left_out", "the run continues without {subject}"
+    SHARD_LEFT_OUT = "shard_left_out", "the run continues without {subject}, from record position {position} on"
+    FORK_SERVER_RESTARTED = "fork_server_restarted", "workers that live train on; the fork server is started again"
+    WORKERS_KEPT = "workers_kept", "workers that live train on; the fork server is not started again"
+    MASTER_REPLACED = "master_replaced", "another master took the run over"
+    PLAN_CHANGED = "plan_changed", "{reason}"
+    RANKS_RESTARTED = "ranks_restarted", "{reason}"
+    TRAINING_CONTINUED = "training_continued", "training continues"
+    NOTHING = "nothing", "none: training continues"
+    JOB_ENDED = "job_ended", "the job ended: {first_line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,35 +72,61 @@ class Response:
     reason: str = ""
     """Of the new plan, or of the job's end."""
 
+    @property
+    def text(self) -> str:
+        first_line = next(iter(self.reason.splitlines()), "")
+        return self.measure.template.format(
+            subject=self.subject, position=self.position, reason=self.reason, first_line=first_line
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Incident:
-    """A failure with what it led to."""
+    """A failure with what it led to. One that is under way is still being put together."""
 
     number: int
     """From 1, in the order of the journal."""
-    root: Finding
-    consequences: tuple[Finding, ...]
-    """What went wrong besides, in order; most of it because of the root."""
-    responses: tuple[Response, ...]
+    findings: tuple[Finding, ...] = ()
+    responses: tuple[Response, ...] = ()
     stall_s: float = 0.0
     """Time in which no microbatch of a committed step made progress anywhere."""
     microbatches_redone: int = 0
     steps_lost: int = 0
     bytes_moved: int = 0
     lost: tuple[str, ...] = ()
-    """Nodes that the run continues without."""
     ended_s: float | None = None
     """None while it is under way."""
     is_fatal: bool = False
-    """Whether the job ended over it."""
     repeated: int = 1
     """How often this node was at fault within ten minutes."""
 
     @property
+    def root(self) -> Finding:
+        """The earliest finding that no peer caused."""
+        ordered = sorted(self.findings, key=lambda finding: finding.t_s)
+        return next((finding for finding in ordered if not finding.is_caused_by_peer), ordered[0])
+
+    @property
+    def consequences(self) -> tuple[Finding, ...]:
+        """What went wrong besides, in order; most of it because of the root."""
+        root = self.root
+        return tuple(finding for finding in self.findings if finding is not root)
+
+    @property
+    def title(self) -> str:
+        """What was at fault, in a few words."""
+        return f"{self.root.node}: {self.root.failure.text}" if self.root.node else self.root.failure.text
+
+    @property
+    def advice(self) -> str:
+        """What a person should do now, as sentences."""
+        node, repeated = self.root.node or "", self.repeated
+        return " ".join(remedy.text(node=node, repeated=repeated) for remedy in self.remedies)
+
+    @property
     def remedies(self) -> tuple[Remedy, ...]:
         """What a person should do now, the most urgent first."""
-        remedy = remedy_of(self.root.failure)
+        remedy = self.root.failure.remedy
         if self.repeated >= _REPEATED_TIMES and self.root.node:
             return Remedy.CHECK_REPEATED_NODE, remedy
         if self.is_fatal or self.root.is_tried_again is None:

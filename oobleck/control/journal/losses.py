@@ -1,21 +1,7 @@
 """Why a node was lost: one class for each way, with what is known of it.
 
-Decisions match on these classes, or on their `cause`; `sentences` says them to people. Texts within them come from
-outside (SSH, an interpreter, a peer), and nobody looks into them.
-
-    what happened                                     class              cause
-    the connection to its agent broke                 ConnectionLost     connection_lost
-    its agent is gone                                 AgentLost          connection_lost
-    it reads none of what it is sent                  NotReading         connection_lost
-    it said what the protocol does not allow          ProtocolBroken     connection_lost
-    its agent, or a worker of it, said nothing        Silent             lease_expired
-    its worker ended, and is not started again        WorkerEnded        worker_exited
-    its agent can start no worker                     NoWorkerStarts     worker_exited
-    its agent ended by itself                         AgentLeft          agent_left
-    its peers do not reach it                         CutOff             cut_off
-    it could not be reached                           Unreachable        unreachable
-    it was reached, and does not fit the run          Misfit             unreachable
-    it was reached, and is faulty                     Unfit              unfit
+Decisions match on these classes, or on their `cause`; `text` is for people. Texts within them come from outside (SSH,
+an interpreter, a peer), and nobody looks into them.
 """
 
 from __future__ import annotations
@@ -24,7 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from oobleck.control.protocol import Raised, WorkerEnd
+from oobleck.control.protocol import Raised, WorkerEnd, end_text
+
+from .failures import Failure, failure_of_end
 
 
 class LossCause(StrEnum):
@@ -44,42 +32,84 @@ class LossCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLost:
+    """The connection to its agent broke."""
+
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
+    failure: ClassVar[Failure] = Failure.CONTACT_LOST
+    text: ClassVar[str] = "its connection was lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLost:
+    """Its agent is gone."""
+
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
+    failure: ClassVar[Failure] = Failure.CONTACT_LOST
     had_no_master: bool = False
     """It was lost while there was no master to see it."""
+
+    @property
+    def text(self) -> str:
+        return "its agent was lost while there was no master" if self.had_no_master else "its agent is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReading:
+    """It reads none of what it is sent."""
+
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
+    failure: ClassVar[Failure] = Failure.CONTACT_LOST
     num_unread: int
     """Messages that waited for it at last."""
+
+    @property
+    def text(self) -> str:
+        return f"took none of {self.num_unread} messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolBroken:
+    """It said what the protocol does not allow."""
+
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
+    failure: ClassVar[Failure] = Failure.CONTACT_LOST
     problem: str
+
+    @property
+    def text(self) -> str:
+        return f"broke the protocol: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silent:
+    """Its agent, or a worker of it, said nothing."""
+
     cause: ClassVar[LossCause] = LossCause.LEASE_EXPIRED
+    failure: ClassVar[Failure] = Failure.FROZEN
     silent_s: float
     is_worker: bool = False
     """Its agent was heard, and its worker did not answer."""
 
+    @property
+    def text(self) -> str:
+        return f"{'its worker did not answer' if self.is_worker else 'not heard of'} for {self.silent_s:.1f} s"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnded:
+    """Its worker ended, and is not started again."""
+
     cause: ClassVar[LossCause] = LossCause.WORKER_EXITED
     pid: int
     end: WorkerEnd
+
+    @property
+    def failure(self) -> Failure:
+        return failure_of_end(self.end)
+
+    @property
+    def text(self) -> str:
+        return end_text(self.end) if self.is_users else f"worker process {self.pid} ended: {end_text(self.end)}"
 
     @property
     def is_users(self) -> bool:
@@ -89,39 +119,77 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoWorkerStarts:
+    """Its agent can start no worker."""
+
     cause: ClassVar[LossCause] = LossCause.WORKER_EXITED
+    failure: ClassVar[Failure] = Failure.NO_WORKER
     problem: str
+
+    @property
+    def text(self) -> str:
+        return f"no worker can be started: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLeft:
+    """Its agent ended by itself."""
+
     cause: ClassVar[LossCause] = LossCause.AGENT_LEFT
+    failure: ClassVar[Failure] = Failure.REQUESTED
     reason: str
     """What the agent said as it left."""
+
+    @property
+    def text(self) -> str:
+        return f"its agent stopped: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
+    """Its peers do not reach it."""
+
     cause: ClassVar[LossCause] = LossCause.CUT_OFF
+    failure: ClassVar[Failure] = Failure.CUT_OFF
+    text: ClassVar[str] = "it reaches the master, and its peers do not reach it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable:
+    """It could not be reached."""
+
     cause: ClassVar[LossCause] = LossCause.UNREACHABLE
+    failure: ClassVar[Failure] = Failure.UNFIT_NODE
     problem: str
+
+    @property
+    def text(self) -> str:
+        return self.problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
+    """It was reached, and does not fit the run."""
+
     cause: ClassVar[LossCause] = LossCause.UNREACHABLE
+    failure: ClassVar[Failure] = Failure.UNFIT_NODE
     problem: str
+
+    @property
+    def text(self) -> str:
+        return self.problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfit:
+    """It was reached, and is faulty."""
+
     cause: ClassVar[LossCause] = LossCause.UNFIT
+    failure: ClassVar[Failure] = Failure.UNFIT_NODE
     fault: str
-    """What its check found."""
+
+    @property
+    def text(self) -> str:
+        return f"faulty: {self.fault}"
 
 
 Loss = (

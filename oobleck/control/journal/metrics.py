@@ -18,7 +18,7 @@ from oobleck.planner import profile_from_json
 from oobleck.planner.profiles import Profile, sheet_of_product
 
 from .entries import JournalEntry
-from .goodput import TimeAccount, TimeImage
+from .goodput import TimeAccount
 from .node_entries import NodeAdded
 from .plan_entries import PlanAdopted, RecoveryDone
 from .run_entries import JobStarted, ProfileKnown
@@ -51,9 +51,8 @@ class MetricSample:
     """Useful over elapsed time; the parts, which sum to the elapsed time, are the next two."""
     useful_s: float
     downtime_s: Mapping[str, float] = field(default_factory=dict)
-    """By state."""
+    """Keyed by state."""
     nodes: int
-    """That train."""
     pipelines: int
     generation: int
     recoveries: int
@@ -64,81 +63,39 @@ class MetricSample:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsImage:
-    """All that `Metrics` know, but for their job, their profiles and the newest plan."""
-
-    account: TimeImage
-    record: CommitRecord | None
-    step_tokens: int
-    tokens: int
-    recoveries: int
-    steps_lost: int
-    added: tuple[tuple[str, str], ...]
-    """Nodes that have joined, each with its kind."""
-
-
+@dataclass(slots=True, kw_only=True)
 class Metrics:
-    """Mutable: follows a journal, O(1) an entry but for plans and profiles."""
+    """Mutable: follows a journal, O(1) an entry but for plans and profiles.
 
-    def __init__(self) -> None:
-        self._account = TimeAccount()
-        self._record: CommitRecord | None = None
-        self._step_tokens = 0
-        self._tokens = 0
-        self._nodes = self._pipelines = self._devices = self._generation = 0
-        self._recoveries = self._steps_lost = 0
-        self._dtype = "float32"
-        self._profiles: dict[str, Profile] = {}
-        """By kind of node."""
-        self._kind_of: dict[str, str] = {}
-        self._added: dict[str, str] = {}
-        self._kinds: Counter[str] = Counter()
-        """How many devices of each kind train."""
+    A value on the wire, which holds neither the job nor profiles nor the newest plan: `learn` those entries again.
+    """
 
-    @classmethod
-    def of_image(cls, image: MetricsImage, *known: JobStarted | ProfileKnown | PlanAdopted) -> Metrics:
-        """Continue from what others have come to; `known` are the entries that say the rest."""
-        metrics = cls()
-        metrics._added = dict(image.added)
-        for entry in known:
-            metrics.apply(entry)
-        metrics._account = TimeAccount.of_image(image.account)
-        metrics._record, metrics._step_tokens, metrics._tokens = image.record, image.step_tokens, image.tokens
-        metrics._recoveries, metrics._steps_lost = image.recoveries, image.steps_lost
-        return metrics
-
-    def image(self) -> MetricsImage:
-        """Return all that they know, for `of_image`."""
-        return MetricsImage(
-            account=self._account.image(),
-            record=self._record,
-            step_tokens=self._step_tokens,
-            tokens=self._tokens,
-            recoveries=self._recoveries,
-            steps_lost=self._steps_lost,
-            added=tuple(self._added.items()),
-        )
+    _account: TimeAccount = field(default_factory=TimeAccount)
+    _record: CommitRecord | None = None
+    _step_tokens: int = 0
+    _tokens: int = 0
+    _recoveries: int = 0
+    _steps_lost: int = 0
+    _added: dict[str, str] = field(default_factory=dict)
+    """The kinds of nodes that have joined."""
+    _num_nodes: int = field(default=0, init=False)
+    _num_pipelines: int = field(default=0, init=False)
+    _generation: int = field(default=0, init=False)
+    _dtype: str = field(default="float32", init=False)
+    _profiles: dict[str, Profile] = field(default_factory=dict, init=False)
+    """Keyed by the kind of node."""
+    _kind_of: dict[str, str] = field(default_factory=dict, init=False)
+    _kinds: Counter[str] = field(default_factory=Counter, init=False)
+    """How many devices of each kind train."""
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account."""
         self._account.apply(entry)
         match entry:
-            case JobStarted():
-                self._dtype = entry.job.dtype
-                self._kind_of = {spec.name: spec.kind for spec in entry.nodes}
+            case JobStarted() | ProfileKnown() | PlanAdopted():
+                self.learn(entry)
             case NodeAdded(node=spec):
                 self._added[spec.name] = spec.kind
-            case ProfileKnown():
-                self._profiles[entry.kind] = profile_from_json(entry.profile_json)
-            case PlanAdopted():
-                self._nodes, self._pipelines = len(entry.plan.nodes), len(entry.plan.pipelines)
-                worker_ids = {
-                    worker_id for one in entry.plan.pipelines for stage in one.stages for worker_id in stage.worker_ids
-                }
-                self._devices, self._generation = len(worker_ids), entry.generation
-                kind_of = {**self._kind_of, **self._added}
-                self._kinds = Counter(kind_of.get(worker_id.node, DEFAULT_KIND) for worker_id in worker_ids)
             case StepDone():
                 self._record, self._step_tokens = entry.record, entry.tokens
                 self._tokens += entry.tokens
@@ -150,6 +107,21 @@ class Metrics:
                 self._steps_lost += entry.steps_lost
             case _:
                 pass
+
+    def learn(self, entry: JobStarted | ProfileKnown | PlanAdopted) -> None:
+        """Take in what an entry says of the job, the profiles or the newest plan, and not that time has passed."""
+        match entry:
+            case JobStarted():
+                self._dtype = entry.job.dtype
+                self._kind_of = {spec.name: spec.kind for spec in entry.nodes}
+            case ProfileKnown():
+                self._profiles[entry.kind] = profile_from_json(entry.profile_json)
+            case PlanAdopted(plan=plan):
+                self._num_nodes, self._num_pipelines = len(plan.nodes), len(plan.pipelines)
+                worker_ids = {each for one in plan.pipelines for stage in one.stages for each in stage.worker_ids}
+                self._generation = entry.generation
+                kind_of = {**self._kind_of, **self._added}
+                self._kinds = Counter(kind_of.get(worker_id.node, DEFAULT_KIND) for worker_id in worker_ids)
 
     def sample(self, now_s: float) -> MetricSample:
         """The run `now_s` seconds after its start."""
@@ -169,8 +141,8 @@ class Metrics:
             goodput=split.goodput,
             useful_s=split.useful_s,
             downtime_s=split.downtime_s,
-            nodes=self._nodes,
-            pipelines=self._pipelines,
+            nodes=self._num_nodes,
+            pipelines=self._num_pipelines,
             generation=self._generation,
             recoveries=self._recoveries,
             steps_lost=self._steps_lost,

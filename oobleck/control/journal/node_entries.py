@@ -3,53 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from oobleck.control.protocol import ServerEnd, Things, WorkerAddress, WorkerEnd
+from oobleck.control import protocol
 from oobleck.job import NodeSpec
+from oobleck.planner import WorkerId
 
-from .losses import Loss
+from .entry import Entry
+from .failures import Failure
+from .losses import Loss, WorkerEnded
+
+_MAY_BE_REQUESTED = frozenset({Failure.CONTACT_LOST, Failure.UNFIT_NODE, Failure.CUT_OFF})
+"""What a node that the user had killed shows; whatever else it was lost by came before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConnected:
-    t_s: float
+class NodeConnected(Entry):
     node: str
     agent_pid: int
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.node} connected (agent process {self.agent_pid})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerUp:
+class WorkerUp(Entry):
     """A worker is ready to train."""
 
-    t_s: float
     node: str
     device: int
     pid: int
     data_digest: str
     """Equal on all nodes, or they would train on different text."""
-    address: WorkerAddress | None = None
+    address: protocol.WorkerAddress | None = None
     saves: bool = False
     """Whether it has a place to save its state in."""
-    alike: Things = ()
+    alike: protocol.Things = ()
     """What else it has as all others do."""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.node} device {self.device} is ready (worker process {self.pid})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerDown:
+class WorkerDown(Entry):
     """A worker ended by itself; its node stays, and starts it again, with the node's other workers."""
 
-    t_s: float
+    level: ClassVar[str] = "warning"
     node: str
     device: int
     pid: int
-    end: WorkerEnd
+    end: protocol.WorkerEnd
     also: tuple[int, ...] = ()
     """Devices whose workers are ended for that."""
 
+    @property
+    def sentence(self) -> str:
+        what = f"worker of {self.node} ended ({protocol.end_text(self.end)})"
+        return f"a {what}; the node's workers are started again" if self.also else f"the {what}; it is started again"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return protocol.end_text(self.end)
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        return self.end.traceback if isinstance(self.end, protocol.Raised) else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLost:
-    t_s: float
+class NodeLost(Entry):
+    level: ClassVar[str] = "warning"
     node: str
     loss: Loss
     is_requested: bool = False
@@ -57,60 +81,129 @@ class NodeLost:
     is_tried_again: bool = False
     """Without anybody asking for it."""
 
+    @property
+    def failure(self) -> Failure:
+        """What it was lost by; of one that the user had killed, that is all, if nothing of its own came before."""
+        failure = self.loss.failure
+        return Failure.REQUESTED if self.is_requested and failure in _MAY_BE_REQUESTED else failure
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.node} lost: {self.loss.text}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return self.loss.text
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        end = self.loss.end if isinstance(self.loss, WorkerEnded) else None
+        return end.traceback if isinstance(end, protocol.Raised) else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUnfit:
+class NodeUnfit(Entry):
     """A node that is not in the run was found faulty by its check, and stays out."""
 
-    t_s: float
+    level: ClassVar[str] = "warning"
     node: str
     fault: str
-    """What the check found."""
     is_tried_again: bool
     """Without anybody asking for it: one that was lost is; one that a run begins without is not."""
 
+    @property
+    def sentence(self) -> str:
+        if self.is_tried_again:
+            return f"{self.node}: it is not taken in again: {self.fault}"
+        way_back = f"once it is repaired, `oobleck add {self.node}` lets it in"
+        return f"{self.node} is faulty and left out: {self.fault}; {way_back}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return self.fault
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TerminationNoticed:
+class TerminationNoticed(Entry):
     """A node will be taken away: it is drained before."""
 
-    t_s: float
+    level: ClassVar[str] = "warning"
     node: str
     reason: str
     """In the words of the agent that announced it."""
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.node} is to be terminated: {self.reason}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return self.reason
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkServerDown:
+class ForkServerDown(Entry):
     """The process that forks a node's workers has ended. Workers that it has forked live on."""
 
-    t_s: float
+    level: ClassVar[str] = "warning"
     node: str
-    end: ServerEnd
+    end: protocol.ServerEnd
     is_restarted: bool
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.node}'s fork server ended: {self.evidence(None)}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        never = "it is not started again, for it has ended too often"
+        return f"{protocol.server_end_text(self.end)}; {'it is started again' if self.is_restarted else never}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLeft:
+class NodeLeft(Entry):
     """A node was drained: it holds nothing that is needed any more."""
 
-    t_s: float
     node: str
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.node} has left"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAdded:
+class NodeAdded(Entry):
     """The user gave the job another node."""
 
-    t_s: float
     node: NodeSpec
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.node.name} is added{f' ({self.node.origin})' if self.node.origin else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaceChanged:
+class PaceChanged(Entry):
     """A node has become slow, or slower, or faster."""
 
-    t_s: float
     node: str
     factor: float
     """Its time over the usual: 1 where it is not slow any more."""
+
+    @property
+    def level(self) -> str:
+        return "warning" if self.factor > 1 else "info"
+
+    @property
+    def sentence(self) -> str:
+        slow = f"{self.factor:.1f} times the usual time"
+        return f"{self.node} takes {slow if self.factor > 1 else 'the usual time again'}"
+
+
+NodeEntry = (
+    NodeConnected
+    | WorkerUp
+    | WorkerDown
+    | NodeLost
+    | NodeUnfit
+    | TerminationNoticed
+    | ForkServerDown
+    | NodeLeft
+    | NodeAdded
+    | PaceChanged
+)

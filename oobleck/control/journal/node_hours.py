@@ -14,11 +14,11 @@ Before the first plan all nodes that are there count as the plan's.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
 
 from .entries import JournalEntry
-from .goodput import TimeAccount, TimeImage, TimeSplit
+from .goodput import TimeAccount, TimeSplit
 from .losses import Unfit
 from .node_entries import NodeConnected, NodeLeft, NodeLost
 from .plan_entries import PlanAdopted
@@ -51,58 +51,23 @@ class _Stretch:
     at_work: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodesImage:
-    """All that a `NodeAccount` knows, but for the nodes of the newest plan."""
-
-    time: TimeImage
-    there: tuple[str, ...]
-    unfit: tuple[str, ...]
-    stretches: tuple[_Stretch, ...]
-    shared: TimeSplit
-    seconds: NodeHours
-
-
+@dataclass(slots=True, kw_only=True)
 class NodeAccount:
     """Adds up the nodes' time from the journal, entry by entry: O(1) each, and O(nodes) for a plan.
 
     What a stretch of time was is known only when no recovery is under way. Until then how many nodes there were is
-    remembered; then the time of those at work is shared out as the run's own was.
+    remembered; then the time of those at work is shared out as the run's own was. A value on the wire.
     """
 
-    def __init__(self) -> None:
-        self.time = TimeAccount()
-        """Of the run, whatever its nodes."""
-        self._there: set[str] = set()
-        self._unfit: set[str] = set()
-        self._planned: frozenset[str] | None = None
-        """The nodes of the plan in force; None before the first."""
-        self._stretches = deque([_Stretch(0.0, 0, 0)])
-        self._shared = TimeSplit()
-        """The time of the run that is shared out."""
-        self._seconds = NodeHours()
-
-    @classmethod
-    def of_image(cls, image: NodesImage, newest: PlanAdopted | None) -> NodeAccount:
-        """Continue from what another one has come to; `newest` is the newest plan."""
-        account = cls()
-        account.time = TimeAccount.of_image(image.time)
-        account._there, account._unfit = set(image.there), set(image.unfit)
-        account._planned = None if newest is None else frozenset(newest.plan.nodes)
-        account._stretches = deque(image.stretches)
-        account._shared, account._seconds = image.shared, image.seconds
-        return account
-
-    def image(self) -> NodesImage:
-        """Return all that it knows, for `of_image`."""
-        return NodesImage(
-            time=self.time.image(),
-            there=tuple(sorted(self._there)),
-            unfit=tuple(sorted(self._unfit)),
-            stretches=tuple(self._stretches),
-            shared=self._shared,
-            seconds=self._seconds,
-        )
+    time: TimeAccount = field(default_factory=TimeAccount)
+    _there: set[str] = field(default_factory=set)
+    _unfit: set[str] = field(default_factory=set)
+    _planned: set[str] | None = None
+    """The nodes of the plan in force; None before the first."""
+    _stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch(0.0, 0, 0)])
+    _shared: TimeSplit = field(default_factory=TimeSplit)
+    """The time of the run that is shared out."""
+    _seconds: NodeHours = field(default_factory=NodeHours)
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry into account."""
@@ -122,7 +87,7 @@ class NodeAccount:
                 self._there.discard(entry.node)
                 self._unfit.discard(entry.node)
             case PlanAdopted():
-                self._planned = frozenset(entry.plan.nodes)
+                self._planned = set(entry.plan.nodes)
             case JobEnded():
                 self._there.clear()
             case _:
@@ -177,8 +142,7 @@ class NodeAccount:
 
     def _forget(self, until_s: float) -> None:
         """Drop the stretches that end before a moment."""
-        while len(self._stretches) > 1 and self._stretches[1].since_s <= until_s:
-            self._stretches.popleft()
+        del self._stretches[: bisect_right(self._stretches, until_s, lo=1, key=lambda each: each.since_s) - 1]
 
 
 def _training_s(split: TimeSplit) -> float:

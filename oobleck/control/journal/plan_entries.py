@@ -4,43 +4,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from oobleck.control.protocol import NOTHING, PartialStep, Segment
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
+from .entry import Entry
 from .losses import LossCause
 
 
 class PlanCause(StrEnum):
-    """Why there is a new plan."""
+    """Why there is a new plan, and how that is said."""
+
+    known_by: str
+    """What went wrong is known by this, where no entry of its own says it."""
+    happened: str
+    """To the nodes that it is about."""
+    _begins: str
+
+    def __new__(cls, value: str, begins: str = "", happened: str = "lost", known_by: str = "") -> PlanCause:
+        member = str.__new__(cls, value)
+        member._value_, member._begins, member.happened = value, begins, happened
+        member.known_by = known_by or f"there is a new plan: {value}"
+        return member
 
     LOSS = "loss"
     """A node or a worker was lost; `LossCause` says why."""
-    PEER_FAILED = "peer_failed"
-    """A collective failed under a survivor, and no node was lost."""
-    HANG = "hang"
-    """No step was committed for many times as long as one takes, and no node was lost."""
+    PEER_FAILED = "peer_failed", "", "lost", "a collective failed, and no node was lost"
+    HANG = "hang", "", "lost", "no step was committed for many times as long as one takes"
+    """And no node was lost."""
     NETWORK = "network"
     """More nodes do not reach each other than may be lost: they are asked again until the network is back."""
     MASTER_LOST = "master_lost"
     """The master was lost in the middle of a recovery: its successor begins that again."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
     """A checkpoint could not be read while it was gone back to: the one before is taken."""
-    CORRUPTION = "corruption"
-    """Copies of a layer differed, and are made equal again."""
-    DATA_UNREADABLE = "data_unreadable"
-    """A record of the step in flight could not be read, and the step is begun again."""
-    SLOW = "slow"
+    CORRUPTION = (
+        "corruption",
+        "making the layers of {} equal to their other copies",
+        "repaired",
+        "copies of a layer differ",
+    )
+    DATA_UNREADABLE = "data_unreadable", "", "lost", "a record of the step in flight could not be read"
+    """The step is begun again."""
+    SLOW = "slow", "planning again for the pace of {}", "planned for"
     """Nodes became slow, or normal again."""
-    JOINED = "joined"
+    JOINED = "joined", "taking in {}", "taken in"
     """A node came, or a worker came back."""
-    DRAINED = "drained"
+    DRAINED = "drained", "letting {} go", "drained"
     """A node leaves, and gives its state away first."""
-    SCALED = "scaled"
+    SCALED = "scaled", "continuing with more nodes, or fewer: {}", "set aside or taken back"
     """Another number of nodes is the better one."""
-    RETRIED = "retried"
+    RETRIED = "retried", "trying again whether {} is slow", "tried again"
     """Nodes that were left out for being slow get another chance."""
+
+    def begins(self, names: str) -> str:
+        """Say that a recovery about these nodes begins."""
+        if self is PlanCause.NETWORK:
+            return f"asking all nodes again whether they reach each other{f'; {names} lost' if names else ''}"
+        if self._begins:
+            return self._begins.format(names)
+        return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
 
     @property
     def is_planned(self) -> bool:
@@ -69,10 +94,9 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAdopted:
+class PlanAdopted(Entry):
     """A generation begins: the plan, why it was chosen, and what is expected of it."""
 
-    t_s: float
     generation: int
     plan: ExecutionPlan
     action: Action
@@ -106,12 +130,20 @@ class PlanAdopted:
     oldest: int = 0
     """The oldest generation whose plan a worker may still have in force."""
 
+    @property
+    def level(self) -> str:
+        return "info" if self.redundant else "warning"
+
+    @property
+    def sentence(self) -> str:
+        return f"generation {self.generation}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HangExplained:
+class HangExplained(Entry):
     """Why no step was committed although no node was lost, as far as the survivors know."""
 
-    t_s: float
+    level: ClassVar[str] = "warning"
     generation: int
     cut_off: tuple[str, ...]
     """Nodes that their peers do not reach."""
@@ -120,12 +152,25 @@ class HangExplained:
     stacks: tuple[tuple[WorkerId, str], ...]
     """Where each worker's training thread was."""
 
+    @property
+    def sentence(self) -> str:
+        if self.cut_off:
+            return f"the network between {', '.join(self.cut_off)} and their peers is cut"
+        if self.stuck:
+            return f"all wait for {', '.join(map(str, self.stuck))}"
+        return "no worker is stuck, and no network cut"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return self.sentence if worker_id is None else f"all wait for {worker_id}, and it waits for nobody"
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        return "" if worker_id is None else dict(self.stacks).get(worker_id, "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryStarted:
+class RecoveryStarted(Entry):
     """A new plan is needed; survivors are being fenced."""
 
-    t_s: float
     generation: int
     nodes: tuple[str, ...]
     cause: PlanCause
@@ -137,24 +182,38 @@ class RecoveryStarted:
         """The cause in a word: of a loss, what kind of loss it was."""
         return self.loss or self.cause
 
+    @property
+    def level(self) -> str:
+        return "info" if self.cause.is_planned else "warning"
+
+    @property
+    def sentence(self) -> str:
+        return self.cause.begins(", ".join(self.nodes))
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return self.cause.known_by
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayersArriving:
+class LayersArriving(Entry):
     """A worker has received a part of the layers that the newest plan gives it; only long transfers report this."""
 
-    t_s: float
     generation: int
     node: str
     device: int
     received_bytes: int
     all_bytes: int
 
+    @property
+    def sentence(self) -> str:
+        share = self.received_bytes / self.all_bytes
+        return f"{self.node} has received {share:.0%} of the {self.all_bytes / 1e9:.2f} GB that it needs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryDone:
+class RecoveryDone(Entry):
     """All survivors compute under the new plan."""
 
-    t_s: float
     began_s: float
     """When the loss was noticed."""
     generation: int
@@ -178,3 +237,20 @@ class RecoveryDone:
     def why(self) -> LossCause | PlanCause:
         """The cause in a word: of a loss, what kind of loss it was."""
         return self.loss or self.cause
+
+    @property
+    def level(self) -> str:
+        return "warning" if self.unfinished else "info"
+
+    @property
+    def sentence(self) -> str:
+        names = ", ".join(self.nodes)
+        what = f"{names} {self.cause.happened}" if names else "regrouped"
+        if self.unfinished:
+            return f"{what}; this recovery was not completed: {self.unfinished}"
+        copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
+        lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
+        return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+
+
+PlanEntry = PlanAdopted | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone

@@ -114,7 +114,6 @@ class RunSnapshot:
     state: RunState = RunState.STARTING
     generation: int = 0
     step: int = 0
-    """Steps committed."""
     max_steps: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
@@ -125,7 +124,6 @@ class RunSnapshot:
     """0 to 1."""
     elapsed_s: float = 0.0
     remaining_s: float | None = None
-    """Estimated from recent steps."""
     redundant: bool = True
     """Whether more failures than none are survived without loss of state."""
     fault_threshold: int = 0

@@ -6,20 +6,19 @@ Computed from the journal alone, so it can be made again from a journal on disk 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from oobleck.json_table import to_json
 from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
-from .node_hours import NodeAccount, NodeHours, NodesImage
+from .node_hours import NodeAccount, NodeHours
 from .plan_entries import PlanAdopted, PlanCause, RecoveryDone
-from .ranks import ScriptStarted
+from .rank_entries import ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap
-from .sentences import sentence
 from .state_entries import CheckpointSaved, SaveFailed
 from .step_entries import Evaluated, StepDone, StepsDone
-from .tally import LossTally, StepTally, TallyImage
+from .tally import LossTally, StepTally
 
 _CALM = frozenset(cause.value for cause in PlanCause if cause.is_calm)
 
@@ -62,14 +61,9 @@ class EvaluationSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSummary:
+class NodeSummary(NodeHours):
     """Node-hours: those that were there, what they went into, and what was got for them."""
 
-    there: float
-    training: float
-    recovering: float
-    idle: float
-    other: float
     per_step: float | None
     """Of all that were there, for each committed step; None without any."""
     per_million_tokens: float | None
@@ -178,67 +172,26 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
     return account.summary(losses.losses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccountImage:
-    """All that a `RunAccount` knows, but for its job and the newest plan."""
-
-    nodes: NodesImage
-    end: JobEnded | None
-    tally: TallyImage
-    recoveries: tuple[RecoverySummary, ...]
-    evaluations: tuple[tuple[int, float], ...]
-    steps_lost: int
-    saves_failed: int
-    saved_step: int | None
-    gap: JournalGap | None
-    elapsed_s: float
-
-
+@dataclass(slots=True, kw_only=True)
 class RunAccount:
-    """A journal's summary as it grows, all but the losses. No entry is kept, and nothing of a step alone."""
+    """A journal's summary as it grows, all but the losses. No entry is kept, and nothing of a step alone.
 
-    def __init__(self) -> None:
-        self._nodes = NodeAccount()
-        self._job: JobStarted | None = None
-        self._script = ""
-        """The tag of a script's run."""
-        self._end: JobEnded | None = None
-        self._plan: PlanAdopted | None = None
-        self._tally = StepTally()
-        self._recoveries: list[RecoverySummary] = []
-        self._evaluations: dict[int, float] = {}
-        self._steps_lost = 0
-        self._saves_failed = 0
-        self._saved_step: int | None = None
-        self._gap: JournalGap | None = None
-        self._elapsed_s = 0.0
+    A value on the wire, without the job and the newest plan: those must be set again.
+    """
 
-    @classmethod
-    def of_image(cls, image: AccountImage, started: JobStarted | None, newest: PlanAdopted | None) -> RunAccount:
-        """Continue from what another one has come to; `newest` is the newest plan."""
-        account = cls()
-        account._nodes = NodeAccount.of_image(image.nodes, newest)
-        account._job, account._end, account._plan = started, image.end, newest
-        account._tally = StepTally.of_image(image.tally)
-        account._recoveries, account._evaluations = list(image.recoveries), dict(image.evaluations)
-        account._steps_lost, account._saves_failed = image.steps_lost, image.saves_failed
-        account._saved_step, account._gap, account._elapsed_s = image.saved_step, image.gap, image.elapsed_s
-        return account
-
-    def image(self) -> AccountImage:
-        """Return all that it knows, for `of_image`."""
-        return AccountImage(
-            nodes=self._nodes.image(),
-            end=self._end,
-            tally=self._tally.image(),
-            recoveries=tuple(self._recoveries),
-            evaluations=tuple(self._evaluations.items()),
-            steps_lost=self._steps_lost,
-            saves_failed=self._saves_failed,
-            saved_step=self._saved_step,
-            gap=self._gap,
-            elapsed_s=self._elapsed_s,
-        )
+    started: JobStarted | None = field(default=None, init=False)
+    newest: PlanAdopted | None = field(default=None, init=False)
+    _nodes: NodeAccount = field(default_factory=NodeAccount)
+    _script: str = ""
+    _end: JobEnded | None = None
+    _tally: StepTally = field(default_factory=StepTally)
+    _recoveries: list[RecoverySummary] = field(default_factory=list)
+    _evaluations: dict[int, float] = field(default_factory=dict)
+    _steps_lost: int = 0
+    _saves_failed: int = 0
+    _saved_step: int | None = None
+    _gap: JournalGap | None = None
+    _elapsed_s: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry in; O(1) amortised."""
@@ -246,7 +199,7 @@ class RunAccount:
         self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:
             case JobStarted():
-                self._job = entry
+                self.started = entry
             case ScriptStarted(run=run):
                 self._script = run.tag
             case PlanAdopted():
@@ -270,7 +223,7 @@ class RunAccount:
                 pass
 
     def _adopt(self, plan: PlanAdopted) -> None:
-        self._plan, restored = plan, plan.restored_step
+        self.newest, restored = plan, plan.restored_step
         if restored is not None:
             self._tally.begin_after(restored)
             self._saved_step = restored
@@ -278,7 +231,7 @@ class RunAccount:
 
     def summary(self, losses: tuple[float, ...] = ()) -> Summary:
         """What the run has come to, with the losses of its committed steps."""
-        job, end, plan, gap, tally = self._job, self._end, self._plan, self._gap, self._tally
+        job, end, plan, gap, tally = self.started, self._end, self.newest, self._gap, self._tally
         split = self._nodes.time.at(self._elapsed_s)
         batch = job.job.global_batch_size if job else 0
         training_s = tally.last_s - split.starting_s if tally.last_s is not None else 0.0
@@ -311,7 +264,7 @@ class RunAccount:
             begun_after=tally.begun_after,
             saved_step=self._saved_step,
             saves_failed=self._saves_failed,
-            journal_lacks="" if gap is None else sentence(gap),
+            journal_lacks="" if gap is None else gap.sentence,
         )
 
 

@@ -7,8 +7,7 @@ seconds are counted by their first digits.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from .step_entries import StepDone, StepsDone
@@ -35,49 +34,17 @@ class _Alike:
         return ours == (other.first, other.samples, other.repeated, other.missing, other.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TallyImage:
-    """All that a `StepTally` knows."""
-
-    alike: tuple[_Alike, ...]
-    first_step: int
-    num_committed_again: int
-    last_s: float | None
-    durations: tuple[tuple[float, int], ...]
-
-
+@dataclass(slots=True, kw_only=True)
 class StepTally:
-    """Counts the commits of a journal. When a step comes again, those from it on were lost."""
+    """Counts the commits of a journal. When a step comes again, those from it on were lost. A value on the wire."""
 
-    def __init__(self) -> None:
-        self._alike: list[_Alike] = []
-        """In order."""
-        self._first_step = 1
-        self.num_committed_again = 0
-        """Steps that were committed, lost, and had to be run again."""
-        self.last_s: float | None = None
-        """When the newest commit was."""
-        self._durations: Counter[float] = Counter()
-        """How many steps took so many seconds, to four digits; lost steps are among them."""
-
-    @classmethod
-    def of_image(cls, image: TallyImage) -> StepTally:
-        """Continue from what another one has come to."""
-        tally = cls()
-        tally._alike, tally._first_step = list(image.alike), image.first_step
-        tally.num_committed_again, tally.last_s = image.num_committed_again, image.last_s
-        tally._durations = Counter(dict(image.durations))
-        return tally
-
-    def image(self) -> TallyImage:
-        """Return all that it knows, for `of_image`."""
-        return TallyImage(
-            alike=tuple(self._alike),
-            first_step=self._first_step,
-            num_committed_again=self.num_committed_again,
-            last_s=self.last_s,
-            durations=tuple(self._durations.items()),
-        )
+    _alike: list[_Alike] = field(default_factory=list)
+    _first_step: int = 1
+    num_committed_again: int = 0
+    """Steps that were committed, lost, and had to be run again."""
+    last_s: float | None = None
+    _durations: dict[float, int] = field(default_factory=dict)
+    """How many steps took so many seconds, to four digits; lost steps are among them."""
 
     def begin_after(self, step: int) -> None:
         """The run continues from a checkpoint of this step, which another run has saved."""
@@ -106,7 +73,8 @@ class StepTally:
         else:
             self._alike.append(new)
         self.last_s = entry.t_s
-        self._durations[float(f"{record.duration_s:.3e}")] += new.num_steps
+        rounded_s = float(f"{record.duration_s:.3e}")
+        self._durations[rounded_s] = self._durations.get(rounded_s, 0) + new.num_steps
 
     def _cut(self, first: int) -> None:
         """Forget what was committed from a step on."""
@@ -144,7 +112,7 @@ class StepTally:
     def step_time_s(self) -> tuple[float, float] | None:
         """Median and 95th percentile of a step's seconds (nearest rank), to four digits; None without steps."""
         ordered = sorted(self._durations.items())
-        total = self._durations.total()
+        total = sum(self._durations.values())
         if not total:
             return None
         low, high = _at_rank(ordered, (total + 1) // 2), _at_rank(ordered, total // 2 + 1)

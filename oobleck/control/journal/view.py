@@ -6,114 +6,93 @@ others have decided.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import assert_never
 
-from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
-from . import node_entries, ranks, run_entries, snapshot
-from .data_view import DataImage, DataView
+from . import node_entries, snapshot
+from .data_view import DataView
 from .entries import JournalEntry
-from .goodput import TimeAccount, TimeImage
-from .plan_entries import HangExplained, LayersArriving, PlanAdopted, RecoveryDone, RecoveryStarted
-from .sentences import sentence
-from .state_entries import CheckpointSaved, DataPlaced, RecordsDealt, SaveFailed, ShardQuarantined, ShardsKnown
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
+from .goodput import TimeAccount
+from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
+from .rank_entries import GenerationCause, GenerationEnded, GenerationFormed, GenerationRuns, ScriptStarted
+from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
+from .state_entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
+from .step_entries import StepDone
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
 StageKey = tuple[str, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewImage:
-    """All that a `RunView` knows from entries, but for its job and the newest plan."""
+@dataclass(slots=True, kw_only=True)
+class RanksView:
+    """Follows a script's generations. O(1) an entry."""
 
-    account: TimeImage
-    scaling: str
-    step: int
-    loss: float | None
-    recent: tuple[tuple[float, int], ...]
-    nodes: tuple[tuple[str, snapshot.NodeState], ...]
-    origins: tuple[tuple[str, str], ...]
-    kinds: tuple[tuple[str, str], ...]
-    changing: tuple[StageKey, ...]
-    recovering: tuple[int, ...]
-    num_recoveries: int
-    events: tuple[snapshot.EventLine, ...]
-    ended: run_entries.JobEnded | None
-    data: DataImage
+    tag: str = ""
+    command: str = ""
+    state: snapshot.RunState | None = None
+    """None for a run that is of no script."""
+    generation: int = 0
+    num_restarts: int = 0
+    is_finished: bool = False
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Take the next entry."""
+        match entry:
+            case ScriptStarted(run=run):
+                self.tag, self.command, self.state = run.tag, run.kinds, snapshot.RunState.STARTING
+            case GenerationFormed(generation=generation, cause=cause):
+                self.num_restarts += cause.is_failure
+                self.generation = generation
+            case GenerationRuns():
+                self.state = snapshot.RunState.TRAINING
+            case GenerationEnded(cause=cause):
+                self.state = snapshot.RunState.RECONFIGURING
+                self.is_finished = cause is GenerationCause.FINISHED
+            case _:
+                pass
 
 
+@dataclass(slots=True, kw_only=True)
 class RunView:
     """Follows a run's journal. `apply` takes the next entry; `at` returns what the run looks like.
 
-    Applying costs O(1) but for a new plan (O(stages)); a snapshot costs O(stages + nodes).
+    Applying costs O(1) but for a new plan (O(stages)); a snapshot costs O(stages + nodes). A value on the wire, which
+    holds neither the job nor the newest plan.
     """
 
-    def __init__(self) -> None:
-        self._account = TimeAccount()
-        self._job: JobSpec | None = None
-        self._plan = ExecutionPlan(pipelines=())
-        self._generation = 0
-        self._redundant = True
-        self._scaling = ""
-        self._step = 0
-        self._loss: float | None = None
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # (seconds, tokens) of steps
-        self._nodes: dict[str, snapshot.NodeState] = {}
-        self._origins: dict[str, str] = {}
-        self._kinds: dict[str, str] = {}
-        self._heard_s: dict[str, float] = {}
-        self._changing: frozenset[StageKey] = frozenset()
-        self._recovering: set[int] = set()
-        self._num_recoveries = 0
-        self._events: deque[snapshot.EventLine] = deque(maxlen=_RECENT_EVENTS)
-        self._ended: run_entries.JobEnded | None = None
-        self._data = DataView()
-        self._ranks = ranks.RanksView()
+    _account: TimeAccount = field(default_factory=TimeAccount)
+    _scaling: str = ""
+    _step: int = 0
+    _loss: float | None = None
+    _recent: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds, tokens) of the newest steps."""
+    _nodes: dict[str, snapshot.NodeState] = field(default_factory=dict)
+    _origins: dict[str, str] = field(default_factory=dict)
+    _kinds: dict[str, str] = field(default_factory=dict)
+    _changing: set[StageKey] = field(default_factory=set)
+    _recovering: set[int] = field(default_factory=set)
+    """Generations."""
+    _num_recoveries: int = 0
+    _events: list[snapshot.EventLine] = field(default_factory=list)
+    _ended: JobEnded | None = None
+    _data: DataView = field(default_factory=DataView)
+    _ranks: RanksView = field(default_factory=RanksView)
+    _job: JobSpec | None = field(default=None, init=False)
+    _plan: ExecutionPlan = field(default=ExecutionPlan(pipelines=()), init=False)
+    _generation: int = field(default=0, init=False)
+    _redundant: bool = field(default=True, init=False)
+    _heard_s: dict[str, float] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of_image(cls, image: ViewImage, started: run_entries.JobStarted | None, newest: PlanAdopted | None) -> RunView:
-        """Continue from what another one has come to; `newest` is the newest plan."""
-        view = cls()
-        view._account = TimeAccount.of_image(image.account)
-        view._job = None if started is None else started.job
+    def learn(self, started: JobStarted | None, newest: PlanAdopted | None) -> None:
+        """Take in what a value from the wire lacks."""
+        self._job = None if started is None else started.job
         if newest is not None:
-            view._plan, view._generation, view._redundant = newest.plan, newest.generation, newest.redundant
-        view._scaling, view._step, view._loss = image.scaling, image.step, image.loss
-        view._recent.extend(image.recent)
-        view._nodes, view._origins, view._kinds = dict(image.nodes), dict(image.origins), dict(image.kinds)
-        view._changing, view._recovering = frozenset(image.changing), set(image.recovering)
-        view._num_recoveries = image.num_recoveries
-        view._events.extend(image.events)
-        view._ended = image.ended
-        view._data = DataView.of_image(image.data)
-        return view
-
-    def image(self) -> ViewImage:
-        """Return all that it knows from entries, for `of_image`."""
-        return ViewImage(
-            account=self._account.image(),
-            scaling=self._scaling,
-            step=self._step,
-            loss=self._loss,
-            recent=tuple(self._recent),
-            nodes=tuple(self._nodes.items()),
-            origins=tuple(self._origins.items()),
-            kinds=tuple(self._kinds.items()),
-            changing=tuple(sorted(self._changing)),
-            recovering=tuple(sorted(self._recovering)),
-            num_recoveries=self._num_recoveries,
-            events=tuple(self._events),
-            ended=self._ended,
-            data=self._data.image(),
-        )
+            self._plan, self._generation, self._redundant = newest.plan, newest.generation, newest.redundant
 
     @property
     def has_ended(self) -> bool:
@@ -126,32 +105,31 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self._account.apply(entry)
-        if not isinstance(entry, StepDone | run_entries.ProfileKnown | RecordsDealt):
-            self._events.append(snapshot.EventLine(t_s=entry.t_s, level=level_of(entry), text=sentence(entry)))
+        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
+            self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
+            del self._events[:-_RECENT_EVENTS]
         match entry:
-            case run_entries.JobStarted():
-                self._job = entry.job
-                for node in entry.nodes:
-                    self._nodes.setdefault(node.name, snapshot.NodeState.CONNECTING)
-                    self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
-            case node_entries.NodeConnected():
-                self._nodes[entry.node] = snapshot.NodeState.CONNECTED
-            case node_entries.WorkerUp():
-                if self._nodes.get(entry.node) is not snapshot.NodeState.TRAINING:
-                    self._nodes[entry.node] = snapshot.NodeState.READY
-            case node_entries.NodeLost():
-                self._nodes[entry.node] = snapshot.NodeState.LOST
-            case node_entries.NodeLeft():
-                self._nodes[entry.node] = snapshot.NodeState.ENDED
-            case node_entries.NodeAdded():
-                self._nodes[entry.node.name] = snapshot.NodeState.CONNECTING
-                self._origins[entry.node.name], self._kinds[entry.node.name] = entry.node.origin, entry.node.kind
-            case node_entries.WorkerDown():
-                self._nodes[entry.node] = snapshot.NodeState.CONNECTED
+            case JobStarted() | ScriptStarted():
+                self._job = entry.job if isinstance(entry, JobStarted) else None
+                for spec in entry.nodes:
+                    self._nodes.setdefault(spec.name, snapshot.NodeState.CONNECTING)
+                    self._origins[spec.name], self._kinds[spec.name] = spec.origin, spec.kind
+            case node_entries.NodeConnected(node=node) | node_entries.WorkerDown(node=node):
+                self._nodes[node] = snapshot.NodeState.CONNECTED
+            case node_entries.WorkerUp(node=node):
+                if self._nodes.get(node) is not snapshot.NodeState.TRAINING:
+                    self._nodes[node] = snapshot.NodeState.READY
+            case node_entries.NodeLost(node=node):
+                self._nodes[node] = snapshot.NodeState.LOST
+            case node_entries.NodeLeft(node=node):
+                self._nodes[node] = snapshot.NodeState.ENDED
+            case node_entries.NodeAdded(node=spec):
+                self._nodes[spec.name] = snapshot.NodeState.CONNECTING
+                self._origins[spec.name], self._kinds[spec.name] = spec.origin, spec.kind
             case PlanAdopted():
                 self._adopt(entry)
-            case run_entries.ScalingDecided():
-                self._scaling = sentence(entry)
+            case ScalingDecided():
+                self._scaling = entry.sentence
             case StepDone():
                 self._commit(entry)
             case RecoveryStarted():
@@ -159,42 +137,17 @@ class RunView:
             case RecoveryDone():
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += not entry.cause.is_calm
-                self._changing = frozenset()
-            case (
-                run_entries.Notice()
-                | LayersArriving()
-                | StepRunsLong()
-                | StepsDone()
-                | Evaluated()
-                | run_entries.MasterResumed()
-                | run_entries.ProfileKnown()
-                | HangExplained()
-                | node_entries.NodeUnfit()
-                | node_entries.TerminationNoticed()
-                | node_entries.ForkServerDown()
-                | ReplicasDiffer()
-                | CheckpointSaved()
-                | SaveFailed()
-                | run_entries.JournalGap()
-                | node_entries.PaceChanged()
-            ):
-                pass
-            case ranks.ScriptStarted():
-                self._ranks.apply(entry)
-                for node in entry.nodes:
-                    self._nodes.setdefault(node.name, snapshot.NodeState.CONNECTING)
-                    self._origins[node.name], self._kinds[node.name] = node.origin, node.kind
-            case ranks.GenerationFormed():
-                self._ranks.apply(entry)
-                self._form(entry)
-            case ranks.GenerationRuns() | ranks.RankDown() | ranks.RanksHung() | ranks.GenerationEnded():
-                self._ranks.apply(entry)
+                self._changing.clear()
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
-            case run_entries.JobEnded():
+            case GenerationFormed():
+                self._form(entry)
+            case JobEnded():
                 self._ended = entry
             case _:
-                assert_never(entry)
+                pass
+        if not isinstance(entry, StepDone):
+            self._ranks.apply(entry)
 
     def at(self, now_s: float) -> snapshot.RunSnapshot:
         """Return what the run looks like `now_s` seconds after its start, or at its end if that was before."""
@@ -246,10 +199,8 @@ class RunView:
     def _adopt(self, entry: PlanAdopted) -> None:
         before = {key for pipeline in self._plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
         after = {key for pipeline in entry.plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
-        self._changing = frozenset(after - before)
-        self._plan = entry.plan
-        self._generation = entry.generation
-        self._redundant = entry.redundant
+        self._changing = after - before
+        self._plan, self._generation, self._redundant = entry.plan, entry.generation, entry.redundant
         training = set(entry.plan.nodes)
         for name, state in self._nodes.items():
             if name in training:
@@ -259,7 +210,7 @@ class RunView:
             elif state in (snapshot.NodeState.TRAINING, snapshot.NodeState.SPARE):
                 self._nodes[name] = snapshot.NodeState.READY
 
-    def _form(self, entry: ranks.GenerationFormed) -> None:
+    def _form(self, entry: GenerationFormed) -> None:
         """Nodes with ranks take part; others that are there are spares."""
         part = {each.node for each in entry.nodes}
         for name, state in self._nodes.items():
@@ -275,8 +226,9 @@ class RunView:
         self._data.commit(record.step)
         if record.duration_s > 0:
             self._recent.append((record.duration_s, entry.tokens))
+            del self._recent[:-_RECENT_STEPS]
         if record.generation == self._generation:
-            self._changing = frozenset()
+            self._changing.clear()
 
     def _pipelines(self) -> Iterator[snapshot.PipelineView]:
         for pipeline in self._plan.pipelines:
@@ -322,42 +274,6 @@ class RunView:
             origin=self._origins.get(name, ""),
             kind=self._kinds.get(name, "") if has_kinds else "",
         )
-
-
-def level_of(entry: JournalEntry) -> str:
-    """How much an entry should alarm: info, warning or error."""
-    match entry:
-        case run_entries.Notice():
-            return entry.level
-        case ShardQuarantined() | run_entries.JournalGap() | ReplicasDiffer():
-            return "error"
-        case SaveFailed():
-            return "warning" if entry.is_our_doing else "error"
-        case RecoveryDone():
-            return "warning" if entry.unfinished else "info"
-        case ranks.GenerationEnded():
-            return "warning" if entry.cause.is_failure else "info"
-        case (
-            node_entries.NodeLost()
-            | node_entries.WorkerDown()
-            | ranks.RankDown()
-            | ranks.RanksHung()
-            | run_entries.MasterResumed()
-            | HangExplained()
-        ):
-            return "warning"
-        case node_entries.NodeUnfit() | node_entries.TerminationNoticed() | node_entries.ForkServerDown():
-            return "warning"
-        case node_entries.PaceChanged():
-            return "warning" if entry.factor > 1 else "info"
-        case RecoveryStarted():
-            return "info" if entry.cause.is_planned else "warning"
-        case PlanAdopted():
-            return "info" if entry.redundant else "warning"
-        case run_entries.JobEnded():
-            return "info" if entry.exit_code == ExitCode.DONE else "error"
-        case _:
-            return "info"
 
 
 def _node(stage: Stage) -> str:

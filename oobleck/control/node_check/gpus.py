@@ -16,10 +16,9 @@ The shares are judgement, with room for clocks that follow the power limit; noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import assert_never
 
 from oobleck.planner import DeviceSheet, sheet_of_product
 
@@ -40,7 +39,6 @@ class NvmlState(StrEnum):
     NO_DRIVER = "no driver"
     """Its library is not there, or the driver is not loaded."""
     LOST = "lost"
-    """The driver has lost the GPU."""
     RESET_NEEDED = "reset needed"
     REFUSED = "refused"
     """Anything else: `error` says what."""
@@ -102,7 +100,6 @@ class GpuFacts:
     pcie_generation: int | None = None
     max_pcie_generation: int | None = None
     num_nvlinks: int | None = None
-    """NVLinks that the GPU has."""
     num_nvlinks_up: int | None = None
     product_flops: float | None = None
     """Measured, in bfloat16, per second."""
@@ -110,41 +107,54 @@ class GpuFacts:
     """Measured: read and written by a copy."""
 
 
+_RESET = "`nvidia-smi -r` resets it while nothing uses it, a restart of the node as well"
+_CLOCKS_SET = "its clocks are set lower than they could be{clocks}; `nvidia-smi -rac` takes that back"
+_NO_SHEET = "no data sheet of {name} is known here; it was compared with those of other nodes alone"
+_REPAIRED = "{found:.0f} memory errors that ECC could not correct; the memory is replaced by spare memory"
+
+
 class GpuProblem(StrEnum):
-    LOST = "lost"
-    RESET_NEEDED = "reset needed"
-    MEMORY_ERRORS = "memory errors"
-    MEMORY_REPAIRED = "memory repaired"
-    REPAIR_FAILED = "memory repair failed"
-    HOT = "hot"
-    POWER = "power"
-    CLOCKS_SET = "clocks set"
-    PCIE_WIDTH = "PCIe width"
-    PCIE_GENERATION = "PCIe generation"
-    NVLINK = "NVLink"
-    SLOW_PRODUCT = "slow product"
-    SLOW_MEMORY = "slow memory"
-    NO_SHEET = "no data sheet"
-    NOT_READ = "not read"
+    """What may be found about a GPU: what it makes of the node, healthy for a note, and the words for it."""
 
+    health: Health
+    template: str
 
-_HEALTH: Mapping[GpuProblem, Health] = {
-    GpuProblem.LOST: Health.FAULTY,
-    GpuProblem.RESET_NEEDED: Health.FAULTY,
-    GpuProblem.MEMORY_ERRORS: Health.FAULTY,
-    GpuProblem.MEMORY_REPAIRED: Health.HEALTHY,
-    GpuProblem.REPAIR_FAILED: Health.FAULTY,
-    GpuProblem.HOT: Health.SLOW,
-    GpuProblem.POWER: Health.SLOW,
-    GpuProblem.CLOCKS_SET: Health.HEALTHY,
-    GpuProblem.PCIE_WIDTH: Health.SLOW,
-    GpuProblem.PCIE_GENERATION: Health.HEALTHY,
-    GpuProblem.NVLINK: Health.SLOW,
-    GpuProblem.SLOW_PRODUCT: Health.SLOW,
-    GpuProblem.SLOW_MEMORY: Health.SLOW,
-    GpuProblem.NO_SHEET: Health.HEALTHY,
-    GpuProblem.NOT_READ: Health.HEALTHY,
-}
+    def __new__(cls, value: str, health: Health, template: str) -> GpuProblem:
+        member = str.__new__(cls, value)
+        member._value_, member.health, member.template = value, health, template
+        return member
+
+    LOST = "lost", Health.FAULTY, "the driver has lost it; look for Xid 79 in `dmesg -T`, and restart the node"
+    RESET_NEEDED = "reset needed", Health.FAULTY, f"the driver asks for a reset; {_RESET}"
+    MEMORY_ERRORS = (
+        "memory errors",
+        Health.FAULTY,
+        f"{{found:.0f}} memory errors that ECC could not correct, and memory that is to be replaced; {_RESET}",
+    )
+    MEMORY_REPAIRED = "memory repaired", Health.HEALTHY, _REPAIRED
+    REPAIR_FAILED = (
+        "memory repair failed",
+        Health.FAULTY,
+        "no spare memory is left to replace what is broken; have the GPU replaced",
+    )
+    HOT = "hot", Health.SLOW, "heat holds it down{clocks}; look at its cooling"
+    POWER = "power", Health.SLOW, "its power supply holds it down{clocks}; look at the node's power"
+    CLOCKS_SET = "clocks set", Health.HEALTHY, _CLOCKS_SET
+    PCIE_WIDTH = (
+        "PCIe width",
+        Health.SLOW,
+        "it has {found:.0f} of {expected:.0f} PCIe lanes; seat the card again, or look at the riser",
+    )
+    PCIE_GENERATION = (
+        "PCIe generation",
+        Health.HEALTHY,
+        "its PCIe link is of generation {found:.0f}, and could be of {expected:.0f}",
+    )
+    NVLINK = "NVLink", Health.SLOW, "{found:.0f} of {expected:.0f} NVLinks are up; look at `nvidia-smi nvlink -s`"
+    SLOW_PRODUCT = "slow product", Health.SLOW, "matrix products in bfloat16 at {tera:.0f} TFLOP/s, {share}"
+    SLOW_MEMORY = "slow memory", Health.SLOW, "copies of its memory at {giga:.0f} GB/s, {share}"
+    NO_SHEET = "no data sheet", Health.HEALTHY, _NO_SHEET
+    NOT_READ = "not read", Health.HEALTHY, "its clocks, memory errors and links were not read: {unread}"
 
 
 _UNREAD = {NvmlState.LOST: GpuProblem.LOST, NvmlState.RESET_NEEDED: GpuProblem.RESET_NEEDED}
@@ -201,7 +211,7 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
         return GpuFinding(
             gpu=facts.index,
             problem=problem,
-            health=_HEALTH[problem],
+            health=problem.health,
             found=found,
             expected=expected,
             limits=facts.clock_limits,
@@ -235,7 +245,7 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
 def _from_measures(facts: GpuFacts, sheet: DeviceSheet | None) -> Iterator[GpuFinding]:
     if sheet is None:
         problem = GpuProblem.NO_SHEET
-        yield GpuFinding(gpu=facts.index, problem=problem, health=_HEALTH[problem], name=facts.name)
+        yield GpuFinding(gpu=facts.index, problem=problem, health=problem.health, name=facts.name)
         return
     for problem, measured, rate, least in (
         (GpuProblem.SLOW_PRODUCT, facts.product_flops, sheet.bfloat16_flops, _LEAST_PRODUCT),
@@ -245,7 +255,7 @@ def _from_measures(facts: GpuFacts, sheet: DeviceSheet | None) -> Iterator[GpuFi
             yield GpuFinding(
                 gpu=facts.index,
                 problem=problem,
-                health=_HEALTH[problem],
+                health=problem.health,
                 found=measured,
                 expected=rate,
                 limits=facts.clock_limits,
@@ -255,9 +265,6 @@ def _from_measures(facts: GpuFacts, sheet: DeviceSheet | None) -> Iterator[GpuFi
 
 def _is_less(found: int | None, expected: int | None) -> bool:
     return found is not None and expected is not None and found < expected
-
-
-_RESET = "`nvidia-smi -r` resets it while nothing uses it, a restart of the node as well"
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -273,57 +280,20 @@ def sentences_of(findings: Iterable[GpuFinding]) -> tuple[str, ...]:
 
 def _words(finding: GpuFinding) -> str:
     found, expected = finding.found or 0.0, finding.expected or 0.0
-    match finding.problem:
-        case GpuProblem.LOST:
-            return "the driver has lost it; look for Xid 79 in `dmesg -T`, and restart the node"
-        case GpuProblem.RESET_NEEDED:
-            return f"the driver asks for a reset; {_RESET}"
-        case GpuProblem.MEMORY_ERRORS:
-            return f"{found:.0f} memory errors that ECC could not correct, and memory that is to be replaced; {_RESET}"
-        case GpuProblem.MEMORY_REPAIRED:
-            return f"{found:.0f} memory errors that ECC could not correct; the memory is replaced by spare memory"
-        case GpuProblem.REPAIR_FAILED:
-            return "no spare memory is left to replace what is broken; have the GPU replaced"
-        case GpuProblem.HOT:
-            return f"heat holds it down{_clocks(finding)}; look at its cooling"
-        case GpuProblem.POWER:
-            return f"its power supply holds it down{_clocks(finding)}; look at the node's power"
-        case GpuProblem.CLOCKS_SET:
-            return f"its clocks are set lower than they could be{_clocks(finding)}; `nvidia-smi -rac` takes that back"
-        case GpuProblem.PCIE_WIDTH:
-            return f"it has {found:.0f} of {expected:.0f} PCIe lanes; seat the card again, or look at the riser"
-        case GpuProblem.PCIE_GENERATION:
-            return f"its PCIe link is of generation {found:.0f}, and could be of {expected:.0f}"
-        case GpuProblem.NVLINK:
-            return f"{found:.0f} of {expected:.0f} NVLinks are up; look at `nvidia-smi nvlink -s`"
-        case GpuProblem.SLOW_PRODUCT:
-            return _share(finding, "matrix products in bfloat16", 1e12, "TFLOP/s")
-        case GpuProblem.SLOW_MEMORY:
-            return _share(finding, "copies of its memory", 1e9, "GB/s")
-        case GpuProblem.NO_SHEET:
-            return f"no data sheet of {finding.name} is known here; it was compared with those of other nodes alone"
-        case GpuProblem.NOT_READ:
-            return _not_read(finding)
-        case _:
-            assert_never(finding.problem)
-
-
-def _clocks(finding: GpuFinding) -> str:
-    return f" ({finding.found:.0f} of {finding.expected:.0f} MHz)" if finding.found and finding.expected else ""
-
-
-def _share(finding: GpuFinding, what: str, unit: float, name: str) -> str:
-    found, expected = finding.found or 0.0, finding.expected or 1.0
     held = f"; what holds its clocks down: {', '.join(finding.limits)}" if finding.limits else ""
-    return f"{what} at {found / unit:.0f} {name}, {found / expected:.0%} of its data sheet{held}"
+    return finding.problem.template.format(
+        found=found,
+        expected=expected,
+        tera=found / 1e12,
+        giga=found / 1e9,
+        share=f"{found / (expected or 1.0):.0%} of its data sheet{held}",
+        clocks=f" ({found:.0f} of {expected:.0f} MHz)" if found and expected else "",
+        name=finding.name,
+        unread=_UNREAD_BECAUSE.get(finding.nvml, f"NVML says {finding.error!r}"),
+    )
 
 
-def _not_read(finding: GpuFinding) -> str:
-    what = "clocks, memory errors and links were not read"
-    match finding.nvml:
-        case NvmlState.NO_MODULE:
-            return f"its {what}: install oobleck[gpu] (nvidia-ml-py) there"
-        case NvmlState.NO_DRIVER:
-            return f"its {what}: NVML's library, or the driver, is not there"
-        case _:
-            return f"its {what}: NVML says {finding.error!r}"
+_UNREAD_BECAUSE = {
+    NvmlState.NO_MODULE: "install oobleck[gpu] (nvidia-ml-py) there",
+    NvmlState.NO_DRIVER: "NVML's library, or the driver, is not there",
+}

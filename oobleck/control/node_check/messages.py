@@ -24,7 +24,6 @@ class MeasurePair:
     """Of this test; names the keys that the two exchange."""
     nodes: tuple[str, str]
     address: str
-    """Where this node listens."""
     timeout_s: float
 
 

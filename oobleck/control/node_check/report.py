@@ -33,7 +33,6 @@ class CheckedNode:
     gpus: tuple[GpuFacts, ...] = ()
     """Those that the hostfile names."""
     findings: tuple[GpuFinding, ...] = ()
-    """About them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

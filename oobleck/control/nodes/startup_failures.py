@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oobleck.control.journal import Loss, WorkerEnded, loss_text
+from oobleck.control.journal import Loss, WorkerEnded
 from oobleck.errors import ExitCode
 
 _NAMES_SHOWN = 8
@@ -35,7 +35,7 @@ class StartupFailures:
     def __str__(self) -> str:
         nodes_of: dict[str, list[str]] = {}
         for node, loss in sorted(self._losses.items()):
-            nodes_of.setdefault(loss_text(loss), []).append(node)
+            nodes_of.setdefault(loss.text, []).append(node)
         return "\n".join(("cannot start:", *(f"{self._named(nodes)}: {why}" for why, nodes in nodes_of.items())))
 
     def _named(self, nodes: list[str]) -> str:

@@ -33,7 +33,6 @@ from .checkpoint_messages import (
     StateSaved,
     StoragePaths,
 )
-from .commit_messages import CommitMessage, PartUp, Subject, Tally, Topic, TotalDown, Totals
 from .data_position import DataPosition, LeftShard, OpenShard, digest_of_shards, visit_at
 from .ends import (
     ErrorKind,
@@ -48,12 +47,13 @@ from .ends import (
     end_text,
     server_end_text,
 )
-from .lineage import Age, ages
 from .manifest import (
     MANIFEST_VERSION,
+    Age,
     Manifest,
     SavedState,
     Shard,
+    ages,
     checkpoint_name,
     generation_of,
     run_digest,
@@ -79,7 +79,22 @@ from .master_messages import (
     WorkerBound,
     WorkerCommand,
 )
-from .peer_messages import GroupValue, LinkChallenge, LinkEnd, LinkHello, LinkMessage, LinkProof, PeerMessage
+from .peer_messages import (
+    CommitMessage,
+    GroupValue,
+    LinkChallenge,
+    LinkEnd,
+    LinkHello,
+    LinkMessage,
+    LinkProof,
+    PartUp,
+    PeerMessage,
+    Subject,
+    Tally,
+    Topic,
+    TotalDown,
+    Totals,
+)
 from .plan_orders import (
     CommonOrder,
     NewPipeline,

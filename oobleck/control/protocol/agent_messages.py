@@ -46,9 +46,7 @@ class Hello:
     workers: tuple[WorkerStarted, ...]
     """The workers that live, by device."""
     num_cores: int
-    """Of the machine."""
     memory_bytes: int
-    """Main memory of the machine."""
     machine: str = ""
     """Identifies the machine among all; empty where that is not known."""
     container: str = ""

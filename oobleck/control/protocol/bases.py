@@ -18,7 +18,6 @@ class FromWorker:
     outlives_worker: ClassVar[bool] = False
     """It counts although the worker was asked to end since; else it is dropped then."""
     device: int
-    """The worker's, on its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,4 +25,3 @@ class ForWorker:
     """Said to one worker; its agent passes it on unread."""
 
     device: int
-    """The worker's, on its node."""

@@ -26,10 +26,8 @@ class ReplicaDigests(FromWorker):
 
     step: int
     generation: int
-    """In which the step was committed."""
     layers: tuple[int, ...]
     digests: tuple[int, ...]
-    """One for each of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,6 @@ class StateSaved(FromWorker):
     layers: tuple[int, ...]
     size_bytes: int
     pause_s: float
-    """How long training waited."""
     copy_s: float = 0.0
     """How long the copy took, most of it beside training."""
 
@@ -127,7 +124,6 @@ class FindCheckpoints(ForWorker):
     """Look for what can be restored, in memory and on disk."""
 
     request: int
-    """Repeated in the answer."""
     directory: str | None
     """Look here as well: a checkpoint, or a directory of checkpoints."""
 
@@ -161,7 +157,6 @@ class CheckpointsFound(FromWorker):
     request: int
     found: tuple[FoundState, ...]
     problems: tuple[str, ...]
-    """What cannot be used, and why."""
     unfinished: tuple[str, ...]
     """Names of saves on disk that were never finished: they have no manifest."""
     misfits: tuple[str, ...] = ()

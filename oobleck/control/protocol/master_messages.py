@@ -33,7 +33,6 @@ class Greeting:
 
     protocol: int
     tag: str
-    """The job's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,103 @@
 """What workers say to each other over links of their own, past agents and master.
 
-A link begins with three frames by which each side proves that it was told the listener's ticket: see `WorkerAddress`.
+To commit, parts go up a tree of workers, and totals down it. A link begins with three frames by which each side proves
+that it was told the listener's ticket: see `WorkerAddress`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from oobleck.plan import WorkerId
 
-from .commit_messages import CommitMessage
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many microbatches were counted, and which: one that is missing or there twice changes the digest."""
+
+    count: int = 0
+    digest: int = 0
+    """The sum of their hashes, modulo 2^64: whatever the order in which they are added."""
+
+    @classmethod
+    def of(cls, microbatches: Iterable[int]) -> Tally:
+        """Count microbatches, each as often as it is given."""
+        count = digest = 0
+        for microbatch in microbatches:
+            count += 1
+            digest += _mixed(microbatch)
+        return cls(count, digest % _WORD)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.count + other.count, (self.digest + other.digest) % _WORD)
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(self.count - other.count, (self.digest - other.digest) % _WORD)
+
+
+def _mixed(number: int) -> int:
+    """Hash a number to 64 bits: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = (number + 1) * 0x9E3779B97F4A7C15 % _WORD
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % _WORD
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % _WORD
+    return state ^ state >> 31
+
+
+class Topic(StrEnum):
+    """What kind of thing all agree on."""
+
+    STEP = "step"
+    SECTION = "section"
+    EVALUATION = "evaluation"
+    LOSS_SCALE = "loss_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What all of a committee agree on; once in a generation."""
+
+    topic: Topic
+    step: int
+    section: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one worker brings, or the sum of what several have brought."""
+
+    numbers: tuple[float, ...]
+    """What they are is the topic's: as many for all."""
+    counted: Tally = Tally()
+
+    def __add__(self, other: Totals) -> Totals:
+        numbers = tuple(mine + theirs for mine, theirs in zip(self.numbers, other.numbers, strict=True))
+        return Totals(numbers, self.counted + other.counted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartUp:
+    """To a worker's parent: what it and all below it bring. All of them have passed `note_reduced`, of a step."""
+
+    generation: int
+    """Of the committee, whose plan and losses all its members know."""
+    subject: Subject
+    part: Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalDown:
+    """To a worker's children: what all have brought, as the root has added it up; the same bits for all."""
+
+    generation: int
+    subject: Subject
+    total: Totals
+
+
+CommitMessage = PartUp | TotalDown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,4 +174,3 @@ class PlanNeeded(FromWorker):
     """A worker has another plan than the one that an order changes: it is to be told the whole plan."""
 
     generation: int
-    """The order's."""

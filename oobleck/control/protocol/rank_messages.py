@@ -63,7 +63,6 @@ class StartRanks(ForRanks):
     num_groups: int
     first_rank: int
     num_ranks: int
-    """Of this node."""
     world_size: int
     master_address: str
     """Where rank 0 listens, whose node is number 0."""

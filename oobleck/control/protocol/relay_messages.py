@@ -26,7 +26,6 @@ class BecomeRelay:
     """Listen for agents that are to speak through this one."""
 
     position: int
-    """This agent's, in the tree."""
     fanout: int
 
 
@@ -35,9 +34,7 @@ class JoinRelay:
     """Speak to the master through another agent."""
 
     attempt: int
-    """Is said back."""
     position: int
-    """This agent's, in the tree."""
     host: str
     port: int
     ticket: bytes
@@ -139,7 +136,6 @@ class RelayCall:
     """The first message of an agent to its relay."""
 
     position: int
-    """Its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

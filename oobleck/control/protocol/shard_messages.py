@@ -22,7 +22,6 @@ class ScanRange:
 
     shard: int
     start: int
-    """Where to begin."""
     limit: int
     """How many records to report, at most."""
 

@@ -32,7 +32,6 @@ class WorkerReady(FromWorker):
     """Number of the model's parameters, tied ones counted once."""
     torch_version: str
     address: WorkerAddress | None = None
-    """Where its peers reach it."""
     saves: bool = False
     """Whether it has a place to save its state in, and to restore it from."""
     alike: Things = ()
@@ -108,9 +107,7 @@ class Status(FromWorker):
     """The answer to a fence: nothing of an older generation will be committed by this worker any more."""
 
     generation: int
-    """The fence's."""
     applied: int
-    """Steps applied."""
     last_record: CommitRecord | None
     reduced: int | None
     """The step whose fully reduced gradients this worker holds and has not applied."""
@@ -135,9 +132,7 @@ class Status(FromWorker):
     has_come_on: bool = False
     """It was slow, not stuck: since it was asked, it has computed, or had what it waited for."""
     unreachable: tuple[WorkerId, ...] = ()
-    """The workers that cannot be reached."""
     stack: str = ""
-    """Where its training thread is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ class Heard:
     """What follows from a report."""
 
     events: tuple[control_events.Event, ...] = ()
-    """For the coordinator."""
     sends: tuple[control_events.Send, ...] = ()
     is_lost: tuple[str, ...] = ()
     """Nodes to which something was said that cannot be said again: their conversations begin again."""

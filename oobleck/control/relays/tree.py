@@ -44,12 +44,10 @@ class _Agent:
     """It is asked to leave that one, which may be lost by now."""
     joining: int | None = None
     """The attempt that is under way."""
-    joins: str = ""
+    target_relay: str = ""
     """The relay that it tries to reach."""
-    is_asked: bool = False
-    """To be a relay."""
-    door: RelayOpen | None = None
-    """Where it listens for others."""
+    was_asked_to_relay: bool = False
+    listening_at: RelayOpen | None = None
     children: set[str] = field(default_factory=set)
     """Those that speak through it, and are not leaving."""
     heard_s: float
@@ -69,7 +67,7 @@ class RelayTree:
         self._lease_s = control.lease_s
         self._agents: dict[str, _Agent] = {}
         self._seats: list[str | None] = []
-        """Nodes by position."""
+        """The node in each position."""
         self._freed_s: dict[int, float] = {}
         """The positions without a node, and since when they are."""
         self._num_attempts = 0
@@ -144,7 +142,7 @@ class RelayTree:
     def open(self, node: str, door: RelayOpen, now_s: float) -> None:
         """An agent listens for others."""
         if node in self._agents:
-            self._agents[node].door = door
+            self._agents[node].listening_at = door
             self._arrange_by(now_s)
 
     def join(self, node: str, attempt: int, number: int) -> list[Send]:
@@ -153,8 +151,8 @@ class RelayTree:
         if agent is None or agent.joining != attempt:
             return []  # it was called back meanwhile
         agent.joining = None
-        relay = self._agents.get(agent.joins)
-        if relay is None or relay.door is None or self.root_of(relay.node) in (None, node):
+        relay = self._agents.get(agent.target_relay)
+        if relay is None or relay.listening_at is None or self.root_of(relay.node) in (None, node):
             return [Send(node=node, message=LeaveRelay())]
         agent.relay = relay.node
         relay.children.add(node)
@@ -166,7 +164,7 @@ class RelayTree:
         if agent is None:
             return
         if left.problem:
-            agent.avoids, agent.avoids_until_s = agent.relay or agent.joins, now_s + _RESTS * self._lease_s
+            agent.avoids, agent.avoids_until_s = agent.relay or agent.target_relay, now_s + _RESTS * self._lease_s
         self._detach(agent)
         agent.joining = None
         self._arrange_by(now_s + self._lease_s)
@@ -211,11 +209,11 @@ class RelayTree:
             relay = None if above is None else self._at(above)
             if relay is None:
                 continue
-            if not relay.is_asked:
-                relay.is_asked = True
+            if not relay.was_asked_to_relay:
+                relay.was_asked_to_relay = True
                 sends.append(Send(node=relay.node, message=BecomeRelay(position=relay.position, fanout=self.fanout)))
-            elif relay.door is not None and self._may_join(agent, relay, now_s):
-                sends.append(self._ask_to_join(agent, relay, relay.door))
+            elif relay.listening_at is not None and self._may_join(agent, relay, now_s):
+                sends.append(self._ask_to_join(agent, relay, relay.listening_at))
             else:
                 self._arrange_by(now_s + self._lease_s)
         return sends
@@ -225,7 +223,7 @@ class RelayTree:
 
     def _ask_to_join(self, agent: _Agent, relay: _Agent, door: RelayOpen) -> Send:
         self._num_attempts += 1
-        agent.joining, agent.joins = self._num_attempts, relay.node
+        agent.joining, agent.target_relay = self._num_attempts, relay.node
         order = JoinRelay(
             attempt=agent.joining, position=agent.position, host=door.host, port=door.port, ticket=door.ticket
         )
@@ -263,7 +261,7 @@ class RelayTree:
                 self._seats[last.position], self._seats[position] = None, last.node
                 self._freed_s[last.position] = now_s
                 del self._freed_s[position]
-                last.position, last.is_asked, last.door = position, False, None
+                last.position, last.was_asked_to_relay, last.listening_at = position, False, None
             else:
                 if last.relay is not None and not last.is_called_back:
                     sends += self._call(last)

@@ -62,7 +62,6 @@ class Scaling:
         self._num_changes = 0
         self._is_late = False
         self.due_s = math.inf
-        """When to look again."""
 
     # --- what happens ------------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ class RanksCoordinator:
         formed.down.add(message.pid)
         self._record(entry)
         detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
-        given = states.Failed(node=node, generation=message.generation, reason=f"{journal.sentence(entry)}{detail}")
+        given = states.Failed(node=node, generation=message.generation, reason=f"{entry.sentence}{detail}")
         self._give(given, now_s)
 
     # --- hangs -------------------------------------------------------------------------------------------------------
@@ -287,9 +287,7 @@ class RanksCoordinator:
         )
         self._record(entry)
         node = entry.culprits[0].node if entry.culprits else nodes[0]
-        self._give(
-            states.Failed(node=node, generation=entry.generation, reason=journal.sentence(entry), is_hang=True), now_s
-        )
+        self._give(states.Failed(node=node, generation=entry.generation, reason=entry.sentence, is_hang=True), now_s)
 
     @property
     def _unfinished(self) -> tuple[str, ...]:
@@ -311,7 +309,7 @@ class RanksCoordinator:
                     self._commands.append(effect)
                 case GiveUp(nodes=nodes, loss=loss):
                     for node in nodes:
-                        self._losses[node] = journal.loss_text(loss)
+                        self._losses[node] = loss.text
                         self._do(self._lifecycle.give_up(node, loss, now_s, is_begun=True), now_s)
                         self._drop(node, now_s)
                 case NodeTakenIn(event=event):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .link_timing import LINK_KEYS, LinkTiming
-from .pace_meter import PaceMeter
 from .slow_node_retry import SlowNodeRetry
-from .speed_tracker import REPORTS_NEEDED, SpeedTracker, found_out_s, microbatch_s
+from .speed_tracker import REPORTS_NEEDED, PaceMeter, SpeedTracker, found_out_s, microbatch_s
 
 __all__ = [
     "LINK_KEYS",

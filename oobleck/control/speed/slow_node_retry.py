@@ -20,7 +20,6 @@ _LONGEST_WAIT = 160
 class _Waiting:
     wait_s: float
     due_s: float
-    """When it is tried, or was."""
     is_tried: bool = False
 
 

@@ -24,7 +24,6 @@ from oobleck.control.journal import (
     JobStarted,
     NodeUnfit,
     PlanCause,
-    error_text,
 )
 from oobleck.control.nodes import (
     Membership,
@@ -250,7 +249,7 @@ class Coordinator:
     def _end(self, end: events.EndRun, now_s: float) -> None:
         parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know
         error = parts.shutdown.error_behind(end) if parts.reconfiguration.is_begun else None
-        reason = end.reason if error is None else error_text(error)
+        reason = end.reason if error is None else error.text
         stop = StopAgent(reason=reason)
         self._do(tuple(events.Send(node=member.spec.name, message=stop) for member in parts.members.living), now_s)
         self._do(parts.reconfiguration.give(RunEnded(), now_s), now_s)

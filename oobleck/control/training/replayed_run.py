@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from oobleck.control import journal
 from oobleck.control.checkpoints import KnownCheckpoint
-from oobleck.control.data import ShardRemains, ShardsImage
+from oobleck.control.data import ShardRemains
 from oobleck.control.nodes import MemberImage, Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.steps import STEPS_TIMED, PlanHistory
@@ -110,7 +110,7 @@ class ReplayImage:
     origin: str | None
     saved: tuple[KnownCheckpoint, ...]
     target: int | None
-    shards: ShardsImage
+    shards: ShardRemains
     last_s: float
     gap: journal.JournalGap | None
 
@@ -141,7 +141,7 @@ class Replay:
         run.began = None if image.began is None else of[image.began]
         run.restored = None if image.restored is None else of[image.restored]
         run.origin, run.saved, run.target = image.origin, list(image.saved), image.target
-        run.shards = ShardRemains.of_image(image.shards)
+        run.shards = image.shards
         run.last_s, run.gap = image.last_s, image.gap
         return replay
 
@@ -162,7 +162,7 @@ class Replay:
             origin=run.origin,
             saved=tuple(run.saved),
             target=run.target,
-            shards=run.shards.image(),
+            shards=run.shards,
             last_s=run.last_s,
             gap=run.gap,
         )

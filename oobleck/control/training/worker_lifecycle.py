@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from oobleck.control.events import Record, Send
-from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp, given_up_text
+from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp
 from oobleck.control.nodes import Member, Membership
-from oobleck.control.protocol import KillWorker, Raised, WorkerExited, WorkerReady
+from oobleck.control.protocol import KillWorker, Raised, WorkerExited, WorkerReady, end_text
 from oobleck.control.recovery import GiveUp
 from oobleck.control.steps import Progress
 from oobleck.planner import WorkerId
@@ -62,7 +62,7 @@ class WorkerLifecycle:
         given_up = GiveUp(nodes=(member.spec.name,), loss=WorkerEnded(pid=message.pid, end=message.end))
         if num_restarts < _MAX_RESTARTS:
             return (*raised, given_up)
-        words = given_up_text(message.end, num_restarts=_MAX_RESTARTS)
+        words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {end_text(message.end)}"
         return (*raised, requests.WorkersFail(node=member.spec.name, words=words), given_up)
 
     def _num_restarts(self, member: Member, now_s: float) -> int:

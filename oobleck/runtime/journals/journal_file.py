@@ -157,7 +157,7 @@ class JournalWriter:
             num_lost=self._lines.num_lost,
         )
         self._lines.write(encode_json(over))
-        logger.warning("journal %s: %s", self.path, journal.sentence(over))
+        logger.warning("journal %s: %s", self.path, over.sentence)
         self._tell(over)
 
     def _sync_when_woken(self) -> None:

@@ -81,7 +81,7 @@ class CallbackRunner:
             case journal.CheckpointSaved():
                 yield "on_save", {}
             case journal.RecoveryDone():
-                yield "on_recovery", {"recovery": entry, "text": journal.sentence(entry)}
+                yield "on_recovery", {"recovery": entry, "text": entry.sentence}
             case journal.JobEnded():
                 yield "on_train_end", {}
 

@@ -16,25 +16,24 @@ from oobleck.control.protocol import PlanUpdate, StepCommitted
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
-_INFO, _DEBUG, _NEVER = logging.INFO, logging.DEBUG, logging.NOTSET
+_INFO, _DEBUG = logging.INFO, logging.DEBUG
 
 
 @contextmanager
 def logged(log: WorkerLog, effect: steps.WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
     """Log the effect that the block carries out: once it is done, or with the error that ended it."""
-    level = _level_of(effect)
-    if level == _NEVER:
+    line = _line_of(effect, worker_id)
+    if line is None:
         yield
         return
-    began_s = time.monotonic()
+    (level, text), began_s = line, time.monotonic()
     try:
         yield
     except steps.FAILURES as error:
         words = (type(error).__name__, str(error) or "a fence came first")
-        log.info("%s: ended after %.3f s by %s: %s", _text_of(effect, worker_id), time.monotonic() - began_s, *words)
+        log.info("%s: ended after %.3f s by %s: %s", text, time.monotonic() - began_s, *words)
         raise
-    if log.isEnabledFor(level):
-        log.log(level, "%s (%.3f s)", _text_of(effect, worker_id), time.monotonic() - began_s)
+    log.log(level, "%s (%.3f s)", text, time.monotonic() - began_s)
 
 
 def update_text(update: PlanUpdate) -> str:
@@ -57,114 +56,65 @@ def update_text(update: PlanUpdate) -> str:
     return ", ".join(parts)
 
 
-def _level_of(effect: steps.WorkerEffect) -> int:
-    """The level of an effect's line; below all levels for what is only looked at, or logged elsewhere."""
-    match effect:
-        case (
-            steps.FormGroups()
-            | steps.AwaitGroups()
-            | steps.ReadCheckpoint()
-            | steps.Exchange()
-            | steps.Adopt()
-            | steps.GiveBack()
-            | steps.ReportResumed()
-            | steps.ReportFinished()
-            | steps.Evaluate()
-            | steps.Save()
-            | steps.SaveEnd()
-        ):
-            return _INFO
-        case steps.Reduce(committee=committee) | steps.Agree(committee=committee) if committee.lost:
-            return _INFO  # a step is finished without those that began it
-        case steps.Say(message=message):
-            return _DEBUG if isinstance(message, StepCommitted) else _INFO
-        case (
-            steps.BeginStep()
-            | steps.ForgetStep()
-            | steps.AwaitRecords()
-            | steps.Compute()
-            | steps.Reduce()
-            | steps.Agree()
-            | steps.Apply()
-            | steps.CompareReplicas()
-            | steps.KeepGroups()
-            | steps.EndTransfers()
-            | steps.ShareLossScale()
-            | steps.PostSection()
-            | steps.Fold()
-        ):
-            return _DEBUG
-        case (
-            steps.AwaitPlanUpdate()
-            | steps.PrepareToSave()
-            | steps.TakeSums()
-            | steps.PostTotals()
-            | steps.TakeTotals()
-            | steps.AwaitSection()
-        ):
-            return _NEVER
-        case _:
-            assert_never(effect)
-
-
-def _text_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> str:
+def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str] | None:
+    """The level and the words of an effect's line; None for what is only looked at, or logged elsewhere."""
     match effect:
         case steps.FormGroups(keys=keys, committee=committee):
             now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
             beside = [] if committee is None else ["begins to form the groups in which it sums"]
-            return " and ".join(now + beside) or "forms no groups"
+            return _INFO, " and ".join(now + beside) or "forms no groups"
         case steps.AwaitGroups():
-            return "has formed the groups in which it sums"
+            return _INFO, "has formed the groups in which it sums"
         case steps.KeepGroups(keys=keys, generation=generation):
-            return f"keeps {len(keys)} groups for generation {generation}"
+            return _DEBUG, f"keeps {len(keys)} groups for generation {generation}"
         case steps.EndTransfers(keys=keys):
-            return f"ends {len(keys)} groups in which layers moved"
+            return _DEBUG, f"ends {len(keys)} groups in which layers moved"
         case steps.ReadCheckpoint(update=update, layers=layers):
-            name = "" if update.restore is None else update.restore.name
-            return f"reads {_layers(layers)} from {name}"
+            return _INFO, f"reads {_layers(layers)} from {'' if update.restore is None else update.restore.name}"
         case steps.Exchange(update=update):
             sent = [item.layer for item in update.transfers if item.source == worker_id]
             received = [item.layer for item in update.transfers if item.target == worker_id]
-            return f"sends {_layers(sent)}, receives {_layers(received)}"
+            return _INFO, f"sends {_layers(sent)}, receives {_layers(received)}"
         case steps.ShareLossScale():
-            return "shares the loss scale"
+            return _DEBUG, "shares the loss scale"
         case steps.Adopt(update=update, seat=seat, layers=layers):
             what = "rests as a spare" if seat is None else f"holds {_layers(layers)}"
-            return f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
+            return _INFO, f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
         case steps.ForgetStep():
-            return "forgets what it has of the step in flight"
+            return _DEBUG, "forgets what it has of the step in flight"
         case steps.GiveBack(number=number):
-            return f"gives section {number} back"
+            return _INFO, f"gives section {number} back"
         case steps.Evaluate(step=step):
-            return f"evaluates the model of step {step}"
+            return _INFO, f"evaluates the model of step {step}"
         case steps.Say(message=message):
-            return f"reports {type(message).__name__}"
+            level = _DEBUG if isinstance(message, StepCommitted) else _INFO
+            return level, f"reports {type(message).__name__}"
         case steps.ReportResumed(generation=generation):
-            return f"computes under the plan of generation {generation}"
+            return _INFO, f"computes under the plan of generation {generation}"
         case steps.ReportFinished():
-            return "trains no further"
+            return _INFO, "trains no further"
         case steps.BeginStep(step=step):
-            return f"begins step {step}"
+            return _DEBUG, f"begins step {step}"
         case steps.AwaitRecords(step=step):
-            return f"has the records of step {step}"
+            return _DEBUG, f"has the records of step {step}"
         case steps.Compute(step=step, microbatches=microbatches):
-            return f"computes {len(microbatches)} microbatches of step {step}"
+            return _DEBUG, f"computes {len(microbatches)} microbatches of step {step}"
         case steps.Reduce(step=step, committee=committee):
-            return f"reduces step {step} in generation {committee.generation}"
+            return _of_committee(committee), f"reduces step {step} in generation {committee.generation}"
         case steps.Agree(step=step, committee=committee):
-            return f"agrees on step {step} with {len(committee.members)} workers"
+            return _of_committee(committee), f"agrees on step {step} with {len(committee.members)} workers"
         case steps.Apply(record=record):
-            return f"commits and applies step {record.step}: loss {record.loss:.4f}"
+            return _DEBUG, f"commits and applies step {record.step}: loss {record.loss:.4f}"
         case steps.CompareReplicas(record=record):
-            return f"takes digests of its layers after step {record.step}"
+            return _DEBUG, f"takes digests of its layers after step {record.step}"
         case steps.Save(step=step):
-            return f"begins to save its share of step {step}"
+            return _INFO, f"begins to save its share of step {step}"
         case steps.SaveEnd(over=over):
-            return f"saves its share of step {over.step}, the last of the data"
+            return _INFO, f"saves its share of step {over.step}, the last of the data"
         case steps.PostSection(step=step, number=number):
-            return f"sets section {number} of step {step} aside"
+            return _DEBUG, f"sets section {number} of step {step} aside"
         case steps.Fold(record=record):
-            return f"commits section {record.number} of step {record.step}"
+            return _DEBUG, f"commits section {record.number} of step {record.step}"
         case (
             steps.AwaitPlanUpdate()
             | steps.PrepareToSave()
@@ -173,9 +123,13 @@ def _text_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> str:
             | steps.TakeTotals()
             | steps.AwaitSection()
         ):
-            return type(effect).__name__
+            return None
         case _:
             assert_never(effect)
+
+
+def _of_committee(committee: steps.Committee) -> int:
+    return _INFO if committee.lost else _DEBUG  # a step is finished without those that began it
 
 
 def _layers(layers: Iterable[int]) -> str:

@@ -12,7 +12,6 @@ from functools import partial
 from html import escape
 
 from oobleck.control import journal
-from oobleck.control.journal import title
 from oobleck.planner import Pipeline
 from oobleck.ui import formatting
 
@@ -237,20 +236,17 @@ def _incidents(incidents: tuple[journal.Incident, ...]) -> str:
 
 
 def _incident(incident: journal.Incident) -> str:
-    then = "\n".join(
-        f"{found.node}: {journal.evidence_text(found)}" if found.node else journal.evidence_text(found)
-        for found in incident.consequences
-    )
+    then = "\n".join(f"{found.node}: {found.text}" if found.node else found.text for found in incident.consequences)
     rows = (
-        ("because", f"{journal.evidence_text(incident.root)}\n{journal.evidence_detail(incident.root)}".strip()),
+        ("because", f"{incident.root.text}\n{incident.root.detail}".strip()),
         ("then", then),
-        ("done", "\n".join(map(journal.response_text, incident.responses))),
+        ("done", "\n".join(response.text for response in incident.responses)),
         ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
-        ("to do", journal.advice(incident)),
+        ("to do", incident.advice),
     )
     items = "".join(f"<dt>{name}</dt><dd>{_with_commands(text)}</dd>" for name, text in rows if text)
     when = formatting.duration_text(incident.root.t_s)
-    return f'<div class="incident"><h3>{when} {escape(title(incident))}</h3><dl>{items}</dl></div>'
+    return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
 
 
 def _lost_text(steps: int) -> str:

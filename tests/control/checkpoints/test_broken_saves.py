@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.control.checkpoints.broken_saves import BrokenSaves
+from oobleck.control.checkpoints.saves import BrokenSaves
 
 
 def followed() -> BrokenSaves:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.checkpoints.save_policy import SavePolicy, best_interval_s
+from oobleck.control.checkpoints.saves import SavePolicy, best_interval_s
 from oobleck.job import CheckpointSpec
 
 positive = st.floats(1e-3, 1e6)

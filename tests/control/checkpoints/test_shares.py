@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.checkpoints.shares import saving_shares
+from oobleck.control.checkpoints.saves import saving_shares
 from oobleck.plan import StageTemplate
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.tensor_parallel import expand_plan

@@ -37,7 +37,6 @@ from oobleck.control.journal import (
     WorkerEnded,
     WorkerError,
     diagnose,
-    evidence_detail,
     failure_of_end,
 )
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
@@ -192,7 +191,7 @@ def test_the_worker_that_all_wait_for_is_the_root_of_a_hang():
     incident = only(hung, explained, down(20.7, "b"), recovered(21.0, 2, "b"))
     assert (incident.root.failure, incident.root.node) == (Failure.STUCK, "b")
     assert incident.root.worker_id == stuck
-    assert evidence_detail(incident.root) == "model.py: sleep"
+    assert incident.root.detail == "model.py: sleep"
 
 
 def test_a_node_that_does_not_reach_its_peers_is_the_root_of_a_hang():

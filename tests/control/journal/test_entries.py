@@ -14,7 +14,6 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerDown,
     WorkerUp,
-    sentence,
 )
 from oobleck.control.journal.snapshot import NodeState
 from oobleck.control.journal.view import RunView
@@ -51,7 +50,7 @@ SPEC = NodeSpec(name="n9", host="n9")
     ],
 )
 def test_entries_are_sentences(entry, text: str):
-    assert sentence(entry) == text
+    assert entry.sentence == text
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from oobleck.planner import (
     device_sheet,
     profile_to_json,
 )
+from oobleck.wire import decode_json, encode_json
 from tests.control.journals import adopted, committed, job_started, plan, run_with_a_loss
 
 
@@ -95,9 +96,10 @@ def test_utilisation_of_several_kinds_is_measured_against_all_of_their_sheets():
     books = Metrics()
     for entry in entries[:-1]:
         books.apply(entry)
-    image = books.image()
-    known = [entry for entry in entries if isinstance(entry, JobStarted | ProfileKnown | PlanAdopted)]
-    continued = Metrics.of_image(image, *known)
+    continued = decode_json(Metrics, encode_json(books))
+    for entry in entries:
+        if isinstance(entry, JobStarted | ProfileKnown | PlanAdopted):
+            continued.learn(entry)
     continued.apply(entries[-1])
     assert continued.sample(2.0).mfu == expected
     assert sample_of([entry for entry in entries if entry != entries[3]]).mfu is None, "one kind is not known"

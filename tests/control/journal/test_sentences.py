@@ -8,25 +8,24 @@ from typing import get_args
 import pytest
 
 from oobleck.control.journal import (
+    AgentLeft,
     Failure,
     ForkServerDown,
+    JournalEntry,
     Loss,
     LossCause,
     Measure,
     NodeLost,
     NodeUnfit,
+    NoWorkerStarts,
     PlanCause,
     RecoveryStarted,
     Remedy,
     ReplicasDiffer,
     Response,
-    failure_of_loss,
-    failure_text,
-    loss_text,
-    remedy_of,
-    remedy_text,
-    response_text,
-    sentence,
+    Silent,
+    WorkerEnded,
+    failure_of_end,
 )
 from oobleck.control.protocol import (
     ErrorKind,
@@ -61,37 +60,54 @@ def losses() -> list[Loss]:
     return [cls(**{field.name: _VALUES[field.name] for field in fields(cls)}) for cls in get_args(Loss)]
 
 
+@pytest.mark.parametrize("cls", get_args(JournalEntry))
+def test_each_entry_has_a_sentence_of_its_own(cls: type):
+    assert "sentence" in vars(cls)
+
+
 @pytest.mark.parametrize("failure", Failure)
 def test_each_failure_has_a_sentence_and_a_remedy(failure: Failure):
-    assert failure_text(failure)
-    assert remedy_of(failure) in Remedy
+    assert failure.text
+    assert failure.remedy in Remedy
 
 
 @pytest.mark.parametrize("remedy", Remedy)
 def test_each_remedy_has_a_sentence_of_its_own(remedy: Remedy):
-    text = remedy_text(remedy, node="n1", repeated=3)
+    text = remedy.text(node="n1", repeated=3)
     assert text.endswith(".") or "grep" in text
     assert "{" not in text
-    assert [other for other in Remedy if remedy_text(other, node="n1", repeated=3) == text] == [remedy]
+    assert [other for other in Remedy if other.text(node="n1", repeated=3) == text] == [remedy]
 
 
 @pytest.mark.parametrize("measure", Measure)
 def test_each_measure_has_a_sentence(measure: Measure):
-    assert response_text(Response(measure=measure, subject="n1", position=7, reason="the reason"))
+    assert Response(measure=measure, subject="n1", position=7, reason="the reason").text
 
 
 @pytest.mark.parametrize("loss", losses(), ids=lambda loss: type(loss).__name__)
 def test_each_loss_has_a_cause_a_failure_and_a_sentence_with_all_its_facts(loss: Loss):
     assert loss.cause in LossCause
-    assert failure_of_loss(loss, is_requested=False) in Failure
-    text = sentence(NodeLost(t_s=1.0, node="n1", loss=loss))
-    assert text == f"n1 lost: {loss_text(loss)}"
+    assert loss.failure in Failure
+    text = NodeLost(t_s=1.0, node="n1", loss=loss).sentence
+    assert text == f"n1 lost: {loss.text}"
     for field in fields(loss):
         value = getattr(loss, field.name)
         if isinstance(value, str):
             assert value in text
         elif isinstance(value, float):
             assert "3.1 s" in text
+
+
+@pytest.mark.parametrize("loss", losses(), ids=lambda loss: type(loss).__name__)
+def test_a_node_that_the_user_had_killed_is_no_failure_unless_its_own_came_first(loss: Loss):
+    own = (AgentLeft, NoWorkerStarts, Silent, WorkerEnded)
+    lost = NodeLost(t_s=1.0, node="n1", loss=loss, is_requested=True)
+    assert lost.failure is (loss.failure if isinstance(loss, own) else Failure.REQUESTED)
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_each_kind_of_error_is_a_failure(kind: ErrorKind):
+    assert failure_of_end(Raised(kind=kind, message="bad")) in Failure
 
 
 def test_every_cause_of_a_loss_belongs_to_one():
@@ -110,7 +126,7 @@ def test_each_end_of_a_worker_has_a_sentence(cls: type):
 @pytest.mark.parametrize("cls", get_args(ServerEnd))
 def test_each_end_of_a_fork_server_has_a_sentence_that_says_whether_there_is_another(cls: type):
     again, never = (
-        sentence(ForkServerDown(t_s=1.0, node="n1", end=ENDS[cls], is_restarted=is_restarted))
+        ForkServerDown(t_s=1.0, node="n1", end=ENDS[cls], is_restarted=is_restarted).sentence
         for is_restarted in (True, False)
     )
     assert server_end_text(ENDS[cls]) in again
@@ -119,18 +135,18 @@ def test_each_end_of_a_fork_server_has_a_sentence_that_says_whether_there_is_ano
 
 @pytest.mark.parametrize("cause", PlanCause)
 def test_each_cause_of_a_plan_is_said_when_it_begins_and_when_it_is_over(cause: PlanCause):
-    assert "n1" in sentence(RecoveryStarted(t_s=1.0, generation=2, nodes=("n1",), cause=cause))
-    assert "n1" in sentence(recovered(1.0, 2, "n1", cause=cause))
+    assert "n1" in RecoveryStarted(t_s=1.0, generation=2, nodes=("n1",), cause=cause).sentence
+    assert "n1" in recovered(1.0, 2, "n1", cause=cause).sentence
 
 
 @pytest.mark.parametrize("is_tried_again", [True, False])
 def test_an_unfit_node_is_told_with_its_fault(is_tried_again: bool):
-    assert "no memory" in sentence(NodeUnfit(t_s=1.0, node="n1", fault="no memory", is_tried_again=is_tried_again))
+    assert "no memory" in NodeUnfit(t_s=1.0, node="n1", fault="no memory", is_tried_again=is_tried_again).sentence
 
 
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_copies_that_differ_are_named_with_those_who_have_them(is_sure: bool):
     odd, trusted = (WorkerId(node=node, device=0) for node in ("n1", "n2"))
-    text = sentence(ReplicasDiffer(t_s=1.0, step=5, layer=2, odd=(odd,), trusted=(trusted,), is_sure=is_sure))
+    text = ReplicasDiffer(t_s=1.0, step=5, layer=2, odd=(odd,), trusted=(trusted,), is_sure=is_sure).sentence
     assert all(part in text for part in ("step 5", "layer 2", "n1:0", "n2:0"))
     assert ("nobody can tell" in text) is not is_sure

@@ -20,10 +20,9 @@ from oobleck.control.journal import (
     RecoveryStarted,
     WorkerUp,
 )
-from oobleck.control.journal.sentences import sentence
 from oobleck.control.journal.snapshot import NodeState, RunSnapshot, RunState, WorkState
 from oobleck.control.journal.summary import summarize
-from oobleck.control.journal.view import RunView, level_of
+from oobleck.control.journal.view import RunView
 from oobleck.job import NodeSpec
 from tests.control.journals import (
     adopted,
@@ -210,12 +209,12 @@ def test_events_are_plain_words_with_time_and_level_and_steps_are_not_among_them
     assert [(event.t_s, event.level) for event in snapshot.events] == [
         (0.0, "info"), (1.0, "info"), (3.1, "warning"), (3.2, "error")
     ]  # fmt: skip
-    assert snapshot.events[-2].text == sentence(LOST)
+    assert snapshot.events[-2].text == LOST.sentence
 
 
 def test_lost_redundancy_is_a_warning():
-    assert level_of(adopted(1.0, 2, TWO, redundant=False)) == "warning"
-    assert level_of(JobEnded(t_s=1.0, exit_code=1, reason="failed")) == "error"
+    assert adopted(1.0, 2, TWO, redundant=False).level == "warning"
+    assert JobEnded(t_s=1.0, exit_code=1, reason="failed").level == "error"
 
 
 def test_live_goodput_is_that_of_the_summary():
@@ -236,7 +235,7 @@ def test_a_snapshot_is_json():
 def test_a_regrouping_that_lost_no_node_is_told_as_that():
     regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=PlanCause.PEER_FAILED)
     texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
-    assert texts[-2] == sentence(regrouping)
+    assert texts[-2] == regrouping.sentence
     assert texts[-1].startswith("regrouped; rebuild; ")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -76,7 +77,7 @@ def test_a_generated_run_is_the_same_from_an_image_made_anywhere(trace: Trace, s
 def test_books_of_a_long_run_keep_no_more_than_those_of_a_short_one():
     """Steps, plans, checkpoints: an image of thousands is as long as one of tens, but for what was counted."""
 
-    def image(steps: int) -> bytes:
+    def image(steps: int) -> str:
         names = [f"node{index}" for index in range(4)]
         rows = (tuple(names[:2]), tuple(names[2:]))
         entries: list[JournalEntry] = [job_started(tuple(names), max_steps=10**6)]
@@ -88,7 +89,9 @@ def test_books_of_a_long_run_keep_no_more_than_those_of_a_short_one():
             entries.append(committed(float(step), step, generation))
         found = books_of(entries).image()
         assert found is not None
-        return encode_json(replace(found, view=replace(found.view, events=())))
+        written = json.loads(encode_json(found))
+        written["books"]["view"]["_events"] = []
+        return json.dumps(written)
 
     assert len(image(4000)) < len(image(100)) + 200
 

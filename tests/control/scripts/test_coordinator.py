@@ -33,7 +33,6 @@ from oobleck.control.journal import (
     RanksHung,
     ScriptStarted,
     Unreachable,
-    sentence,
 )
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -373,4 +372,4 @@ def test_ranks_that_start_cold_after_a_loss_of_what_was_imported_are_told_of():
     world.begin("a", "b", "c")
     new = world.say("b", RanksCold(problem="importing slowly has not ended within 60 s"))
     (entry,) = [command.entry for command in new if isinstance(command, Record)]
-    assert sentence(entry) == "b: ranks that start now start cold: importing slowly has not ended within 60 s"
+    assert entry.sentence == "b: ranks that start now start cold: importing slowly has not ended within 60 s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.protocol import Pace
-from oobleck.control.speed.pace_meter import PaceMeter
+from oobleck.control.speed.speed_tracker import PaceMeter
 
 
 def test_a_report_is_due_a_second_after_the_one_before():

@@ -48,7 +48,6 @@ from oobleck.control.journal import (
     Unreachable,
     WorkerDown,
     WorkerUp,
-    sentence,
 )
 from oobleck.control.plans import update_of
 from oobleck.control.protocol import (
@@ -1575,4 +1574,4 @@ def test_long_transfers_of_the_newest_plan_are_told_of():
         bench.say("n1", moving)
     (arriving,) = bench.journal(LayersArriving)
     assert (arriving.node, arriving.generation) == ("n1", 1)
-    assert "25%" in sentence(arriving)
+    assert "25%" in arriving.sentence

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.events import Record, SendAll
-from oobleck.control.journal import JobEnded, PlanCause, RecoveryStarted, StepRunsLong, sentence
+from oobleck.control.journal import JobEnded, PlanCause, RecoveryStarted, StepRunsLong
 from oobleck.control.protocol import Activity, AskActivity, ProcessorUse
 from oobleck.control.recovery.states import BeginRecovery
 from oobleck.control.steps import HANG_FLOOR_S, Progress
@@ -127,7 +127,7 @@ def test_who_waits_for_one_that_uses_the_processor_hangs_in_nothing():
     found = watched.judge()
     assert isinstance(found, StepRunsLong)
     assert (found.step, found.computing, found.microbatch) == (1, (worker("n2"),), 0)
-    assert sentence(found) == "still running step 1 after 2 min: n2's worker computes microbatch 0"
+    assert found.sentence == "still running step 1 after 2 min: n2's worker computes microbatch 0"
 
 
 def test_who_cannot_answer_but_uses_the_processor_computes():
@@ -167,7 +167,7 @@ def test_those_that_exchange_layers_come_on():
     found = watched.judge()
     assert isinstance(found, StepRunsLong)
     assert found.computing == ()
-    assert sentence(found).endswith("its workers exchange data")
+    assert found.sentence.endswith("its workers exchange data")
 
 
 def test_answers_to_an_older_inquiry_are_dropped():
@@ -196,11 +196,11 @@ def test_the_limit_doubles_while_workers_come_on_up_to_ten_minutes(num_looks: in
 
 def test_the_sentence_counts_those_that_compute_besides():
     entry = StepRunsLong(t_s=1.0, step=7, running_s=45.0, computing=ALL, microbatch=3)
-    assert sentence(entry).endswith("n0's worker computes microbatch 3, and 2 more compute")
-    assert sentence(entry).startswith("still running step 7 after 45 s: ")
-    assert sentence(replace(entry, microbatch=None)).endswith("n0's worker computes, and 2 more compute")
+    assert entry.sentence.endswith("n0's worker computes microbatch 3, and 2 more compute")
+    assert entry.sentence.startswith("still running step 7 after 45 s: ")
+    assert replace(entry, microbatch=None).sentence.endswith("n0's worker computes, and 2 more compute")
     of_two = replace(entry, computing=(WorkerId(node="n0", device=1),))
-    assert sentence(of_two).endswith("n0's worker 1 computes microbatch 3")
+    assert of_two.sentence.endswith("n0's worker 1 computes microbatch 3")
 
 
 # --- in a run ------------------------------------------------------------------------------------------------

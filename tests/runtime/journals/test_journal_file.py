@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.control.journal import JournalGap, StepDone, sentence
+from oobleck.control.journal import JournalGap, StepDone
 from oobleck.control.journal.summary import summarize
 from oobleck.errors import ConfigError
 from oobleck.runtime.journals.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
@@ -174,7 +174,7 @@ def test_a_journal_on_a_full_disk_says_that_it_is_cut_off(tmp_path):
                 step += 1
             (gap,) = gaps_in(path)
             assert gap.is_open
-            assert "No space left on device" in sentence(gap)
+            assert "No space left on device" in gap.sentence
             filler.unlink()
         begun, over = gaps_in(path)
         assert begun == gap

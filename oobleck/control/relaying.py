@@ -1,9 +1,13 @@
-"""What a relay has to pass on to the master: equal messages as one, and who was heard.
+"""What agents know of relays: the shape of the tree, what a relay merges, and when one that is silent is left.
 
-Of a committed step the master needs to know once, though many say so: the first one is passed on. A heartbeat that
-wants no answer says only that its agent lives, so it becomes a part of one message for all. How long
-ago it was heard goes along, and leases are as exact as without relays. Other messages wait for a few milliseconds for
-their like. Of one agent all leave in the order in which they came.
+Who is whose child follows from their positions alone. With a fan-out of F, positions 0 to F - 1 speak to the master
+itself, and position p is the relay of F(p + 1) to F(p + 1) + F - 1. So nobody sends lists of who is below whom, and
+three levels have 33,824 positions for F = 32.
+
+A relay passes equal messages on as one. Of a committed step the master needs to know once, though many say so: the
+first one is passed on. A heartbeat that wants no answer says only that its agent lives, so it becomes a part of one
+message for all. How long ago it was heard goes along, and leases are as exact as without relays. Other messages wait
+for a few milliseconds for their like. Of one agent all leave in the order in which they came.
 """
 
 from __future__ import annotations
@@ -16,10 +20,35 @@ from typing import NamedTuple
 
 from oobleck.control import protocol
 
+PATIENCE = 0.4
+"""A relay that is silent for this share of a lease is left, by its agents and by the master for them: its children are
+heard directly before a lease lapses."""
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
 _AGE_MS = 10
 """Ages are rounded up to multiples of it: what was heard at about the same time is said together."""
+
+
+def parent_of(position: int, fanout: int) -> int | None:
+    """Return the position of its relay; None for those that speak to the master."""
+    return None if position < fanout else position // fanout - 1
+
+
+def children_of(position: int, fanout: int) -> range:
+    """Return the positions whose relay this one is."""
+    first = fanout * (position + 1)
+    return range(first, first + fanout)
+
+
+def child_towards(position: int, target: int, fanout: int) -> int | None:
+    """Return the child of `position` that is `target` or leads to it; None where it is not below. O(depth)."""
+    at: int | None = target
+    while at is not None and at > position:
+        above = parent_of(at, fanout)
+        if above == position:
+            return at
+        at = above
+    return None
 
 
 class _Said(NamedTuple):

@@ -1,21 +1,139 @@
-"""Compares the steps of a run with those of the script by itself, and says what differs first.
+"""Whether a run trains as the script does by itself: what each of the two did, and what differs first.
 
 Within a step the order is that of causes: the samples, the loss of them, the gradients, the rate that they are applied
 with, and what the parameters are after that. So the first difference names where to look, and all that follows from it
 comes later.
+
+The script adds up a whole batch; a run adds up its microbatches, on several workers. So sums differ by rounding, which
+is relative to what is added up, and grows with the steps through the optimizer: Adam divides a gradient by its own
+size, so the error of a small gradient becomes as large as that of any other. Each bound is at least twenty times what
+scripts that are trained alike were seen to differ by, and far below what a mistake makes: a loss that is divided by
+another number of tokens differs by more than 1e-3, and a parameter that another one should follow, or that is frozen in
+one of the two, by all of its movement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from .accounts import PlainAccount, StepAccount, TensorDifference
-from .tolerance import Tolerance
+from oobleck.job import JobSpec
 
 _NAMED = 3
 """How many of several tensors or samples are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAccount:
+    """One step: what its optimizer was given."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """The global norm of the gradients before they are clipped."""
+    learning_rate: float
+    samples: tuple[int, ...] | None = None
+    """Numbers of the samples, in their order; None where they are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainJob:
+    """What a process without Oobleck's machinery is to train."""
+
+    job: JobSpec
+    num_steps: int
+    directory: str
+    """What the script writes goes there, in place of its own `output_dir`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainAccount:
+    """What that process did, or why it could not."""
+
+    steps: tuple[StepAccount, ...] = ()
+    samples_on_nodes: tuple[tuple[int, ...], ...] = ()
+    """The samples that a run takes in the same steps; empty where they are the same by definition."""
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    """Probabilities that were set to zero, by their names."""
+    remarks: tuple[str, ...] = ()
+    """What else was made alike, because the two cannot be compared without it."""
+    output_dir: str = ""
+    """The script's own, if it has one."""
+    problem: str = ""
+    """Why the script failed; empty where it did not."""
+    is_refused: bool = False
+    """Whether the problem is that this cannot be compared, and no fault of the script."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsAsked:
+    """Asks for a comparison of the model with the checkpoints of a run."""
+
+    checkpoints: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """How a parameter or a buffer of a run differs from the script's own."""
+
+    name: str
+    step: int
+    """After which they are compared."""
+    is_buffer: bool = False
+    size: float = 0.0
+    """The Euclidean norm of its values."""
+    moved: float = 0.0
+    """The norm of what training has changed of it since the start, in the script by itself."""
+    difference: float = 0.0
+    """The norm of the difference between the two."""
+    largest: float = 0.0
+    """The largest difference of one value."""
+    is_noise: bool = False
+    """Whether its gradients are nothing but rounding errors, so that it may move anywhere."""
+    problem: str = ""
+    """What is wrong with it apart from its values: it is missing, or has another shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsCompared:
+    """The answer to `TensorsAsked`."""
+
+    tensors: tuple[TensorDifference, ...] = ()
+    steps: tuple[int, ...] = ()
+    """After which steps they were compared."""
+    problem: str = ""
+    """Why no checkpoint could be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Bounds, all of them relative."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float = 1e-9
+    """It is computed in double precision in both."""
+    movement: float
+    """Of the norm of a parameter's difference, to the norm of its movement since the start."""
+    rounding: float
+    """Of the norm of a difference, to the norm of all values: half a digit of each."""
+    noise: float
+    """Of a parameter's gradients to those of all parameters: below that they are rounding errors."""
+
+
+_TOLERANCES: Mapping[str, Tolerance] = {
+    "float64": Tolerance(loss=1e-6, grad_norm=1e-5, movement=1e-3, rounding=1e-12, noise=1e-12),
+    "float32": Tolerance(loss=5e-5, grad_norm=1e-3, movement=2e-2, rounding=1e-6, noise=1e-6),
+    "float16": Tolerance(loss=5e-3, grad_norm=5e-2, movement=0.3, rounding=1e-3, noise=1e-3),
+    "bfloat16": Tolerance(loss=2e-2, grad_norm=0.1, movement=0.5, rounding=1e-2, noise=1e-2),
+}
+"""By the type that is computed in. transformers takes the loss of a float64 model in float32."""
+
+
+def tolerance_of(dtype: str) -> Tolerance:
+    """Return the bounds for a job's `dtype`."""
+    return _TOLERANCES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,193 @@
+"""Entries about a run of a script (`oobleck run`): its start, its generations, and ranks that fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from oobleck.control.protocol import ProcessEnd, RankError, end_text
+from oobleck.job import NodeSpec
+from oobleck.job.ranks import RanksSpec
+from oobleck.planner import WorkerId
+
+from .entry import Entry, Worded
+
+
+class GenerationCause(Worded):
+    """Why a generation ends, and another one begins; in words with the nodes that it is about."""
+
+    START = "start", "it begins"
+    RANK_FAILED = "rank_failed", "a rank has failed"
+    HANG = "hang", "it hangs"
+    NODE_LOST = "node_lost", "{} lost"
+    NODE_JOINED = "node_joined", "{} joins"
+    NODE_DRAINED = "node_drained", "{} leaves"
+    STOPPED = "stopped", "a stop was asked for"
+    FINISHED = "finished", "all ranks have finished"
+
+    @property
+    def is_failure(self) -> bool:
+        return self in (GenerationCause.RANK_FAILED, GenerationCause.HANG, GenerationCause.NODE_LOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptStarted(Entry):
+    """The first entry of a run of a script."""
+
+    version: str
+    run: RanksSpec
+    nodes: tuple[NodeSpec, ...]
+    started_at: str
+    """UTC, ISO 8601."""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.run.kinds} starts on {_counted(len(self.nodes), 'node')}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRanks:
+    """A node's ranks in a generation: `num_ranks` from `first_rank` on."""
+
+    node: str
+    first_rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFormed(Entry):
+    """The ranks of a generation are ordered to start."""
+
+    generation: int
+    cause: GenerationCause
+    nodes: tuple[NodeRanks, ...]
+    """By group rank: the first one has rank 0."""
+    num_failures: int
+    """How many generations have ended so far because a rank failed."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(each.num_ranks for each in self.nodes)
+
+    @property
+    def sentence(self) -> str:
+        names = ", ".join(each.node for each in self.nodes)
+        return f"generation {self.generation}: {_counted(self.world_size, 'rank')} on {names}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRuns(Entry):
+    """All ranks of a generation exist as processes."""
+
+    generation: int
+    away_s: float
+    """Since the generation before ended; of the first one, since the run started."""
+    is_warm: bool
+    """Whether all were forked from processes that had imported what the script imports."""
+
+    @property
+    def sentence(self) -> str:
+        how = "warm" if self.is_warm else "cold: nothing of theirs was imported before"
+        return f"generation {self.generation} runs, {self.away_s:.2f} s later ({how})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDown(Entry):
+    """A rank has failed."""
+
+    level: ClassVar[str] = "warning"
+    generation: int
+    node: str
+    rank: int
+    local_rank: int
+    pid: int
+    end: ProcessEnd
+    error: RankError | None
+    is_first: bool
+    """Of its generation: the others may have failed because of it."""
+
+    @property
+    def sentence(self) -> str:
+        return f"rank {self.rank} on {self.node} failed: {self._end_text}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return f"rank {self.rank}: {self._end_text}"
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        return "" if self.error is None else self.error.detail
+
+    @property
+    def _end_text(self) -> str:
+        """`exit code 1: ValueError: no such column`."""
+        said = f": {self.error.message}" if self.error is not None and self.error.message else ""
+        return f"{end_text(self.end)}{said}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HungRank:
+    """Where a rank was when all hung."""
+
+    node: str
+    rank: int
+    place: str
+    """In the script; empty where it did not say."""
+    is_waiting: bool
+    """In a collective, or in a backward pass."""
+    stack: str
+    """Of all its threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksHung(Entry):
+    """The ranks of a generation hang."""
+
+    level: ClassVar[str] = "warning"
+    generation: int
+    quiet_s: float
+    """For how long none has printed or saved anything."""
+    culprits: tuple[HungRank, ...]
+    """Those that do not wait while others do, a few of them; empty where none stands out."""
+    num_waiting: int
+    """How many wait in a collective."""
+
+    @property
+    def sentence(self) -> str:
+        return f"generation {self.generation} hangs: {self.evidence(None)}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        quiet = f"no rank has printed or saved anything for {self.quiet_s:.0f} s"
+        if not self.culprits:
+            return f"{quiet}; none stands out"
+        first = self.culprits[0]
+        others = f" and {len(self.culprits) - 1} more" if len(self.culprits) > 1 else ""
+        where = f" at {first.place}" if first.place else ""
+        wait = "1 rank waits" if self.num_waiting == 1 else f"{self.num_waiting} ranks wait"
+        return f"{quiet}; {wait} for rank {first.rank} on {first.node}{others}{where}"
+
+    def detail(self, worker_id: WorkerId | None) -> str:
+        return self.culprits[0].stack if self.culprits else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEnded(Entry):
+    """A generation is over, or its ranks are being ended."""
+
+    generation: int
+    cause: GenerationCause
+    nodes: tuple[str, ...] = ()
+    """That were lost, have come, or are to leave."""
+
+    @property
+    def level(self) -> str:
+        return "warning" if self.cause.is_failure else "info"
+
+    @property
+    def sentence(self) -> str:
+        return f"generation {self.generation} ends: {self.cause.template.format(', '.join(self.nodes))}"
+
+
+RankEntry = ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
