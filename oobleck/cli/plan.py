@@ -14,7 +14,9 @@ from . import inputs
 from .common_options import JsonOption
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner, PlannerSettings, Profile
+    from collections.abc import Sequence
+
+    from oobleck.planner import NodeKind, PlannerSettings
     from oobleck.schedule import ScheduleKind
     from oobleck.ui.plan_report import PlanReport
 
@@ -78,9 +80,12 @@ def plan(
 
     Nothing is started and no device is needed: the numbers come from a measured profile, or from an estimate.
     """
+    from oobleck.planner import Planner
+    from oobleck.schedule.interleaving import make_cutter
+
     from .make_report import make_report, show_report
     from .pictures import picture_writer, write_output
-    from .plan_profile import ProfileSource, profile_of, utilisation_of
+    from .plan_profile import ProfileSource, kinds_of, utilisation_of
 
     counts = inputs.parse_nodes(nodes)
     write_picture = picture_writer(plot) if plot is not None else None
@@ -94,40 +99,25 @@ def plan(
         activation_checkpointing=recompute,
         devices_per_node=devices_per_node,
     )
-    lost = tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
-    if isinstance(counts, int):
-        for option, given in (("--profiles", profiles), ("--prices", prices)):
-            if given is not None:
-                raise UsageError(f"{option} is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-        profile = profile_of(source)
-        settings = _settings(
-            profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines, per_node=devices_per_node
-        )
-        report = make_report(
-            _planner(profile, settings, _kind(schedule), chunks),
-            _known(tuple(f"node{number}" for number in range(counts)), lost),
-            global_batch_size=global_batch,
-            kind=_kind(schedule),
-            lost=lost,
-            utilisation=utilisation_of(profile, source, global_batch),
-        )
-    else:
-        from .plan_kinds import kinds_of, make_mixed_report
-
-        if schedule == "interleaved":
-            raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
-        names = [count.kind for count in counts]
-        kinds = kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
-        _known(tuple(name for count in counts for name in count.names), lost)
-        report = make_mixed_report(
-            kinds,
-            {node: count.kind for count in counts for node in count.names},
-            _settings(kinds[0].profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines),
-            global_batch_size=global_batch,
-            kind=_kind(schedule),
-            lost=lost,
-            prices=inputs.parse_prices(prices, names) if prices is not None else None,
-        )
+    kinds, kind_of = kinds_of(counts, source, profiles)
+    if isinstance(counts, int) and prices is not None:
+        raise UsageError("--prices is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    if len(kinds) > 1 and schedule == "interleaved":
+        raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
+    names, lost = tuple(kind_of), tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
+    if unknown := sorted(set(lost) - set(names)):
+        raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
+    kind = _kind(schedule)
+    settings = _settings(kinds, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines)
+    report = make_report(
+        Planner(kinds, settings, kind_of, make_cutter=make_cutter(kind, chunks)),
+        names,
+        global_batch_size=global_batch,
+        kind=kind,
+        lost=lost,
+        utilisation=utilisation_of(kinds[0].profile, source, global_batch) if isinstance(counts, int) else None,
+        prices=inputs.parse_prices(prices, [kind.name for kind in kinds]) if prices is not None else None,
+    )
     if write_picture is not None:
         write_picture(_svg(report))
     if chrome_trace is not None:
@@ -135,31 +125,24 @@ def plan(
     show_report(report, as_json=as_json)
 
 
-def _planner(profile: Profile, settings: PlannerSettings, kind: ScheduleKind | None, num_chunks: int) -> Planner:
-    from oobleck.planner import Planner
-    from oobleck.schedule.interleaving import make_cutter
-
-    return Planner(profile, settings, make_cutter=make_cutter(kind, num_chunks))
-
-
 def _settings(
-    profile: Profile, global_batch_size: int, *, fault_threshold: int, num_pipelines: int | None, per_node: int = 1
+    kinds: Sequence[NodeKind], global_batch_size: int, *, fault_threshold: int, num_pipelines: int | None
 ) -> PlannerSettings:
     from oobleck.planner import PlannerSettings
 
-    if global_batch_size % profile.microbatch_size:
+    microbatch_size = kinds[0].profile.microbatch_size
+    if global_batch_size % microbatch_size:
         raise UsageError(
-            f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+            f"--global-batch is {global_batch_size}; it must be a multiple of {microbatch_size}, the microbatch"
         )
-    if global_batch_size > MAX_MICROBATCHES * profile.microbatch_size:
+    if global_batch_size > MAX_MICROBATCHES * microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch_size}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
-            f"{profile.microbatch_size}"
+            f"{microbatch_size}"
         )
     return PlannerSettings(
-        num_microbatches=global_batch_size // profile.microbatch_size,
-        devices_per_node=per_node,
-        max_devices_per_stage=per_node,
+        num_microbatches=global_batch_size // microbatch_size,
+        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 else 1,
         fault_threshold=fault_threshold,
         num_pipelines=num_pipelines,
     )
@@ -169,12 +152,6 @@ def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
     return None if inputs.parse_schedule_name(name) == "auto" else ScheduleKind(name)
-
-
-def _known(names: tuple[str, ...], lost: tuple[str, ...]) -> tuple[str, ...]:
-    if unknown := sorted(set(lost) - set(names)):
-        raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
-    return names
 
 
 def _svg(report: PlanReport) -> str:

@@ -240,14 +240,11 @@ def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.Kind
 
 def _kinds(counts: tuple[inputs.KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
     """Return the profile of each kind; none where all nodes are of one."""
-    from .plan_kinds import kinds_of
+    from .plan_profile import kinds_of
 
-    if counts:
-        names = [count.kind for count in counts]
-        return kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
-    if profiles is not None:
+    if profiles is not None and not counts:
         raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-    return ()
+    return kinds_of(counts, source, profiles)[0] if counts else ()
 
 
 def _names(policy: str, *, known: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from oobleck.plan import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 
-from .cluster_planner import ClusterPlanner
 from .cutter import Cutter
 from .decision import Decision
 from .node_kind import NodeKind
@@ -33,19 +32,16 @@ from .profiles import (
     profile_to_json,
     shape_from_config,
     sheet_of_product,
+    with_speed,
 )
 from .settings import PlannerSettings
-from .speeds import with_speed
 
 if TYPE_CHECKING:
-    from .mixed import MixedPlanner
     from .planner import Planner
-    from .tensor_parallel import TensorParallelPlanner
 
 __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
-    "ClusterPlanner",
     "Cutter",
     "Decision",
     "DeviceProfile",
@@ -53,7 +49,6 @@ __all__ = [
     "ExecutionPlan",
     "LayerProfile",
     "LayerTransfer",
-    "MixedPlanner",
     "ModelShape",
     "NetworkProfile",
     "NodeKind",
@@ -65,7 +60,6 @@ __all__ = [
     "SplitBackward",
     "Stage",
     "StageTemplate",
-    "TensorParallelPlanner",
     "WorkerId",
     "device_sheet",
     "device_sheet_from_json",
@@ -84,12 +78,4 @@ def __getattr__(name: str) -> object:
         from .planner import Planner
 
         return Planner
-    if name == "MixedPlanner":
-        from .mixed import MixedPlanner
-
-        return MixedPlanner
-    if name == "TensorParallelPlanner":
-        from .tensor_parallel import TensorParallelPlanner
-
-        return TensorParallelPlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,67 +1,52 @@
-"""Why a plan has as many pipelines as it has: the plans with one more and one fewer, beside it."""
+"""Why a plan has the pipelines that it has: what others would do, beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from oobleck.errors import PlanningError
 
 from .decision import Decision
+from .formatting import counted
 from .planner import Planner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """The best plan with another number of pipelines."""
+def explain_pipelines(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:
+    """Say in a sentence what speaks against one pipeline fewer and one more, or against one kind of nodes in each.
 
-    num_pipelines: int
-    decision: Decision | None
-    """None where there is no such plan."""
-    obstacle: str = ""
-    """Why not."""
-
-
-def pipeline_alternatives(planner: Planner, nodes: Sequence[str], chosen: Decision) -> tuple[Alternative, ...]:
-    """Plan for one pipeline fewer and one more than chosen: two searches."""
+    One or two searches.
+    """
+    if len(planner.kinds) > 1:
+        return _without_mixing(planner, nodes, chosen)
     count = len(chosen.plan.pipelines)
-    return tuple(_alternative(planner, nodes, number) for number in (count - 1, count + 1) if number >= 1)
-
-
-def explain_num_pipelines(planner: Planner, chosen: Decision, alternatives: Sequence[Alternative]) -> str:
-    """Say in a sentence what speaks against one pipeline fewer and one more."""
-    parts = []
-    for each in alternatives:
-        if each.decision is None:
-            parts.append(f"{each.num_pipelines} are not possible ({each.obstacle})")
-            continue
-        share = each.decision.predicted_step_s / chosen.predicted_step_s - 1
-        pace = (
-            f"take {100 * abs(share):.1f} % {'longer' if share > 0 else 'less'} a step"
-            if abs(share) >= 5e-4
-            else "be as fast"
-        )
-        parts.append(f"{each.num_pipelines} would {pace}{_shortfall(planner, each)}")
-    count = len(chosen.plan.pipelines)
+    parts = [_with_as_many(planner, nodes, number, chosen) for number in (count - 1, count + 1) if number >= 1]
     if planner.settings.num_pipelines is not None:
         parts.insert(0, f"{planner.settings.num_pipelines} were asked for")
-    return f"{count} pipeline{'s' if count != 1 else ''}: {'; '.join(parts)}"
+    return f"{counted(count, 'pipeline')}: {'; '.join(parts)}"
 
 
-def _alternative(planner: Planner, nodes: Sequence[str], number: int) -> Alternative:
-    smallest = min(planner.templates(len(nodes)))
+def _with_as_many(planner: Planner, nodes: Sequence[str], number: int, chosen: Decision) -> str:
+    smallest, num_microbatches = min(planner.templates(len(nodes))), planner.settings.num_microbatches
     if number > len(nodes) // smallest:
-        obstacle = f"the model needs {smallest} node{'s' if smallest != 1 else ''}, so there is room for "
-        return Alternative(
-            num_pipelines=number, decision=None, obstacle=obstacle + f"{len(nodes) // smallest} in {len(nodes)}"
-        )
-    if number > planner.settings.num_microbatches:
-        obstacle = f"a step has {planner.settings.num_microbatches} microbatches"
-        return Alternative(num_pipelines=number, decision=None, obstacle=obstacle)
-    other = Planner(planner.profile, replace(planner.settings, num_pipelines=number))
-    return Alternative(num_pipelines=number, decision=other.initial_plan(nodes))
+        room = f"there is room for {len(nodes) // smallest} in {len(nodes)}"
+        return f"{number} are not possible (the model needs {counted(smallest, 'node')}, so {room})"
+    if number > num_microbatches:
+        return f"{number} are not possible (a step has {num_microbatches} microbatches)"
+    other = planner.with_changes(num_pipelines=number).initial_plan(nodes)
+    share, wanted = other.predicted_step_s / chosen.predicted_step_s - 1, planner.settings.fault_threshold + 1
+    longer = f"take {100 * abs(share):.1f} % {'longer' if share > 0 else 'less'} a step"
+    shortfall = f", and f = {planner.settings.fault_threshold} asks for at least {wanted}" if number < wanted else ""
+    return f"{number} would {longer if abs(share) >= 5e-4 else 'be as fast'}{shortfall}"
 
 
-def _shortfall(planner: Planner, alternative: Alternative) -> str:
-    wanted = planner.settings.fault_threshold + 1
-    if alternative.num_pipelines >= wanted:
-        return ""
-    return f", and f = {planner.settings.fault_threshold} asks for at least {wanted}"
+def _without_mixing(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:
+    subject = "pipelines with nodes of one kind each"
+    if all(len(set(map(planner.kind_of, pipeline.nodes))) == 1 for pipeline in chosen.plan.pipelines):
+        return f"these are {subject}; mixing them saves nothing"
+    try:
+        other = planner.with_changes(num_pipelines=planner.settings.num_pipelines, mixes=False).initial_plan(nodes)
+    except PlanningError:
+        return f"{subject} cannot hold the model"
+    share = other.predicted_step_s / chosen.predicted_step_s - 1
+    fewer = len(other.plan.pipelines) < min(len(chosen.plan.pipelines), planner.settings.fault_threshold + 1)
+    return f"{subject} would take {100 * share:.1f} % longer a step" + (", with fewer copies" if fewer else "")

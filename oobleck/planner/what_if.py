@@ -14,7 +14,6 @@ from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.plan import ExecutionPlan, LayerTransfer
 
 from .decision import Decision
-from .mixed import MixedPlanner
 from .planner import Planner
 from .profiles import Profile
 
@@ -46,14 +45,14 @@ class LossReport:
         return len(self.cases) < self.num_kinds
 
 
-def what_if_one_is_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+def what_if_one_is_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
     """Decide every loss of one node: O(nodes of the distinct templates) decisions, or `max_cases` of them."""
-    return _report(planner, plan, 1, list(_singles(_groups(plan, _kinds(planner)))), max_cases)
+    return _report(planner, plan, 1, list(_singles(_groups(plan, planner.kind_of))), max_cases)
 
 
-def what_if_two_are_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
+def what_if_two_are_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
     """Decide every loss of two nodes at once: O(the square of what one node takes), or `max_cases` of them."""
-    return _report(planner, plan, 2, list(_pairs(_groups(plan, _kinds(planner)))), max_cases)
+    return _report(planner, plan, 2, list(_pairs(_groups(plan, planner.kind_of))), max_cases)
 
 
 def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
@@ -77,10 +76,6 @@ _Case = tuple[tuple[str, ...], int]
 """Lost nodes, and how many losses are like it."""
 _Group = list[tuple[str, ...]]
 """Pipelines of one template, each as its nodes; a spare counts as a pipeline of one node."""
-
-
-def _kinds(planner: Planner | MixedPlanner) -> Callable[[str], str]:
-    return planner.kind_of if isinstance(planner, MixedPlanner) else lambda node: ""
 
 
 def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
@@ -116,9 +111,7 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
                     yield (first, second), count * len(other)
 
 
-def _report(
-    planner: Planner | MixedPlanner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int
-) -> LossReport:
+def _report(planner: Planner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int) -> LossReport:
     # An even sample over kinds in the order of their places.
     wanted = min(len(kinds), max_cases)
     sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]
@@ -126,7 +119,7 @@ def _report(
     return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
 
 
-def _decide(planner: Planner | MixedPlanner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
+def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
     try:
         decision = planner.reconfigure(plan, lost=lost)
     except (PlanningError, Unrecoverable) as error:

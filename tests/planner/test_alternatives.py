@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 from oobleck.planner import Planner, PlannerSettings, Profile
-from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
+from oobleck.planner.alternatives import explain_pipelines
 from tests.planner.simple_profiles import make_profile, node_names
 
 
 def explain(profile: Profile, num_nodes: int, **settings: int) -> str:
     planner = Planner(profile, PlannerSettings(**settings))
     nodes = node_names(num_nodes)
-    chosen = planner.initial_plan(nodes)
-    alternatives = pipeline_alternatives(planner, nodes, chosen)
-    return explain_num_pipelines(planner, chosen, alternatives)
+    return explain_pipelines(planner, nodes, planner.initial_plan(nodes))
 
 
 def test_more_pipelines_than_the_model_allows_are_explained_by_the_nodes_it_needs():

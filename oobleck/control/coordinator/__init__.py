@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .coordinator import Coordinator
 from .node_lifecycle import NodeLifecycle
-from .planning import check_kinds, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
+from .planning import check_kinds, fixed_schedule, planner_for, schedules_for
 from .preparation import misfit_of
 from .recovery import Phase
 from .recovery.states import GiveUp
@@ -29,8 +29,6 @@ __all__ = [
     "finished_text",
     "fixed_schedule",
     "misfit_of",
-    "one_kind_planner",
     "planner_for",
-    "planner_settings",
     "schedules_for",
 ]

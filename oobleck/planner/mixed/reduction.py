@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from oobleck.planner.costs import Timing
+from oobleck.planner.kinds import Counts
 
-from .choice import Choice, Chooser, Counts
+from .choice import Choice, Chooser
 
 _MOST_CUTS = 12
 """Times that pipelines are left out, for each number of pipelines."""

@@ -21,6 +21,7 @@ from .profile import (
     SplitBackward,
     profile_from_json,
     profile_to_json,
+    with_speed,
 )
 from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
 
@@ -51,4 +52,5 @@ __all__ = [
     "shape_from_config",
     "sheet_of_product",
     "training_flops",
+    "with_speed",
 ]

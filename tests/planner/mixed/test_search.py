@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from oobleck.errors import PlanningError
 from oobleck.planner import PlannerSettings
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.mixed import KindCosts, MixedSearch
+from oobleck.planner.kinds import KindCosts
+from oobleck.planner.mixed import MixedSearch
 from oobleck.planner.node_kind import NodeKind
 from oobleck.planner.templates import find_templates
 from tests.examples import examples
@@ -94,8 +96,9 @@ def test_profiles_of_other_models_and_wide_stages_are_refused() -> None:
     ]
     with pytest.raises(PlanningError, match=r"layer 0 \(block\) has 15 bytes of state in the profile of b, and 12"):
         KindCosts(kinds, PlannerSettings(num_microbatches=8))
+    alike = [kinds[0], replace(kinds[0], name="b")]
     with pytest.raises(PlanningError, match="max_devices_per_stage is 2"):
-        KindCosts(kinds[:1], PlannerSettings(num_microbatches=8, max_devices_per_stage=2))
+        KindCosts(alike, PlannerSettings(num_microbatches=8, max_devices_per_stage=2))
     with pytest.raises(PlanningError, match="kind a has 0 devices a node"):
         NodeKind(name="a", profile=uniform_profile(2), devices_per_node=0)
 

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.plan import PipelineTemplate
-
-from .costs import StageCosts, Timing
-from .instantiation import SizeOption, Sizing, choose_sizes, reduction_s
-from .makespan import PassTimes
-from .templates import MOST_STAGES, Recut
+from oobleck.planner.costs import StageCosts, Timing
+from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s
+from oobleck.planner.makespan import PassTimes
+from oobleck.planner.templates import MOST_STAGES, Recut
 
 _LEAST_GAIN = 0.005
 """Other pipelines have to save this share of a step: a plan should not hang on the last digits of a profile."""
