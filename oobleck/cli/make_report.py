@@ -9,7 +9,7 @@ from rich.console import Console
 
 from oobleck.planner import Decision, Planner
 from oobleck.planner.alternatives import explain_pipelines
-from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
+from oobleck.planner.what_if import what_if_lost
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, forecast
 from oobleck.ui.plan_json import plan_json
@@ -53,9 +53,9 @@ def make_report(
         forecast=_forecast(planner, decision, kind),
         why=explain_pipelines(planner, names, decision),
         templates=_template_rows(planner, len(names)),
-        losses=(
-            what_if_one_is_lost(planner, decision.plan, max_cases=_MAX_CASES),
-            *((what_if_two_are_lost(planner, decision.plan, max_cases=_MAX_CASES),) if len(names) > 1 else ()),
+        losses=tuple(
+            what_if_lost(planner, decision.plan, number, max_cases=_MAX_CASES)
+            for number in ((1, 2) if len(names) > 1 else (1,))
         ),
         after=None
         if after is None

@@ -18,7 +18,45 @@ if TYPE_CHECKING:
 
     from oobleck.planner import NodeKind, PlannerSettings
     from oobleck.schedule import ScheduleKind
-    from oobleck.ui.plan_report import PlanReport
+
+
+_NodesOption = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        metavar="N",
+        help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
+    ),
+]
+_ScheduleOption = Annotated[
+    str,
+    typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
+]
+_ProfilesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profiles", metavar="KIND:FILE,…", help="Profiles of kinds of nodes; estimates where it is missing."
+    ),
+]
+_PricesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prices",
+        metavar="KIND:PRICE,…",
+        help="What a node of each kind costs an hour: also say which nodes train most for their price.",
+    ),
+]
+_AfterLosingOption = Annotated[
+    str | None,
+    typer.Option("--after-losing", metavar="NODES", help="Show what happens after losing these nodes: node3,node7."),
+]
+_PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the timeline as .svg, or as .png with the plot extra."),
+]
+_TraceOption = Annotated[
+    Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
+]
 
 
 def plan(
@@ -26,14 +64,7 @@ def plan(
     profile_file: inputs.ProfileOption = None,
     model: inputs.ModelOption = None,
     device: inputs.DeviceOption = None,
-    nodes: Annotated[
-        str,
-        typer.Option(
-            "--nodes",
-            metavar="N",
-            help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
-        ),
-    ],
+    nodes: _NodesOption,
     devices_per_node: inputs.DevicesPerNodeOption = 1,
     fault_threshold: inputs.FaultThresholdOption = 1,
     global_batch: inputs.GlobalBatchOption,
@@ -42,39 +73,14 @@ def plan(
     precision: inputs.PrecisionOption = "bfloat16",
     recompute: inputs.RecomputeOption = False,
     pipelines: inputs.PipelinesOption = None,
-    schedule: Annotated[
-        str,
-        typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
-    ] = "1f1b",
+    schedule: _ScheduleOption = "1f1b",
     chunks: inputs.ChunksOption = 2,
-    profiles: Annotated[
-        str | None,
-        typer.Option(
-            "--profiles", metavar="KIND:FILE,…", help="Profiles of kinds of nodes; estimates where it is missing."
-        ),
-    ] = None,
-    prices: Annotated[
-        str | None,
-        typer.Option(
-            "--prices",
-            metavar="KIND:PRICE,…",
-            help="What a node of each kind costs an hour: also say which nodes train most for their price.",
-        ),
-    ] = None,
-    after_losing: Annotated[
-        str | None,
-        typer.Option(
-            "--after-losing", metavar="NODES", help="Show what happens after losing these nodes: node3,node7."
-        ),
-    ] = None,
+    profiles: _ProfilesOption = None,
+    prices: _PricesOption = None,
+    after_losing: _AfterLosingOption = None,
     as_json: JsonOption = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the timeline as .svg, or as .png with the plot extra."),
-    ] = None,
-    chrome_trace: Annotated[
-        Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
-    ] = None,
+    plot: _PlotOption = None,
+    chrome_trace: _TraceOption = None,
 ) -> None:
     """Show the pipelines that a job would use, how long a step would take, and what failures would do.
 
@@ -82,6 +88,9 @@ def plan(
     """
     from oobleck.planner import Planner
     from oobleck.schedule.interleaving import make_cutter
+    from oobleck.ui.pictures import chrome_trace as trace_of
+    from oobleck.ui.pictures import timeline_svg
+    from oobleck.ui.plan_report import figures_of
 
     from .make_report import make_report, show_report
     from .pictures import picture_writer, write_output
@@ -118,10 +127,11 @@ def plan(
         utilisation=utilisation_of(kinds[0].profile, source, global_batch) if isinstance(counts, int) else None,
         prices=inputs.parse_prices(prices, [kind.name for kind in kinds]) if prices is not None else None,
     )
+    figures = figures_of(report.shown)
     if write_picture is not None:
-        write_picture(_svg(report))
+        write_picture(timeline_svg(figures))
     if chrome_trace is not None:
-        write_output(chrome_trace, _trace(report).encode())
+        write_output(chrome_trace, trace_of(figures).encode())
     show_report(report, as_json=as_json)
 
 
@@ -152,17 +162,3 @@ def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
     return None if inputs.parse_schedule_name(name) == "auto" else ScheduleKind(name)
-
-
-def _svg(report: PlanReport) -> str:
-    from oobleck.ui.pictures import timeline_svg
-    from oobleck.ui.plan_report import figures_of
-
-    return timeline_svg(figures_of(report.shown))
-
-
-def _trace(report: PlanReport) -> str:
-    from oobleck.ui.pictures import chrome_trace
-    from oobleck.ui.plan_report import figures_of
-
-    return chrome_trace(figures_of(report.shown))

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 
 from oobleck.plan import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 
-from .cutter import Cutter
-from .decision import Decision
-from .node_kind import NodeKind
 from .profiles import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
@@ -34,7 +31,7 @@ from .profiles import (
     sheet_of_product,
     with_speed,
 )
-from .settings import PlannerSettings
+from .values import Cutter, Decision, NodeKind, PlannerSettings, with_shared_links
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -69,6 +66,7 @@ __all__ = [
     "profile_to_json",
     "shape_from_config",
     "sheet_of_product",
+    "with_shared_links",
     "with_speed",
 ]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from oobleck.errors import PlanningError
 
-from .decision import Decision
 from .formatting import counted
 from .planner import Planner
+from .values import Decision
 
 
 def explain_pipelines(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:

@@ -52,6 +52,10 @@ class Catalog(ABC):
     def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
         """Return the pipelines that so many nodes can form, by their nodes, with their step times."""
 
+    def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
+        """Return the templates of all sizes up to so many nodes; none where pipelines have nodes of several kinds."""
+        return {}
+
     @abstractmethod
     def form(self, counts: Counts, total: Counts) -> Form:
         """Return the pipeline of so many nodes, in a plan of `total` of them; the same object each time."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,15 +91,12 @@ def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footp
     """Return what a stage of these chunks holds: the sum of theirs, but for what its devices have once."""
     num_devices = chunks[0].num_devices
     each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
+    summed = Footprint(**{field.name: sum(getattr(held, field.name) for held in each) for field in fields(Footprint)})
     once = (len(chunks) - 1) * num_devices * profile.device.communication_bytes
-    return Footprint(
-        weight_bytes=sum(held.weight_bytes for held in each),
-        gradient_bytes=sum(held.gradient_bytes for held in each),
-        optimizer_bytes=sum(held.optimizer_bytes for held in each),
-        copy_bytes=sum(held.copy_bytes for held in each),
-        communication_bytes=sum(held.communication_bytes for held in each) - once,
+    return replace(
+        summed,
+        communication_bytes=summed.communication_bytes - once,
         transient_bytes=max(held.transient_bytes for held in each),
-        activation_bytes=sum(held.activation_bytes for held in each),
     )
 
 

@@ -15,8 +15,7 @@ from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate
 
 from .costs import Floats, StageCosts, Timing
-from .node_kind import NodeKind, shared_network, with_shared_links
-from .settings import PlannerSettings
+from .values import NodeKind, PlannerSettings, with_shared_links
 
 Counts = tuple[int, ...]
 """Nodes of each kind."""
@@ -39,8 +38,8 @@ class KindCosts:
         _check(kinds, settings)
         self.kinds = tuple(kinds)
         self.settings = settings
-        profiles = [kind.profile for kind in kinds]
-        self.network = shared_network(profiles)
+        profiles = with_shared_links([kind.profile for kind in kinds])
+        self.network = profiles[0].network
         self.of = tuple(
             StageCosts(
                 profile,
@@ -49,7 +48,7 @@ class KindCosts:
                 max_in_flight=settings.num_microbatches,
                 reserved_bytes=settings.reserved_memory_bytes,
             )
-            for kind, profile in zip(kinds, with_shared_links(profiles), strict=True)
+            for kind, profile in zip(kinds, profiles, strict=True)
         )
         self.num_layers = profiles[0].num_layers
         self.layer_bytes = tuple(layer.state_bytes for layer in profiles[0].layers)

@@ -14,13 +14,10 @@ from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 from . import mixed, one_kind
 from . import tensor_parallel as groups
 from .catalog import Catalog
-from .cutter import Cutter
-from .decision import Decision
 from .formatting import counted
-from .node_kind import NodeKind
 from .profiles import Profile
 from .reconfiguration import Changes, Propose, reconfigure
-from .settings import PlannerSettings
+from .values import Cutter, Decision, NodeKind, PlannerSettings
 
 
 class Planner:
@@ -83,9 +80,7 @@ class Planner:
 
         Pipelines over several kinds of nodes have no sizes: then there are none.
         """
-        if not isinstance(self._catalog, one_kind.OneKindCatalog):
-            return {}
-        return {size: self._catalog.template(size) for size in self._catalog.options(num_nodes)}
+        return self._catalog.templates(num_nodes)
 
     def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
         """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""

@@ -14,7 +14,7 @@ from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate, WorkerId
 
 from .profiles import LayerProfile, Profile
-from .settings import PlannerSettings
+from .values import PlannerSettings
 
 
 def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[Profile, PlannerSettings]:

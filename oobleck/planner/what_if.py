@@ -13,9 +13,9 @@ from itertools import combinations
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.plan import ExecutionPlan, LayerTransfer
 
-from .decision import Decision
 from .planner import Planner
 from .profiles import Profile
+from .values import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,17 @@ class LossReport:
         return len(self.cases) < self.num_kinds
 
 
-def what_if_one_is_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
-    """Decide every loss of one node: O(nodes of the distinct templates) decisions, or `max_cases` of them."""
-    return _report(planner, plan, 1, list(_singles(_groups(plan, planner.kind_of))), max_cases)
+def what_if_lost(planner: Planner, plan: ExecutionPlan, num_lost: int, *, max_cases: int = 64) -> LossReport:
+    """Decide every loss of one node, or of two at once, or an even sample of `max_cases` of them.
 
-
-def what_if_two_are_lost(planner: Planner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
-    """Decide every loss of two nodes at once: O(the square of what one node takes), or `max_cases` of them."""
-    return _report(planner, plan, 2, list(_pairs(_groups(plan, planner.kind_of))), max_cases)
+    O(nodes of the distinct templates) decisions for one, and O(the square of that) for two.
+    """
+    groups = _groups(plan, planner.kind_of)
+    kinds = list(_singles(groups) if num_lost == 1 else _pairs(groups))
+    wanted = min(len(kinds), max_cases)
+    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]  # in the order of their places
+    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
+    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
 
 
 def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
@@ -109,14 +112,6 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
             for first in group[0]:
                 for second in other[0]:
                     yield (first, second), count * len(other)
-
-
-def _report(planner: Planner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int) -> LossReport:
-    # An even sample over kinds in the order of their places.
-    wanted = min(len(kinds), max_cases)
-    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]
-    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
-    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
 
 
 def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:

@@ -47,7 +47,6 @@ class Priced:
     """What some nodes train for their price."""
 
     nodes: Mapping[str, int]
-    """How many of each kind."""
     dollars_per_h: float
     step_s: float
     samples_per_dollar: float

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate
@@ -14,11 +13,10 @@ from oobleck.planner.costs import Timing
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.instantiation import reduction_s
 from oobleck.planner.kinds import Counts, Form, KindCosts
-from oobleck.planner.node_kind import NodeKind
-from oobleck.planner.settings import PlannerSettings
+from oobleck.planner.values import NodeKind, PlannerSettings
 
 from .choice import Choice, Chooser
-from .reduction import Reduction, choose_with_reduction
+from .reduction import choose_with_reduction
 from .search import MixedSearch
 
 _FEWEST = 8
@@ -124,25 +122,23 @@ class MixedCatalog(Catalog):
         """
         key = nodes, num_microbatches, fewest, exactly, self._reach(total or nodes)
         if key not in self._choices:
-            timings = self.timings(nodes, total)
+            timings, reach = self.timings(nodes, total), total or nodes
             found = None
             if timings and fewest <= num_microbatches:
-                reduction = self._reduction(total or nodes)
                 found = choose_with_reduction(
-                    timings, num_microbatches, nodes, reduction, fewest=fewest, exactly=exactly
+                    timings,
+                    num_microbatches,
+                    nodes,
+                    self.costs.network,
+                    lambda wanted: {
+                        each: self.reduced_bytes(form, 0) for each, form in self.forms(wanted, reach).items()
+                    },
+                    sum(layer.trained_bytes for layer in self.costs.of[0].profile.layers),
+                    fewest=fewest,
+                    exactly=exactly,
                 )
             self._choices[key] = found
         return self._choices[key]
-
-    def _reduction(self, nodes: Counts) -> Reduction:
-        """Return what pipelines in a plan for so many nodes reduce."""
-        return Reduction(
-            bytes_of=lambda wanted: {
-                counts: self.reduced_bytes(form, 0) for counts, form in self.forms(wanted, nodes).items()
-            },
-            all_bytes=sum(layer.trained_bytes for layer in self.costs.of[0].profile.layers),
-            seconds=partial(reduction_s, self.costs.network),
-        )
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         """Return the step times of a pipeline; its nominal ones are found once."""

@@ -28,7 +28,6 @@ from .choice import Ints, at
 _COARSE = 24
 """Bounds that are tried first, to know a good pipeline for all numbers of nodes."""
 _CHUNK = 64
-"""Bounds tried together."""
 _EQUAL = 1e-12
 
 _Flags = NDArray[np.bool_]

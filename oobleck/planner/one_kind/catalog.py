@@ -8,13 +8,11 @@ from dataclasses import replace
 from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing
-from oobleck.planner.cutter import Cutter
 from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
 from oobleck.planner.kinds import Counts, Form, KindCosts
-from oobleck.planner.node_kind import NodeKind
 from oobleck.planner.profiles import Profile
-from oobleck.planner.settings import PlannerSettings
 from oobleck.planner.templates import MOST_STAGES, find_templates
+from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
 from .fastest import ExactTimes
 
@@ -52,7 +50,9 @@ class OneKindCatalog(Catalog):
         return {(size,): option.timing for size, option in self.options(*nodes).items()}
 
     def form(self, counts: Counts, total: Counts) -> Form:
-        return self._form(self._template_in(*total, *counts))
+        """Return the template of a size, cut for its share of the batch."""
+        (size,) = counts
+        return self._form(self._cut(self._templates[size], self.share(size, *total)))
 
     def form_of(self, pipeline: Pipeline) -> Form:
         return Form(template=pipeline.template, kinds=(0,) * len(pipeline.nodes))
@@ -66,14 +66,12 @@ class OneKindCatalog(Catalog):
 
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
         """Return the templates as they are found, as they are cut once their microbatches are known."""
-        sizing = self._best(*total)
-        options = self.options(*total)
-        if not is_slowed:
-            templates = {size: self._templates[size] for size in options}
-            fewest, most = self.num_pipelines(total)
-            faster = self._exact.faster(templates, options, sizing, num_nodes=total[0], fewest=fewest, most=most)
-            if faster is not None:
-                return [self._form(template) for template in faster.templates], faster.num_microbatches
+        sizing, (fewest, most) = self._best(*total), self.num_pipelines(total)
+        options, templates = self.options(*total), self.templates(*total)
+        if not is_slowed and (
+            faster := self._exact.faster(templates, options, sizing, num_nodes=total[0], fewest=fewest, most=most)
+        ):
+            return [self._form(template) for template in faster.templates], faster.num_microbatches
         return [self._form(self._templates[size]) for size in sizing.sizes], None
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
@@ -108,18 +106,13 @@ class OneKindCatalog(Catalog):
             return self._options
         return {size: option for size, option in self._options.items() if size <= limit}
 
-    def template(self, num_nodes: int) -> PipelineTemplate:
-        """Return the template of a size that `options` named."""
-        return self._templates[num_nodes]
+    def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
+        return {size: self._templates[size] for size in self.options(num_nodes)}
 
     def _form(self, template: PipelineTemplate) -> Form:
         if id(template) not in self._forms:
             self._forms[id(template)] = Form(template=template, kinds=(0,) * template.num_nodes)
         return self._forms[id(template)]
-
-    def _template_in(self, num_nodes: int, size: int) -> PipelineTemplate:
-        """Return the template of a size, cut for its share of the batch in a plan of so many nodes."""
-        return self._cut(self._templates[size], self.share(size, num_nodes))
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the template for a pipeline that takes so many microbatches."""

@@ -96,13 +96,7 @@ class ExactTimes:
         first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
         return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
 
-    def _pipelines(
-        self,
-        templates: Mapping[int, PipelineTemplate],
-        sizing: Sizing,
-        *,
-        again: bool,
-    ) -> FastPipelines:
+    def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return pipelines of some sizes, of the templates as they are or cut again for their microbatches."""
         pairs = list(zip(sizing.sizes, sizing.num_microbatches, strict=True))
         found = {

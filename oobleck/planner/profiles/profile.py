@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
@@ -21,6 +21,7 @@ PROFILE_VERSION = 1
 
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
 _GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
+_BYTES_KEYS = ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
 _OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
 
 _MAX_LAYERS = 1_024
@@ -90,7 +91,7 @@ class LayerProfile:
                 _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
             raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
-        for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes", *_OPTIONAL_KEYS):
+        for field_name in (*_BYTES_KEYS, *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
         _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
 
@@ -220,27 +221,23 @@ def with_speed(profile: Profile, speed: float) -> Profile:
 def profile_to_json(profile: Profile) -> str:
     """Return the profile as the text of a profile file; `profile_from_json` is the inverse."""
     document = {
-        "version": profile.version,
-        "model": profile.model,
-        "microbatch_size": profile.microbatch_size,
-        "sequence_length": profile.sequence_length,
-        "estimated": profile.estimated,
+        **{
+            key: getattr(profile, key)
+            for key in ("version", "model", "microbatch_size", "sequence_length", "estimated")
+        },
         "layers": [
             {
                 "name": layer.name,
                 "forward_s": {str(count): layer.forward_s[count] for count in sorted(layer.forward_s)},
                 "backward_s": {str(count): layer.backward_s[count] for count in sorted(layer.backward_s)},
-                "param_bytes": layer.param_bytes,
-                "optimizer_bytes": layer.optimizer_bytes,
-                "activation_bytes": layer.activation_bytes,
-                "output_bytes": layer.output_bytes,
-                **_split_table(layer.split),
+                **{key: getattr(layer, key) for key in _BYTES_KEYS},
+                **({} if layer.split is None else {"split": asdict(layer.split)}),
                 **{key: value for key in _OPTIONAL_KEYS if (value := getattr(layer, key))},
             }
             for layer in profile.layers
         ],
-        "device": _device_table(profile.device),
-        "network": _network_table(profile.network),
+        "device": {key: value for key, value in asdict(profile.device).items() if value != 0},
+        "network": {key: value for key, value in asdict(profile.network).items() if value != ()},
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -257,15 +254,7 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
         raise ConfigError(f"{source}: {error}") from None
 
 
-_LAYER_KEYS = (
-    "name",
-    "forward_s",
-    "backward_s",
-    "param_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "output_bytes",
-)
+_LAYER_KEYS = ("name", "forward_s", "backward_s", *_BYTES_KEYS)
 _NETWORK_KEYS = (
     "inter_node_bytes_per_s",
     "inter_node_latency_s",
@@ -309,10 +298,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
         backward_s=_read_seconds(table.table("backward_s")),
-        param_bytes=table.integer("param_bytes"),
-        optimizer_bytes=table.integer("optimizer_bytes"),
-        activation_bytes=table.integer("activation_bytes"),
-        output_bytes=table.integer("output_bytes"),
+        **{key: table.integer(key) for key in _BYTES_KEYS},
         split=_read_split(table.table("split")) if "split" in table.items else None,
         **{key: _integer_or_0(table, key) for key in _OPTIONAL_KEYS},
     )
@@ -320,20 +306,6 @@ def _read_layer(value: object, index: int) -> LayerProfile:
 
 def _integer_or_0(table: JsonTable, key: str) -> int:
     return table.integer(key) if key in table.items else 0
-
-
-def _network_table(network: NetworkProfile) -> dict[str, float | list[str]]:
-    numbers = {name: getattr(network, name) for name in _NETWORK_KEYS}
-    return {**numbers, **({"assumed": list(network.assumed)} if network.assumed else {})}
-
-
-def _device_table(device: DeviceProfile) -> dict[str, str | int]:
-    held = {"communication_bytes": device.communication_bytes} if device.communication_bytes else {}
-    return {"name": device.name, "memory_bytes": device.memory_bytes, **held}
-
-
-def _split_table(split: SplitBackward | None) -> dict[str, dict[str, float]]:
-    return {} if split is None else {"split": {key: getattr(split, key) for key in _SPLIT_KEYS}}
 
 
 def _read_split(table: JsonTable) -> SplitBackward:

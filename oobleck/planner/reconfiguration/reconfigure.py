@@ -14,9 +14,9 @@ from itertools import chain
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan
 from oobleck.planner.catalog import STILL_FAST, Catalog
-from oobleck.planner.decision import Decision
 from oobleck.planner.inventory import Holding, plan_transfers
 from oobleck.planner.kinds import Counts, Form
+from oobleck.planner.values import Decision
 
 from .gather import gather_slow_nodes
 from .living_nodes import Changes, LivingNodes, look_at

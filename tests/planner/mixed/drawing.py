@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from oobleck.planner import PipelineTemplate, StageTemplate
+from oobleck.planner import NodeKind, PipelineTemplate, StageTemplate
 from oobleck.planner.kinds import Form, KindCosts
-from oobleck.planner.node_kind import NodeKind
 from tests.planner.drawing import ROOMY_BYTES, make_layer, make_network, make_profile
 
 DEVICES = ((1, 1), (1, 2), (2, 2), (3, 1), (1, 1, 1))

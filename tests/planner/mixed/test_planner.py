@@ -9,11 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, Planner, PlannerSettings
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.kinds import Form, KindCosts
 from oobleck.planner.mixed import MixedCatalog
-from oobleck.planner.node_kind import NodeKind
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.interleaving import make_cutter
 from tests.examples import examples
