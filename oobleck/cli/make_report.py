@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 
 from oobleck.planner import Decision, Planner
-from oobleck.planner.alternatives import explain_pipelines
-from oobleck.planner.what_if import what_if_lost
+from oobleck.planner.what_if import explain_pipelines, what_if_lost
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, forecast
 from oobleck.ui.plan_json import plan_json

@@ -145,16 +145,16 @@ class StageCosts:
             if count <= largest and all(count in layer.forward_s for layer in layers)
         )
         self._compute = {
-            count: _prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
+            count: prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
             for count in self.device_counts
         }
-        self._held = _prefix_sums(
+        self._held = prefix_sums(
             [layer.state_bytes + GRADIENT_COPIES * layer.trained_bytes + layer.copy_bytes for layer in layers]
         )
         self._transient = _largest([layer.transient_bytes for layer in layers])
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
-        self._activation = _prefix_sums([layer.activation_bytes for layer in layers])
-        self._trained = _prefix_sums([layer.trained_bytes for layer in layers])
+        self._activation = prefix_sums([layer.activation_bytes for layer in layers])
+        self._trained = prefix_sums([layer.trained_bytes for layer in layers])
         self._cuts = {
             same_node: np.array(
                 [0.0]
@@ -197,9 +197,6 @@ class StageCosts:
         """Return the microbatches that 1F1B keeps in flight at a stage, itself counted in `stages_to_end`."""
         return min(stages_to_end, self.max_in_flight)
 
-    def footprint(self, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
-        return footprint(self.profile, first_layer, stop_layer, num_devices=num_devices)
-
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
         """Return the seconds of each stage, or chunk; `speeds` divides the compute of its node (1.0 is nominal)."""
         stages = template.stages
@@ -230,7 +227,7 @@ class StageCosts:
         chunks = template.chunks_of(index)
         held = chunks_footprint(self.profile, chunks)
         largest = max(
-            self.footprint(*each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
+            footprint(self.profile, *each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
         )
         copies = sum(self._trained[stop] - self._trained[first] for first, stop in _ends(chunks))
         needed = held.static_bytes + self._in_flight_at(template, index) * largest + more_copies * copies
@@ -271,5 +268,6 @@ def _largest(values: Sequence[float]) -> Floats:
     return table
 
 
-def _prefix_sums(values: Sequence[float]) -> Floats:
+def prefix_sums(values: Sequence[float]) -> Floats:
+    """Return 0 and the sums of the first values."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

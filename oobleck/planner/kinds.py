@@ -59,10 +59,6 @@ class KindCosts:
         """For each kind, how many microbatches in flight fit every stage of one device."""
         return tuple(costs.most_in_flight(1) for costs in self.of)
 
-    def num_stages(self, counts: Sequence[int]) -> int:
-        """Return the stages of a pipeline with so many nodes of each kind."""
-        return sum(number * devices for number, devices in zip(counts, self.devices, strict=True))
-
     def timing(self, form: Form, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline; `speeds` divides the compute of its nodes (1.0 is nominal)."""
         by_kind = {kind: self.of[kind].stage_seconds(form.template, speeds) for kind in set(form.kinds)}

@@ -13,7 +13,7 @@ from dataclasses import replace
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate, WorkerId
 
-from .profiles import LayerProfile, Profile
+from .profiles import Profile
 from .values import PlannerSettings
 
 
@@ -45,60 +45,57 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
 
 def with_times_of_groups(profile: Profile, degree: int) -> Profile:
     """Return the profile of single devices, as reports and forecasts read it, with the times of groups beside."""
-    return profile if degree == 1 else replace(profile, layers=tuple(_timed(layer, degree) for layer in profile.layers))
+    if degree == 1:
+        return profile
+
+    def with_groups(seconds: Mapping[int, float]) -> Mapping[int, float]:
+        return {degree: seconds[1], **seconds}
+
+    layers = (
+        replace(layer, forward_s=with_groups(layer.forward_s), backward_s=with_groups(layer.backward_s))
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def expand_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
     """Give every stage `degree` devices for each that it has; a plan of single devices stays the object that it is."""
-    if degree == 1:
-        return plan
-    return _with_devices(plan, lambda number: number * degree)
+    return plan if degree == 1 else _with_devices(plan, lambda number: number * degree)
 
 
 def contract_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
-    if degree == 1:
-        return plan
-    return _with_devices(plan, lambda number: number // degree)
+    """Return the plan of groups that was expanded."""
+    return plan if degree == 1 else _with_devices(plan, lambda number: number // degree)
 
 
 def _with_devices(plan: ExecutionPlan, changed: Callable[[int], int]) -> ExecutionPlan:
     """Change the numbers of all stages' devices, the first and how many. Pipelines of one template still share it."""
-    known = {id(pipeline.template): pipeline.template for pipeline in plan.pipelines}
-    templates = {key: _template_with(template, changed) for key, template in known.items()}
+    templates = {
+        id(template): PipelineTemplate(
+            stages=tuple(
+                replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
+                for stage in template.stages
+            )
+        )
+        for template in {id(each.template): each.template for each in plan.pipelines}.values()
+    }
     pipelines = tuple(replace(each, template=templates[id(each.template)]) for each in plan.pipelines)
     return replace(plan, pipelines=pipelines)
-
-
-def _template_with(template: PipelineTemplate, changed: Callable[[int], int]) -> PipelineTemplate:
-    stages = tuple(
-        replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
-        for stage in template.stages
-    )
-    return PipelineTemplate(stages=stages)
 
 
 def expand_transfers(transfers: Sequence[LayerTransfer], degree: int) -> tuple[LayerTransfer, ...]:
     """Write out transfers between groups as transfers between their devices of like rank."""
     if degree == 1:
         return tuple(transfers)
+
+    def device(group: WorkerId, rank: int) -> WorkerId:
+        return WorkerId(node=group.node, device=group.device * degree + rank)
+
     return tuple(
-        replace(item, source=_device(item.source, degree, rank), target=_device(item.target, degree, rank))
+        replace(item, source=device(item.source, rank), target=device(item.target, rank))
         for item in transfers
         for rank in range(degree)
     )
-
-
-def _timed(layer: LayerProfile, degree: int) -> LayerProfile:
-    forward_s, backward_s = layer.forward_s, layer.backward_s
-    return replace(
-        layer,
-        forward_s={degree: forward_s[1], **forward_s},
-        backward_s={degree: backward_s[1], **backward_s},
-    )
-
-
-def _device(group: WorkerId, degree: int, rank: int) -> WorkerId:
-    return WorkerId(node=group.node, device=group.device * degree + rank)
 
 
 def contract_held(held: Mapping[WorkerId, frozenset[int]], degree: int) -> Mapping[WorkerId, frozenset[int]]:

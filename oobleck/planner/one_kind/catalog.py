@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
-from oobleck.planner.costs import Timing
+from oobleck.planner.costs import Timing, footprint
 from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
@@ -52,6 +52,8 @@ class OneKindCatalog(Catalog):
     def form(self, counts: Counts, total: Counts) -> Form:
         """Return the template of a size, cut for its share of the batch."""
         (size,) = counts
+        if size not in self._templates:
+            self.options(*total)
         return self._form(self._cut(self._templates[size], self.share(size, *total)))
 
     def form_of(self, pipeline: Pipeline) -> Form:
@@ -242,7 +244,7 @@ class OneKindCatalog(Catalog):
         usable = largest * self._costs.usable_bytes
         each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
         for index, layer in enumerate(self.profile.layers):
-            held = self._costs.footprint(index, index + 1, num_devices=largest)
+            held = footprint(self.profile, index, index + 1, num_devices=largest)
             missing = held.static_bytes + held.activation_bytes - usable
             if missing > 0:
                 return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
@@ -256,7 +258,7 @@ class OneKindCatalog(Catalog):
                 f"the model needs at least {min(larger)} nodes of {self.settings.devices_per_node} × "
                 f"{self.profile.device.name}; there {'is' if total == (1,) else 'are'} {total[0]}"
             )
-        whole = self._costs.footprint(0, self._costs.num_layers, num_devices=largest)
+        whole = footprint(self.profile, 0, self._costs.num_layers, num_devices=largest)
         return (
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError, shown
-from oobleck.json_table import parse_json
+from oobleck.json_table import JsonTable, parse_json
 
 from .profile import NetworkProfile
 
@@ -128,26 +128,15 @@ _PRODUCTS = (
 
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
     """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
+    names = [field.name for field in fields(DeviceSheet) if field.name != "is_host"]
+    required = [name for name in names if "latency" not in name and name != "inter_node_bytes_per_s"]
     try:
         document = parse_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
-    known = [field.name for field in fields(DeviceSheet) if field.name != "is_host"]
-    for key, value in document.items():
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{source}: unknown key {key!r}; did you mean {near!r}?")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number == (key == "name") or (key == "name" and not isinstance(value, str)):
-            raise ConfigError(
-                f"{source}: {key} is {shown(value)}; it must be {'text' if key == 'name' else 'a number'}"
-            )
-    required = [name for name in known if "latency" not in name and name != "inter_node_bytes_per_s"]
-    if missing := [name for name in required if name not in document]:
-        raise ConfigError(f"{source}: {missing[0]} is missing")
-    try:
+        table = JsonTable(document, "the sheet")
+        table.check_keys(required, names)
+        for key in table.items:
+            (table.text if key == "name" else table.number)(key)
+        assert isinstance(document, dict), "a table is made of nothing else"
         return DeviceSheet(**document)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

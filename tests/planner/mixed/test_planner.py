@@ -9,14 +9,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.kinds import Form, KindCosts
 from oobleck.planner.mixed import MixedCatalog
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.interleaving import make_cutter
 from tests.examples import examples
-from tests.planner.drawing import make_layer, make_network, make_profile
+from tests.planner.drawing import make_layer, make_network, make_profile, profiles
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
 
 FREE = make_network(latency_s=0.0, inter=1e15)
@@ -147,6 +147,32 @@ def test_after_any_losses_and_joins_every_worker_gets_what_it_lacks(
     assert planner.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision
     again = Planner(kinds, planner.settings, kind_of_node)
     assert again.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision, "the same from any planner"
+
+
+@examples(40)
+@given(profile=profiles(max_layers=6), num_nodes=st.integers(1, 6), num_microbatches=st.sampled_from((1, 5, 24)))
+def test_one_kind_is_the_case_with_one_entry(profile: Profile, num_nodes: int, num_microbatches: int) -> None:
+    """Named, or beside another kind that no node is of: as good as without a name."""
+    profile = replace(profile, network=FREE)
+    settings, nodes = PlannerSettings(num_microbatches=num_microbatches), names("a", num_nodes)
+    plain = Planner(profile, settings)
+    kinds = [NodeKind(name=name, profile=profile) for name in ("a", "b")]
+    named, beside = Planner(kinds[:1], settings, kind_of(nodes)), Planner(kinds, settings, kind_of(nodes))
+    assert plain.can_hold(nodes) == named.can_hold(nodes) == beside.can_hold(nodes)
+    assume(plain.can_hold(nodes))
+    assert plain.fewest_nodes(nodes) == named.fewest_nodes(nodes) == beside.fewest_nodes(nodes)
+    assert plain.step_s(nodes) == named.step_s(nodes) == pytest.approx(beside.step_s(nodes), rel=1e-9)
+    decision = plain.initial_plan(nodes)
+    assert named.initial_plan(nodes) == decision
+    assert len(beside.initial_plan(nodes).plan.pipelines) >= min(len(decision.plan.pipelines), 2)
+    lost = decision.plan.nodes[:1]
+    try:
+        after = plain.reconfigure(decision.plan, lost=lost, joined=["a9"])
+    except Unrecoverable:
+        return
+    assert named.reconfigure(decision.plan, lost=lost, joined=["a9"]) == after
+    beside = Planner(kinds, settings, kind_of([*nodes, "a9"]))
+    assert beside.reconfigure(decision.plan, lost=lost, joined=["a9"]).plan.num_microbatches == num_microbatches
 
 
 def test_pipelines_of_slow_nodes_take_fewer_microbatches() -> None:
