@@ -144,6 +144,7 @@ class StageCosts:
             for count in (1 << exponent for exponent in range(largest.bit_length()))
             if count <= largest and all(count in layer.forward_s for layer in layers)
         )
+        self._most_in_flight: dict[int, Floats] = {}
         self._compute = {
             count: prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
             for count in self.device_counts
@@ -182,7 +183,12 @@ class StageCosts:
         return table
 
     def most_in_flight(self, num_devices: int) -> Floats:
-        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do."""
+        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do.
+
+        Found once: leave it as it is.
+        """
+        if num_devices in self._most_in_flight:
+            return self._most_in_flight[num_devices]
         at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
         room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
         room -= self._held[None, :] - self._held[:, None] + self._transient
@@ -191,6 +197,7 @@ class StageCosts:
             most = np.floor(room / activation)
         most[(activation <= 0) & (room >= 0)] = np.inf
         most[room < 0] = -1
+        self._most_in_flight[num_devices] = most
         return most
 
     def in_flight(self, stages_to_end: int) -> int:

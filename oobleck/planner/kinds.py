@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate
 
-from .costs import Floats, StageCosts, Timing
+from .costs import StageCosts, Timing
 from .values import NodeKind, PlannerSettings, with_shared_links
 
 Counts = tuple[int, ...]
@@ -53,11 +52,6 @@ class KindCosts:
         self.num_layers = profiles[0].num_layers
         self.layer_bytes = tuple(layer.state_bytes for layer in profiles[0].layers)
         self.devices = tuple(kind.devices_per_node for kind in kinds)
-
-    @cached_property
-    def most_in_flight(self) -> tuple[Floats, ...]:
-        """For each kind, how many microbatches in flight fit every stage of one device."""
-        return tuple(costs.most_in_flight(1) for costs in self.of)
 
     def timing(self, form: Form, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline; `speeds` divides the compute of its nodes (1.0 is nominal)."""

@@ -22,7 +22,7 @@ from oobleck.planner import (
     WorkerId,
     with_speed,
 )
-from oobleck.planner.costs import StageCosts
+from oobleck.planner.costs import StageCosts, footprint
 from oobleck.planner.inventory import Holding, needed_holdings
 from oobleck.planner.kinds import Counts, Form
 from oobleck.planner.one_kind import OneKindCatalog, propose_moves
@@ -209,7 +209,8 @@ def test_memory_is_kept_to() -> None:
     plan = Planner(roomy, asked).initial_plan(names(4)).plan
     costs = StageCosts(roomy, max_in_flight=16)
     most = max(
-        costs.footprint(4 * index, 4 * index + 4, num_devices=1).static_bytes + 4 * (4 - index) for index in range(4)
+        footprint(costs.profile, 4 * index, 4 * index + 4, num_devices=1).static_bytes + 4 * (4 - index)
+        for index in range(4)
     )
     for memory_bytes, is_cut in ((most, False), (2 * most, True)):
         tight = Planner(uniform_profile(16, memory_bytes=memory_bytes), asked)

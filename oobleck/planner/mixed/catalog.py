@@ -175,6 +175,6 @@ class MixedCatalog(Catalog):
             if number
         )
         for index, layer in enumerate(self.costs.kinds[0].profile.layers):
-            if not any(most[index, index + 1] >= 1 for most in self.costs.most_in_flight):
+            if not any(costs.most_in_flight(1)[index, index + 1] >= 1 for costs in self.costs.of):
                 return f"layer {index} ({layer.name}) fits on a device of no kind: more memory is needed than any has"
         return f"{there} cannot hold the model; add nodes, or take smaller microbatches"

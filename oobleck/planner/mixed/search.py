@@ -204,13 +204,13 @@ class _Run:
                 np.minimum(best, values, out=best)
 
     def _fits_everywhere(self, kind: int, first: int, stop: int) -> bool:
-        most = self._costs.most_in_flight[kind][first, stop]
+        most = self._costs.of[kind].most_in_flight(1)[first, stop]
         return bool(most >= self._costs.of[kind].in_flight(self._deepest))
 
     def _fits(self, kind: int, source: _Mode, first: int, stop: int) -> _Flags:
         """Return for which suffixes a stage before them holds the microbatches that it has in flight."""
         in_flight = np.minimum(self._depth + source[1] + 1, self._costs.of[kind].max_in_flight)
-        fits: _Flags = in_flight <= self._costs.most_in_flight[kind][first, stop]
+        fits: _Flags = in_flight <= self._costs.of[kind].most_in_flight(1)[first, stop]
         return fits
 
     def template(self, counts: Counts, bound: int) -> Form:

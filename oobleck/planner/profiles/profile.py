@@ -204,13 +204,9 @@ def with_speed(profile: Profile, speed: float) -> Profile:
                 layer,
                 forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
                 backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
-                split=None
-                if layer.split is None
-                else replace(
-                    layer.split,
-                    forward_s=layer.split.forward_s / speed,
-                    backward_input_s=layer.split.backward_input_s / speed,
-                    backward_weight_s=layer.split.backward_weight_s / speed,
+                split=layer.split
+                and replace(
+                    layer.split, **{key: getattr(layer.split, key) / speed for key in _SPLIT_KEYS if key.endswith("_s")}
                 ),
             )
             for layer in profile.layers
@@ -255,12 +251,7 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
 
 
 _LAYER_KEYS = ("name", "forward_s", "backward_s", *_BYTES_KEYS)
-_NETWORK_KEYS = (
-    "inter_node_bytes_per_s",
-    "inter_node_latency_s",
-    "intra_node_bytes_per_s",
-    "intra_node_latency_s",
-)
+_NETWORK_KEYS = tuple(f"{link}_{what}" for link in LINKS for what in ("bytes_per_s", "latency_s"))
 _PROFILE_KEYS = ("version", "model", "microbatch_size", "sequence_length", "layers", "device", "network")
 
 
@@ -310,12 +301,8 @@ def _integer_or_0(table: JsonTable, key: str) -> int:
 
 def _read_split(table: JsonTable) -> SplitBackward:
     table.check_keys(_SPLIT_KEYS)
-    return SplitBackward(
-        forward_s=table.number("forward_s"),
-        backward_input_s=table.number("backward_input_s"),
-        backward_weight_s=table.number("backward_weight_s"),
-        kept_bytes=table.integer("kept_bytes"),
-    )
+    seconds = {key: table.number(key) for key in _SPLIT_KEYS if key.endswith("_s")}
+    return SplitBackward(**seconds, kept_bytes=table.integer("kept_bytes"))
 
 
 def _read_seconds(table: JsonTable) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
@@ -108,16 +108,7 @@ KNOWN_MODELS: Mapping[str, ModelShape] = {
         _gpt("gpt3-13b", 5120, 40, 40),
         _gpt("gpt3-175b", 12288, 96, 96),
         # Devlin et al. 2019; the two token types count as positions.
-        ModelShape(
-            name="bert-large",
-            hidden_size=1024,
-            num_blocks=24,
-            num_heads=16,
-            vocab_size=30522,
-            num_positions=514,
-            feed_forward_size=4096,
-            num_kv_heads=16,
-        ),
+        replace(_gpt("bert-large", 1024, 24, 16, 514), vocab_size=30522),
     )
 }
 
