@@ -109,7 +109,7 @@ class _Search:
                     best, chosen = outcome, proposal
         if best is None:
             raise PlanningError("the nodes left cannot hold the model")
-        if self._living.is_whole or len(self._total) > 1:
+        if self._living.is_whole or len(self._total) > 1:  # over several kinds the weight alone decides
             return best
         astray, weighed_s = best.score
         enough = astray, weighed_s * (1 + _WORTH)
@@ -173,7 +173,7 @@ class _Search:
         forms = [self._form(origin, counts) for origin, counts in proposal.move.pipelines]
         nodes = self._assign_nodes(proposal, forms)
         gathered: Iterator[Sequence[Sequence[str]]] = iter(())
-        if len(self._total) == 1:
+        if len(self._total) == 1:  # any node may be swapped for any other
             needed = [catalog.needed(form.template) for form in forms]
             gathered = gather_slow_nodes(nodes, needed, self._slow, living.holdings, catalog.costs.layer_bytes)
         best: _Outcome | None = None
