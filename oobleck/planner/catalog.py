@@ -197,9 +197,13 @@ class Catalog(ABC):
             most_bytes = max(most_bytes, self.reduced_bytes(form, share))
         return slowest_s + reduction_s(self.costs.network, most_bytes, len(rests))
 
+    def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
+        """Return the number of each node's kind. Raises PlanningError."""
+        return tuple(map(self.kind, nodes))
+
     def form_of(self, pipeline: Pipeline) -> Form:
         """Return the form of a pipeline of a plan."""
-        return Form(template=pipeline.template, kinds=tuple(map(self.kind, pipeline.nodes)))
+        return Form(template=pipeline.template, kinds=self.kinds_of(pipeline.nodes))
 
     def counts_of(self, form: Form) -> Counts:
         """Return how many nodes of each kind a pipeline has."""

@@ -201,9 +201,10 @@ class Planner:
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
         """Return whether every device under a plan holds so many copies of its gradients beside all else."""
-        forms = [self._catalog.form_of(pipeline) for pipeline in groups.contract_plan(plan, self._degree).pipelines]
-        distinct = {(id(form.template), form.kinds): form for form in forms}
-        return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in distinct.values())
+        kinds_of, pipelines = self._catalog.kinds_of, groups.contract_plan(plan, self._degree).pipelines
+        distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
+        forms = map(self._catalog.form_of, distinct.values())
+        return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in forms)
 
     def cheapest_nodes(self, nodes: Sequence[str], prices: Mapping[str, float]) -> tuple[str, ...] | None:
         """Return those of the nodes that train the most samples for their price.

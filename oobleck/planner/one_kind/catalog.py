@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
+from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing, footprint
 from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
@@ -56,8 +56,8 @@ class OneKindCatalog(Catalog):
             self.options(*total)
         return self._form(self._cut(self._templates[size], self.share(size, *total)))
 
-    def form_of(self, pipeline: Pipeline) -> Form:
-        return Form(template=pipeline.template, kinds=(0,) * len(pipeline.nodes))
+    def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
+        return (0,) * len(nodes)
 
     def counts_of(self, form: Form) -> Counts:
         return (len(form.kinds),)

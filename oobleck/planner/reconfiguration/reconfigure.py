@@ -147,11 +147,12 @@ class _Search:
         known: dict[tuple[object, ...], Form | None] = {}
         found: dict[int, Form] = {}
         for index, pipeline in enumerate(living.plan.pipelines):
-            own = self._catalog.form_of(pipeline)
+            template, kinds = pipeline.template, self._catalog.kinds_of(pipeline.nodes)
             is_slowed = not self._slow.isdisjoint(pipeline.nodes)
             speeds = tuple(living.speeds.get(node, 1.0) for node in pipeline.nodes) if is_slowed else None
-            key = id(own.template), own.kinds, speeds, pipeline.num_microbatches
+            key = id(template), kinds, speeds, pipeline.num_microbatches
             if key not in known:
+                own = Form(template=template, kinds=kinds)
                 known[key] = self._catalog.continued(own, self._total, pipeline.num_microbatches, speeds)
             if (form := known[key]) is not None:
                 found[index] = form
