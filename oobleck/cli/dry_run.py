@@ -7,7 +7,7 @@ model's shape and a data sheet. The sizes of layers are the model's own in eithe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from oobleck.control.scaling import first_target
-from oobleck.control.training import check_possible, fixed_schedule, one_kind_planner, planner_settings
+from oobleck.control.training import check_possible, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
 from oobleck.host.user_path import expand_user
@@ -29,7 +29,6 @@ from oobleck.storage.directory import MANIFEST_NAME, CheckpointDirectory
 
 from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
-from .plan_kinds import make_mixed_report
 
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
 """Of parameters: mixed precision keeps them in float32."""
@@ -58,32 +57,27 @@ def dry_run(
     if num_local:
         _check_paths(job, resume)
     shapes = _shapes(source, job)
-    if len(set(shapes.values())) > 1:
-        _show_mixed(job, shapes, find_outline(job), num_local=num_local, as_json=as_json)
-        return
-    if job.device != "cpu":
-        raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
-    names = source.names
-    directory = RunDirectory(base_dir=base_dir, tag=job.tag)
-    outline = find_outline(job)
-    measured = next(_fitting(directory.profile, job, outline), None)
-    known = measured[1] if measured else _estimate(job, outline, num_local=num_local)
-    known = _with_memory(known, job, num_local=num_local)  # a profile may be of a run on another number of nodes
-    profile = ProfileFiles(directory.profile).with_links(known)
-    (shape,) = set(shapes.values())
-    planner = one_kind_planner(job, profile, devices_per_node=shape.num_devices)
-    target = first_target(job, planner, names)
+    first, *others = dict.fromkeys(shapes.values())
+    if others:
+        kinds, times = _several_kinds(job, [first, *others], find_outline, num_local=num_local)
+    else:
+        kinds, times = _one_kind(job, base_dir, first, find_outline, num_local=num_local)
+    planner = planner_for(job, kinds, {node: shape.kind for node, shape in shapes.items()})
+    ordered = planner.best_first(list(shapes))
+    target = first_target(job, planner, ordered)
+    resting = frozenset(ordered[target.num_nodes :])
     report = make_report(
         planner,
-        names[: target.num_nodes],
+        [node for node in shapes if node not in resting],
         global_batch_size=job.global_batch_size,
         kind=fixed_schedule(job),
     )
     if not as_json:
-        times = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
-        Console().print(f"dry run of {job.tag}: nothing is started. Times: {times}\n", markup=False, highlight=False)
-        if target.num_nodes < len(names):
-            said = f"{target.num_nodes} of {len(names)} nodes are to train ({job.scaling.policy}): {target.reason}\n"
+        says = [f"dry run of {job.tag}: nothing is started. Times: {times}\n"]
+        if resting:
+            policy = job.scaling.policy
+            says.append(f"{target.num_nodes} of {len(shapes)} nodes are to train ({policy}): {target.reason}\n")
+        for said in says:
             Console().print(said, markup=False, highlight=False, soft_wrap=True)
     show_report(report, as_json=as_json)
 
@@ -143,38 +137,44 @@ def _is_known(device: str) -> bool:
     return device.lower() in KNOWN_DEVICES
 
 
-def _show_mixed(
-    job: JobSpec, shapes: Mapping[str, _Shape], outline: ModelOutline, *, num_local: int, as_json: bool
-) -> None:
-    """Print the plan on nodes of several kinds: estimates, by the data sheets of those whose names have one."""
-    check_possible(job, kinds=dict.fromkeys(shape.kind for shape in shapes.values()))
-    unknown = sorted({shape.device for shape in shapes.values() if not _is_known(shape.device)})
+def _one_kind(
+    job: JobSpec, base_dir: Path, shape: _Shape, find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
+) -> tuple[list[NodeKind], str]:
+    """Return what all nodes are, as it was measured or as it is estimated, and which of these."""
+    if job.device != "cpu":
+        raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
+    directory, outline = RunDirectory(base_dir=base_dir, tag=job.tag).profile, find_outline(job)
+    measured = next(_fitting(directory, job, outline), None)
+    known = measured[1] if measured else _estimate(job, outline, num_local=num_local)
+    known = _with_memory(known, job, num_local=num_local)  # a profile may be of a run on another number of nodes
+    profile = ProfileFiles(directory).with_links(known)
+    times = f"measured before ({measured[0]})" if measured else "an estimate; the run itself measures first"
+    return [NodeKind(name=shape.kind, profile=profile, devices_per_node=shape.num_devices)], times
+
+
+def _several_kinds(
+    job: JobSpec, shapes: Collection[_Shape], find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
+) -> tuple[list[NodeKind], str]:
+    """Return what nodes are: estimates, by the data sheets of those whose names have one."""
+    check_possible(job, kinds=[shape.kind for shape in shapes])
+    unknown = sorted({shape.device for shape in shapes if not _is_known(shape.device)})
     if unknown and job.device != "cpu":
         raise UsageError(
             f"--dry-run: there is no data sheet of {unknown[0]}; estimates are for {', '.join(KNOWN_DEVICES)}"
         )
+    outline = find_outline(job)
     kinds = [
         NodeKind(
             name=shape.kind,
             profile=_estimate(job, outline, num_local=num_local, sheet=shape.device),
             devices_per_node=shape.num_devices,
         )
-        for shape in dict.fromkeys(shapes.values())
+        for shape in shapes
     ]
-    report = make_mixed_report(
-        kinds,
-        {node: shape.kind for node, shape in shapes.items()},
-        planner_settings(job, devices_per_node=1),
-        global_batch_size=job.global_batch_size,
-        kind=fixed_schedule(job),
-    )
-    if not as_json:
-        said = f"dry run of {job.tag}: nothing is started. Times: estimates; the run itself measures each kind first\n"
-        Console().print(said, markup=False, highlight=False, soft_wrap=True)
-        if unknown:
-            said = f"No data sheet is known of {', '.join(unknown)}: a CPU core's is taken\n"
-            Console().print(said, markup=False, highlight=False, soft_wrap=True)
-    show_report(report, as_json=as_json)
+    times = "estimates; the run itself measures each kind first"
+    if unknown:
+        times += f"\nNo data sheet is known of {', '.join(unknown)}: a CPU core's is taken"
+    return kinds, times
 
 
 def _fitting(directory: Path, job: JobSpec, outline: ModelOutline) -> Iterator[tuple[Path, Profile]]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 from rich.console import Console
 
 from oobleck.planner import Decision, Planner
-from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
-from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
+from oobleck.planner.what_if import explain_pipelines, what_if_lost
 from oobleck.schedule import ScheduleKind
-from oobleck.schedule.forecast import forecast
+from oobleck.schedule.forecast import Forecast, forecast
 from oobleck.ui.plan_json import plan_json
-from oobleck.ui.plan_report import AfterLosing, PlanReport, TemplateRow, plan_report
+from oobleck.ui.plan_report import AfterLosing, PlanReport, Priced, TemplateRow, plan_report
 
-MAX_CASES = 64
+_MAX_CASES = 64
 """Kinds of losses that are decided, for one node lost and for two; more are sampled."""
 
 
@@ -27,40 +26,48 @@ def make_report(
     kind: ScheduleKind | None,
     lost: tuple[str, ...] = (),
     utilisation: tuple[float, float] | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> PlanReport:
     """Plan for the nodes named, and decide what losses would lead to.
 
     Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss is
-    asked about, `utilisation` is (operations of one step, peak operations a second of one device) where they are known.
-    Raises PlanningError where there is no plan.
+    asked about, `utilisation` is (operations of one step, peak operations a second of one device) where they are known,
+    and `prices` are those of a node of each kind for an hour. Raises PlanningError where there is no plan.
     """
-    profile, settings = planner.profile, planner.settings
     decision = planner.initial_plan(names)
+    after = planner.reconfigure(decision.plan, lost=lost) if lost else None
     model_flops, peak_flops_per_s = utilisation or (None, None)
-    alternatives = pipeline_alternatives(planner, names, decision)
+    several = len(planner.kinds) > 1
+    kind_of = {node: planner.kind_of(node) for node in names} if several else {}
+    counts = [(each, sum(kind == each.name for kind in kind_of.values())) for each in planner.kinds]
     return PlanReport(
-        profile=profile,
+        profile=planner.profile_of(names[0]),
         num_nodes=len(names),
-        devices_per_node=settings.devices_per_node,
-        fault_threshold=settings.fault_threshold,
+        devices_per_node=max(each.devices_per_node for each in planner.kinds),
+        kinds=tuple((each.name, number, each.devices_per_node) for each, number in counts) if several else (),
+        kind_of=kind_of,
+        fault_threshold=planner.settings.fault_threshold,
         global_batch_size=global_batch_size,
         decision=decision,
-        forecast=forecast(profile, decision.plan, kind=kind),
-        why=explain_num_pipelines(planner, decision, alternatives),
+        forecast=_forecast(planner, decision, kind),
+        why=explain_pipelines(planner, names, decision),
         templates=_template_rows(planner, len(names)),
-        losses=(
-            what_if_one_is_lost(planner, decision.plan, max_cases=MAX_CASES),
-            *((what_if_two_are_lost(planner, decision.plan, max_cases=MAX_CASES),) if len(names) > 1 else ()),
+        losses=tuple(
+            what_if_lost(planner, decision.plan, number, max_cases=_MAX_CASES)
+            for number in ((1, 2) if len(names) > 1 else (1,))
         ),
-        after=_after(planner, decision, kind, lost) if lost else None,
+        after=None
+        if after is None
+        else AfterLosing(lost=lost, decision=after, forecast=_forecast(planner, after, kind)),
         model_flops=model_flops,
         peak_flops_per_s=peak_flops_per_s,
+        priced=() if prices is None else _priced(planner, names, decision, prices, global_batch_size, kind),
     )
 
 
-def _after(planner: Planner, decision: Decision, kind: ScheduleKind | None, lost: tuple[str, ...]) -> AfterLosing:
-    after = planner.reconfigure(decision.plan, lost=lost)
-    return AfterLosing(lost=lost, decision=after, forecast=forecast(planner.profile, after.plan, kind=kind))
+def _forecast(planner: Planner, decision: Decision, kind: ScheduleKind | None) -> Forecast:
+    profile_of = planner.profile_of if len(planner.kinds) > 1 else None
+    return forecast(planner.profile_of(decision.plan.nodes[0]), decision.plan, kind=kind, profile_of=profile_of)
 
 
 def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
@@ -70,6 +77,33 @@ def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
         next_s = planner.template_step_s(size, 2) - first_s
         rows.append(TemplateRow(template=template, first_s=first_s, next_s=next_s))
     return tuple(rows)
+
+
+def _priced(
+    planner: Planner,
+    names: Sequence[str],
+    chosen: Decision,
+    prices: Mapping[str, float],
+    global_batch_size: int,
+    kind: ScheduleKind | None,
+) -> tuple[Priced, ...]:
+    """Say what all nodes train for their price, and those that train the most for theirs."""
+
+    def priced(nodes: Sequence[str], decision: Decision) -> Priced:
+        own = [planner.kind_of(node) for node in nodes]
+        dollars_per_h, step_s = sum(prices[each] for each in own), _forecast(planner, decision, kind).step_s
+        return Priced(
+            nodes={each.name: own.count(each.name) for each in planner.kinds},
+            dollars_per_h=dollars_per_h,
+            step_s=step_s,
+            samples_per_dollar=global_batch_size / (step_s * dollars_per_h / 3600),
+        )
+
+    answers = [priced(names, chosen)]
+    cheapest = planner.cheapest_nodes(names, prices)
+    if cheapest is not None and len(cheapest) < len(names):
+        answers.append(priced(cheapest, planner.initial_plan(cheapest)))
+    return tuple(answers)
 
 
 def show_report(report: PlanReport, *, as_json: bool) -> None:

@@ -14,9 +14,49 @@ from . import inputs
 from .common_options import JsonOption
 
 if TYPE_CHECKING:
-    from oobleck.planner import Planner, PlannerSettings, Profile
+    from collections.abc import Sequence
+
+    from oobleck.planner import NodeKind, PlannerSettings
     from oobleck.schedule import ScheduleKind
-    from oobleck.ui.plan_report import PlanReport
+
+
+_NodesOption = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        metavar="N",
+        help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
+    ),
+]
+_ScheduleOption = Annotated[
+    str,
+    typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
+]
+_ProfilesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profiles", metavar="KIND:FILE,…", help="Profiles of kinds of nodes; estimates where it is missing."
+    ),
+]
+_PricesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prices",
+        metavar="KIND:PRICE,…",
+        help="What a node of each kind costs an hour: also say which nodes train most for their price.",
+    ),
+]
+_AfterLosingOption = Annotated[
+    str | None,
+    typer.Option("--after-losing", metavar="NODES", help="Show what happens after losing these nodes: node3,node7."),
+]
+_PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the timeline as .svg, or as .png with the plot extra."),
+]
+_TraceOption = Annotated[
+    Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
+]
 
 
 def plan(
@@ -24,14 +64,7 @@ def plan(
     profile_file: inputs.ProfileOption = None,
     model: inputs.ModelOption = None,
     device: inputs.DeviceOption = None,
-    nodes: Annotated[
-        str,
-        typer.Option(
-            "--nodes",
-            metavar="N",
-            help="Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
-        ),
-    ],
+    nodes: _NodesOption,
     devices_per_node: inputs.DevicesPerNodeOption = 1,
     fault_threshold: inputs.FaultThresholdOption = 1,
     global_batch: inputs.GlobalBatchOption,
@@ -40,47 +73,28 @@ def plan(
     precision: inputs.PrecisionOption = "bfloat16",
     recompute: inputs.RecomputeOption = False,
     pipelines: inputs.PipelinesOption = None,
-    schedule: Annotated[
-        str,
-        typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe)."),
-    ] = "1f1b",
+    schedule: _ScheduleOption = "1f1b",
     chunks: inputs.ChunksOption = 2,
-    profiles: Annotated[
-        str | None,
-        typer.Option(
-            "--profiles", metavar="KIND:FILE,…", help="Profiles of kinds of nodes; estimates where it is missing."
-        ),
-    ] = None,
-    prices: Annotated[
-        str | None,
-        typer.Option(
-            "--prices",
-            metavar="KIND:PRICE,…",
-            help="What a node of each kind costs an hour: also say which nodes train most for their price.",
-        ),
-    ] = None,
-    after_losing: Annotated[
-        str | None,
-        typer.Option(
-            "--after-losing", metavar="NODES", help="Show what happens after losing these nodes: node3,node7."
-        ),
-    ] = None,
+    profiles: _ProfilesOption = None,
+    prices: _PricesOption = None,
+    after_losing: _AfterLosingOption = None,
     as_json: JsonOption = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the timeline as .svg, or as .png with the plot extra."),
-    ] = None,
-    chrome_trace: Annotated[
-        Path | None, typer.Option("--chrome-trace", metavar="FILE", help="Write the timeline for Perfetto.")
-    ] = None,
+    plot: _PlotOption = None,
+    chrome_trace: _TraceOption = None,
 ) -> None:
     """Show the pipelines that a job would use, how long a step would take, and what failures would do.
 
     Nothing is started and no device is needed: the numbers come from a measured profile, or from an estimate.
     """
+    from oobleck.planner import Planner
+    from oobleck.schedule.interleaving import make_cutter
+    from oobleck.ui.pictures import chrome_trace as trace_of
+    from oobleck.ui.pictures import timeline_svg
+    from oobleck.ui.plan_report import figures_of
+
     from .make_report import make_report, show_report
     from .pictures import picture_writer, write_output
-    from .plan_profile import ProfileSource, profile_of, utilisation_of
+    from .plan_profile import ProfileSource, kinds_of, utilisation_of
 
     counts = inputs.parse_nodes(nodes)
     write_picture = picture_writer(plot) if plot is not None else None
@@ -94,72 +108,51 @@ def plan(
         activation_checkpointing=recompute,
         devices_per_node=devices_per_node,
     )
-    lost = tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
-    if isinstance(counts, int):
-        for option, given in (("--profiles", profiles), ("--prices", prices)):
-            if given is not None:
-                raise UsageError(f"{option} is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-        profile = profile_of(source)
-        settings = _settings(
-            profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines, per_node=devices_per_node
-        )
-        report = make_report(
-            _planner(profile, settings, _kind(schedule), chunks),
-            _known(tuple(f"node{number}" for number in range(counts)), lost),
-            global_batch_size=global_batch,
-            kind=_kind(schedule),
-            lost=lost,
-            utilisation=utilisation_of(profile, source, global_batch),
-        )
-    else:
-        from .plan_kinds import kinds_of, make_mixed_report
-
-        if schedule == "interleaved":
-            raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
-        names = [count.kind for count in counts]
-        kinds = kinds_of(counts, source, inputs.parse_profiles(profiles, names) if profiles is not None else None)
-        _known(tuple(name for count in counts for name in count.names), lost)
-        report = make_mixed_report(
-            kinds,
-            {node: count.kind for count in counts for node in count.names},
-            _settings(kinds[0].profile, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines),
-            global_batch_size=global_batch,
-            kind=_kind(schedule),
-            lost=lost,
-            prices=inputs.parse_prices(prices, names) if prices is not None else None,
-        )
+    kinds, kind_of = kinds_of(counts, source, profiles)
+    if isinstance(counts, int) and prices is not None:
+        raise UsageError("--prices is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    if len(kinds) > 1 and schedule == "interleaved":
+        raise UsageError("--schedule is interleaved; pipelines of several kinds of nodes have one chunk a stage")
+    names, lost = tuple(kind_of), tuple(name.strip() for name in after_losing.split(",")) if after_losing else ()
+    if unknown := sorted(set(lost) - set(names)):
+        raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
+    kind = _kind(schedule)
+    settings = _settings(kinds, global_batch, fault_threshold=fault_threshold, num_pipelines=pipelines)
+    report = make_report(
+        Planner(kinds, settings, kind_of, make_cutter=make_cutter(kind, chunks)),
+        names,
+        global_batch_size=global_batch,
+        kind=kind,
+        lost=lost,
+        utilisation=utilisation_of(kinds[0].profile, source, global_batch) if isinstance(counts, int) else None,
+        prices=inputs.parse_prices(prices, [kind.name for kind in kinds]) if prices is not None else None,
+    )
+    figures = figures_of(report.shown)
     if write_picture is not None:
-        write_picture(_svg(report))
+        write_picture(timeline_svg(figures))
     if chrome_trace is not None:
-        write_output(chrome_trace, _trace(report).encode())
+        write_output(chrome_trace, trace_of(figures).encode())
     show_report(report, as_json=as_json)
 
 
-def _planner(profile: Profile, settings: PlannerSettings, kind: ScheduleKind | None, num_chunks: int) -> Planner:
-    from oobleck.planner import Planner
-    from oobleck.schedule.interleaving import make_cutter
-
-    return Planner(profile, settings, make_cutter=make_cutter(kind, num_chunks))
-
-
 def _settings(
-    profile: Profile, global_batch_size: int, *, fault_threshold: int, num_pipelines: int | None, per_node: int = 1
+    kinds: Sequence[NodeKind], global_batch_size: int, *, fault_threshold: int, num_pipelines: int | None
 ) -> PlannerSettings:
     from oobleck.planner import PlannerSettings
 
-    if global_batch_size % profile.microbatch_size:
+    microbatch_size = kinds[0].profile.microbatch_size
+    if global_batch_size % microbatch_size:
         raise UsageError(
-            f"--global-batch is {global_batch_size}; it must be a multiple of {profile.microbatch_size}, the microbatch"
+            f"--global-batch is {global_batch_size}; it must be a multiple of {microbatch_size}, the microbatch"
         )
-    if global_batch_size > MAX_MICROBATCHES * profile.microbatch_size:
+    if global_batch_size > MAX_MICROBATCHES * microbatch_size:
         raise UsageError(
             f"--global-batch is {global_batch_size}; it must be at most {MAX_MICROBATCHES:,} microbatches of "
-            f"{profile.microbatch_size}"
+            f"{microbatch_size}"
         )
     return PlannerSettings(
-        num_microbatches=global_batch_size // profile.microbatch_size,
-        devices_per_node=per_node,
-        max_devices_per_stage=per_node,
+        num_microbatches=global_batch_size // microbatch_size,
+        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 else 1,
         fault_threshold=fault_threshold,
         num_pipelines=num_pipelines,
     )
@@ -169,23 +162,3 @@ def _kind(name: str) -> ScheduleKind | None:
     from oobleck.schedule import ScheduleKind
 
     return None if inputs.parse_schedule_name(name) == "auto" else ScheduleKind(name)
-
-
-def _known(names: tuple[str, ...], lost: tuple[str, ...]) -> tuple[str, ...]:
-    if unknown := sorted(set(lost) - set(names)):
-        raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
-    return names
-
-
-def _svg(report: PlanReport) -> str:
-    from oobleck.ui.pictures import timeline_svg
-    from oobleck.ui.plan_report import figures_of
-
-    return timeline_svg(figures_of(report.shown))
-
-
-def _trace(report: PlanReport) -> str:
-    from oobleck.ui.pictures import chrome_trace
-    from oobleck.ui.plan_report import figures_of
-
-    return chrome_trace(figures_of(report.shown))

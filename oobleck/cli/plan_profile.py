@@ -1,14 +1,17 @@
-"""Where `oobleck plan` has its profile from: a file, or an estimate from a model's shape and a data sheet."""
+"""Where `oobleck plan` has its profiles from: files, or estimates from a model's shape and data sheets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
 from oobleck.json_table import parse_json
-from oobleck.planner import Profile, profile_from_json, profiles
+from oobleck.planner import NodeKind, Profile, profile_from_json, profiles
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
+
+from . import inputs
 
 _PRECISIONS = ("float32", "bfloat16")
 _DEFAULT_LENGTH = 2048
@@ -41,6 +44,37 @@ def profile_of(source: ProfileSource) -> Profile:
     if source.microbatch_size is None:
         raise UsageError("--microbatch is missing: an estimate needs the samples of a microbatch")
     return _estimate(source, _shape(source.model), _sheet(source.device), source.microbatch_size)
+
+
+def kinds_of(
+    counts: int | Sequence[inputs.KindCount], source: ProfileSource, profiles: str | None
+) -> tuple[tuple[NodeKind, ...], dict[str, str]]:
+    """Read or estimate the profile of each kind of nodes, and say of which each node is.
+
+    `counts` is the number of nodes that are all alike, or of each kind: the name of a kind is that of its device,
+    unless `profiles` has files.
+    """
+    if isinstance(counts, int):
+        if profiles is not None:
+            raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+        profile = profile_of(source)
+        alike = NodeKind(name=profile.device.name, profile=profile, devices_per_node=source.devices_per_node)
+        return (alike,), {f"node{number}": alike.name for number in range(counts)}
+    names = [count.kind for count in counts]
+    files = inputs.parse_profiles(profiles, names) if profiles is not None else None
+    if source.file is not None:
+        raise UsageError("--profile and kinds of nodes were both given; pass --profiles KIND:FILE,KIND:FILE")
+    if source.device is not None:
+        raise UsageError("--device and kinds of nodes were both given; a kind's name is its device")
+    kinds = []
+    for count in counts:
+        devices = count.devices_per_node or source.devices_per_node
+        # Stages have several devices where all nodes are of one kind.
+        own = replace(source, devices_per_node=devices if len(counts) == 1 else 1, device=count.kind)
+        if files is not None:
+            own = replace(own, device=None, file=files[count.kind])
+        kinds.append(NodeKind(name=count.kind, profile=profile_of(own), devices_per_node=devices))
+    return tuple(kinds), {node: count.kind for count in counts for node in count.names}
 
 
 def utilisation_of(profile: Profile, source: ProfileSource, global_batch_size: int) -> tuple[float, float] | None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
+    from .plan_profile import ProfileSource
+
 _MODES = ("sweep", "cluster")
 _MAX_SPARES = 1_024
 
@@ -199,11 +201,19 @@ def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.Kind
     )
 
 
+def _kinds(counts: tuple[inputs.KindCount, ...], source: ProfileSource, profiles: str | None) -> tuple[NodeKind, ...]:
+    """Return the profile of each kind; none where all nodes are of one."""
+    from .plan_profile import kinds_of
+
+    if profiles is not None and not counts:
+        raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    return kinds_of(counts, source, profiles)[0] if counts else ()
+
+
 def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> SweepSettings:
     """Return the job, and what its nodes are: of the kinds that are counted, if they are of several."""
     from oobleck.sim.sweep import SweepSettings
 
-    from .plan_kinds import kinds_of
     from .plan_profile import ProfileSource, profile_of
 
     source = ProfileSource(
@@ -216,13 +226,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
         activation_checkpointing=options.recompute,
         devices_per_node=options.devices_per_node,
     )
-    kinds: tuple[NodeKind, ...] = ()
-    if counts:
-        names = [count.kind for count in counts]
-        given = inputs.parse_profiles(options.profiles, names) if options.profiles is not None else None
-        kinds = kinds_of(counts, source, given)
-    elif options.profiles is not None:
-        raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
+    kinds = _kinds(counts, source, options.profiles)
     profile = kinds[0].profile if kinds else profile_of(source)
     schedule = inputs.parse_schedule_name(options.schedule)
     _check_batch(options.global_batch, profile.microbatch_size)

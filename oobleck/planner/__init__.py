@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING
 
 from oobleck.plan import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplate, Stage, StageTemplate, WorkerId
 
-from .cluster_planner import ClusterPlanner
-from .cutter import Cutter
-from .decision import Decision
-from .node_kind import NodeKind
 from .profiles import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
@@ -33,19 +29,16 @@ from .profiles import (
     profile_to_json,
     shape_from_config,
     sheet_of_product,
+    with_speed,
 )
-from .settings import PlannerSettings
-from .speeds import with_speed
+from .values import Cutter, Decision, NodeKind, PlannerSettings, with_shared_links
 
 if TYPE_CHECKING:
-    from .mixed import MixedPlanner
     from .planner import Planner
-    from .tensor_parallel import TensorParallelPlanner
 
 __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
-    "ClusterPlanner",
     "Cutter",
     "Decision",
     "DeviceProfile",
@@ -53,7 +46,6 @@ __all__ = [
     "ExecutionPlan",
     "LayerProfile",
     "LayerTransfer",
-    "MixedPlanner",
     "ModelShape",
     "NetworkProfile",
     "NodeKind",
@@ -65,7 +57,6 @@ __all__ = [
     "SplitBackward",
     "Stage",
     "StageTemplate",
-    "TensorParallelPlanner",
     "WorkerId",
     "device_sheet",
     "device_sheet_from_json",
@@ -75,6 +66,7 @@ __all__ = [
     "profile_to_json",
     "shape_from_config",
     "sheet_of_product",
+    "with_shared_links",
     "with_speed",
 ]
 
@@ -84,12 +76,4 @@ def __getattr__(name: str) -> object:
         from .planner import Planner
 
         return Planner
-    if name == "MixedPlanner":
-        from .mixed import MixedPlanner
-
-        return MixedPlanner
-    if name == "TensorParallelPlanner":
-        from .tensor_parallel import TensorParallelPlanner
-
-        return TensorParallelPlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,15 +91,12 @@ def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footp
     """Return what a stage of these chunks holds: the sum of theirs, but for what its devices have once."""
     num_devices = chunks[0].num_devices
     each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
+    summed = Footprint(**{field.name: sum(getattr(held, field.name) for held in each) for field in fields(Footprint)})
     once = (len(chunks) - 1) * num_devices * profile.device.communication_bytes
-    return Footprint(
-        weight_bytes=sum(held.weight_bytes for held in each),
-        gradient_bytes=sum(held.gradient_bytes for held in each),
-        optimizer_bytes=sum(held.optimizer_bytes for held in each),
-        copy_bytes=sum(held.copy_bytes for held in each),
-        communication_bytes=sum(held.communication_bytes for held in each) - once,
+    return replace(
+        summed,
+        communication_bytes=summed.communication_bytes - once,
         transient_bytes=max(held.transient_bytes for held in each),
-        activation_bytes=sum(held.activation_bytes for held in each),
     )
 
 
@@ -147,17 +144,18 @@ class StageCosts:
             for count in (1 << exponent for exponent in range(largest.bit_length()))
             if count <= largest and all(count in layer.forward_s for layer in layers)
         )
+        self._most_in_flight: dict[int, Floats] = {}
         self._compute = {
-            count: _prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
+            count: prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
             for count in self.device_counts
         }
-        self._held = _prefix_sums(
+        self._held = prefix_sums(
             [layer.state_bytes + GRADIENT_COPIES * layer.trained_bytes + layer.copy_bytes for layer in layers]
         )
         self._transient = _largest([layer.transient_bytes for layer in layers])
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
-        self._activation = _prefix_sums([layer.activation_bytes for layer in layers])
-        self._trained = _prefix_sums([layer.trained_bytes for layer in layers])
+        self._activation = prefix_sums([layer.activation_bytes for layer in layers])
+        self._trained = prefix_sums([layer.trained_bytes for layer in layers])
         self._cuts = {
             same_node: np.array(
                 [0.0]
@@ -185,7 +183,12 @@ class StageCosts:
         return table
 
     def most_in_flight(self, num_devices: int) -> Floats:
-        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do."""
+        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do.
+
+        Found once: leave it as it is.
+        """
+        if num_devices in self._most_in_flight:
+            return self._most_in_flight[num_devices]
         at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
         room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
         room -= self._held[None, :] - self._held[:, None] + self._transient
@@ -194,14 +197,12 @@ class StageCosts:
             most = np.floor(room / activation)
         most[(activation <= 0) & (room >= 0)] = np.inf
         most[room < 0] = -1
+        self._most_in_flight[num_devices] = most
         return most
 
     def in_flight(self, stages_to_end: int) -> int:
         """Return the microbatches that 1F1B keeps in flight at a stage, itself counted in `stages_to_end`."""
         return min(stages_to_end, self.max_in_flight)
-
-    def footprint(self, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
-        return footprint(self.profile, first_layer, stop_layer, num_devices=num_devices)
 
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
         """Return the seconds of each stage, or chunk; `speeds` divides the compute of its node (1.0 is nominal)."""
@@ -233,7 +234,7 @@ class StageCosts:
         chunks = template.chunks_of(index)
         held = chunks_footprint(self.profile, chunks)
         largest = max(
-            self.footprint(*each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
+            footprint(self.profile, *each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
         )
         copies = sum(self._trained[stop] - self._trained[first] for first, stop in _ends(chunks))
         needed = held.static_bytes + self._in_flight_at(template, index) * largest + more_copies * copies
@@ -274,5 +275,6 @@ def _largest(values: Sequence[float]) -> Floats:
     return table
 
 
-def _prefix_sums(values: Sequence[float]) -> Floats:
+def prefix_sums(values: Sequence[float]) -> Floats:
+    """Return 0 and the sums of the first values."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

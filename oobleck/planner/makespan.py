@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate
 
-from .costs import Floats, cut_seconds
+from .costs import Floats, cut_seconds, prefix_sums
 from .profiles import Profile
 
 Stops = NDArray[np.int64]
@@ -37,8 +37,8 @@ class PassTimes:
 
     def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
         layers = profile.layers
-        self._forward = {n: _prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
-        self._backward = {n: _prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
+        self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
+        self._backward = {n: prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
         self._messages = {
             same_node: np.array(
                 [0.0, *(cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers)]
@@ -107,7 +107,3 @@ def _stages(low: int, high: int, like: int, size: int) -> tuple[int, int]:
     """Return the first and the end of the stages from `low` to `high` that are even or odd as `like` is."""
     first = max(low, 0)
     return first + (first - like) % 2, min(high, size - 1) + 1
-
-
-def _prefix_sums(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

@@ -1,70 +1,123 @@
-"""The planner as one object: a profile and settings in, decisions out."""
+"""The planner as one object: profiles and settings in, decisions out."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 
+from . import mixed, one_kind
+from . import tensor_parallel as groups
 from .catalog import Catalog
-from .cutter import Cutter
-from .decision import Decision
-from .fastest import FastPipelines
 from .formatting import counted
 from .profiles import Profile
-from .reconfiguration import Changes, reconfigure
-from .settings import PlannerSettings
-from .speeds import speeds_of
-from .start import check_nodes, started
+from .reconfiguration import Changes, Propose, reconfigure
+from .values import Cutter, Decision, NodeKind, PlannerSettings
 
 
 class Planner:
-    """Plans for one model on one kind of cluster. A function of its arguments; it only remembers templates."""
+    """Plans for one model on one cluster. A function of its arguments; it only remembers what it has found."""
 
     def __init__(
-        self, profile: Profile, settings: PlannerSettings, *, make_cutter: Callable[[Profile], Cutter] | None = None
+        self,
+        kinds: Profile | Sequence[NodeKind],
+        settings: PlannerSettings,
+        kind_of: Mapping[str, str] | None = None,
+        *,
+        tensor_parallel: int = 1,
+        make_cutter: Callable[[Profile], Cutter] | None = None,
+        mixes: bool = True,
     ) -> None:
-        """`make_cutter` makes, from the profile that is planned with, what cuts pipelines into chunks."""
-        self.profile = profile
-        self.settings = settings
-        self._catalog = Catalog(profile, settings, make_cutter=make_cutter)
+        """`kinds` are the kinds of nodes, or the profile of nodes that are all alike.
+
+        With several kinds, `kind_of` names that of each node, and may grow; stages have one device, in one chunk; and
+        with `mixes=False` pipelines have nodes of one kind each. Of one kind, nodes have the devices that `settings`
+        says if it is given as a profile; every `tensor_parallel` of them hold the same layers, and `make_cutter` makes,
+        from the profile that is planned with, what cuts pipelines into chunks. Raises PlanningError.
+        """
+        if isinstance(kinds, Profile):
+            kinds = [NodeKind(name=kinds.device.name, profile=kinds, devices_per_node=settings.devices_per_node)]
+        self.kinds, self.settings, self._degree = tuple(kinds), settings, tensor_parallel
+        self._remade = partial(
+            Planner, self.kinds, kind_of=kind_of, tensor_parallel=tensor_parallel, make_cutter=make_cutter
+        )
+        self._profiles: tuple[Profile, ...]
+        self._catalog: Catalog
+        self._propose: Propose
+        if len(self.kinds) == 1:
+            (kind,) = self.kinds
+            alike = one_kind.OneKindCatalog(
+                *groups.grouped(kind.profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
+                make_cutter=make_cutter,
+            )
+            self._profiles = (groups.with_times_of_groups(kind.profile, self._degree),)
+            self._catalog, self._propose = alike, partial(one_kind.propose_moves, alike)
+        else:
+            if self._degree > 1:
+                raise PlanningError(f"tensor_parallel is {self._degree}; with kinds of nodes, stages have 1 device")
+            several = mixed.MixedCatalog(self.kinds, settings, kind_of or {}, mixes=mixes)
+            self._profiles = tuple(costs.profile for costs in several.costs.of)
+            self._catalog, self._propose = several, partial(mixed.propose_moves, several)
+        seconds = [_seconds_a_node(kind) for kind in self.kinds]
+        self._ranks = [sorted(seconds).index(own_s) for own_s in seconds]
+
+    def with_changes(self, *, num_pipelines: int | None, mixes: bool = True) -> Planner:
+        """Return a planner for the same nodes that differs in what is asked of its pipelines."""
+        return self._remade(settings=replace(self.settings, num_pipelines=num_pipelines), mixes=mixes)
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of all nodes, or of the first of several kinds."""
+        return self._profiles[0]
 
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
-        """Return the templates of all sizes up to `num_nodes` nodes that hold the model."""
-        return {size: self._catalog.template(size) for size in self._catalog.options(num_nodes)}
+        """Return the templates of all sizes up to `num_nodes` nodes that hold the model.
+
+        Pipelines over several kinds of nodes have no sizes: then there are none.
+        """
+        return self._catalog.templates(num_nodes)
 
     def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
         """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
-        return self._catalog.options(num_nodes)[num_nodes].timing.step_s(num_microbatches)
+        return self._catalog.timings((num_nodes,))[(num_nodes,)].step_s(num_microbatches)
+
+    def kind_of(self, node: str) -> str:
+        """Return the name of a node's kind. Raises PlanningError where it has none, or one without a profile."""
+        return self.kinds[self._catalog.kind(node)].name
 
     def profile_of(self, node: str) -> Profile:
-        """Return the profile of any node."""
-        return self.profile
+        """Return the profile of a node's kind, with the network that all kinds share."""
+        return self._profiles[self._catalog.kind(node)]
 
     def can_hold(self, nodes: Sequence[str]) -> bool:
-        """Return whether so many nodes hold the model at least once."""
-        return bool(self._catalog.options(len(nodes)))
+        """Return whether these nodes hold the model at least once."""
+        return bool(self._catalog.timings(self._catalog.count(nodes)))
 
     def best_first(self, nodes: Sequence[str]) -> list[str]:
-        """Return the nodes as they are: all are alike."""
-        return list(nodes)
+        """Return the nodes in the order in which they are used where not all of them are: the fastest first."""
+        return sorted(nodes, key=lambda node: self._ranks[self._catalog.kind(node)])
 
     def fewest_nodes(self, nodes: Sequence[str]) -> int:
-        """Return how many of the nodes hold the model as often as was asked for.
+        """Return how many of the nodes, from the first on, hold the model as often as was asked for.
 
         Where not even all do, that is all of them. Raises PlanningError where they cannot hold the model once.
         """
-        fewest, _ = self._catalog.num_pipelines(len(nodes))
-        return min(len(nodes), fewest * min(self._catalog.options(len(nodes))))
+        wanted, _ = self._catalog.num_pipelines(self._catalog.count(nodes))
+
+        def num_copies(number: int) -> int:
+            total = self._catalog.count(nodes[:number])
+            return self._catalog.num_pipelines(total)[0] if self._catalog.timings(total) else 0
+
+        return bisect_left(range(1, len(nodes)), wanted, key=num_copies) + 1
 
     def step_s(self, nodes: Sequence[str]) -> float:
-        """Return the seconds of a step under the best plan for so many nodes, none of them slow.
-
-        Remembered once found. Raises PlanningError where they cannot hold the model.
-        """
-        fewest, most = self._catalog.num_pipelines(len(nodes))
-        return self._catalog.choose(len(nodes), self.settings.num_microbatches, fewest, most).step_s
+        """Return the seconds of a step under the best plan for these nodes, none of them slow. Raises PlanningError."""
+        return self._catalog.best(self._catalog.count(nodes))[1]
 
     def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
         """Plan the start of a job on named nodes.
@@ -73,30 +126,30 @@ class Planner:
         named take 1.0. Nodes of like speed come together; the slowest become the spares, if there are any. Raises
         PlanningError.
         """
-        speeds = speeds_of(slow)
-        check_nodes(nodes)
-        wanted = self.settings.num_pipelines
-        if wanted is not None and wanted > len(nodes):
-            raise PlanningError(f"{wanted} pipelines need at least {wanted} nodes; there are {len(nodes)}")
+        speeds = _speeds_of(slow)
+        self._check(nodes)
         ordered = sorted(nodes, key=lambda node: -speeds.get(node, 1.0))
         best: tuple[ExecutionPlan, float] | None = None
-        for num_nodes in self._counts_to_try(ordered, speeds):
-            fewest, most = self._catalog.num_pipelines(num_nodes)
-            sizing = self._catalog.choose(num_nodes, self.settings.num_microbatches, fewest, most)
-            if not speeds and (faster := self._catalog.faster(sizing, num_nodes, fewest, most)) is not None:
-                best = _instantiate(faster, ordered), sizing.step_s  # a bound, as all predictions are
+        # With all nodes, and without those at or below each low speed.
+        for limit in [0.0, *sorted({speed for node in nodes if (speed := speeds.get(node, 1.0)) < 1.0})]:
+            chosen = [node for node in ordered if speeds.get(node, 1.0) > limit]
+            if limit and not self.can_hold(chosen):
                 continue
-            pipelines, start = [], 0
-            for size in sizing.sizes:
-                pipelines.append((self._catalog.template(size), ordered[start : start + size]))
-                start += size
-            plan, step_s = self._catalog.build_plan(pipelines, ordered[start:], speeds)
+            plan, step_s = self._plan(ordered, chosen, speeds)
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
-        plan, step_s = self._catalog.cut_plan(best[0]), best[1]
-        step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
-        return started(plan, step_s, self.settings, sizes=self._sizes(plan))
+        plan = self._catalog.cut_plan(best[0])
+        step_s = self._catalog.predicted_step_s(plan, best[1], speeds)
+        redundant = len(plan.pipelines) > self.settings.fault_threshold
+        return Decision(
+            plan=groups.expand_plan(plan, self._degree),
+            action="start",
+            reason=self._reason(plan, redundant=redundant),
+            transfers=(),
+            predicted_step_s=step_s,
+            redundant=redundant,
+        )
 
     def reconfigure(
         self,
@@ -117,13 +170,22 @@ class Planner:
         in few pipelines, where the faster step repays what has to move.
         `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
         lost and joined holds nothing; one that is `leaving` gets no place, and is read from; so is one that is
-        `resting`, and it becomes a spare. Raises Unrecoverable
+        `resting`, and it becomes a spare. Places are filled by nodes of their kind alone. Raises Unrecoverable
         with the layers that no living worker holds, and PlanningError where the nodes left cannot hold the model.
         """
-        return reconfigure(
-            self._catalog,
-            plan,
-            Changes(lost=lost, joined=joined, leaving=leaving, resting=resting, speeds=speeds_of(slow), held=held),
+        changes = Changes(
+            lost=lost,
+            joined=joined,
+            leaving=leaving,
+            resting=resting,
+            speeds=_speeds_of(slow),
+            held=None if held is None else groups.contract_held(held, self._degree),
+        )
+        decision = reconfigure(self._catalog, self._propose, groups.contract_plan(plan, self._degree), changes)
+        return replace(
+            decision,
+            plan=groups.expand_plan(decision.plan, self._degree),
+            transfers=groups.expand_transfers(decision.transfers, self._degree),
         )
 
     def rest_s(
@@ -134,33 +196,97 @@ class Planner:
         `rests` says for each pipeline that does, by its index, how many of its own microbatches it has left, and how
         many of others it takes after them, in a run of their own. `slow` is as in `reconfigure`.
         """
-        return self._catalog.rest_s([(plan.pipelines[index], *rest) for index, rest in rests.items()], speeds_of(slow))
+        pipelines = groups.contract_plan(plan, self._degree).pipelines
+        return self._catalog.rest_s([(pipelines[index], *rest) for index, rest in rests.items()], _speeds_of(slow))
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
         """Return whether every device under a plan holds so many copies of its gradients beside all else."""
-        templates = {id(pipeline.template): pipeline.template for pipeline in plan.pipelines}
-        return all(self._catalog.costs.fits(each, more_copies=gradient_copies) for each in templates.values())
+        kinds_of, pipelines = self._catalog.kinds_of, groups.contract_plan(plan, self._degree).pipelines
+        distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
+        forms = map(self._catalog.form_of, distinct.values())
+        return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in forms)
 
-    def _counts_to_try(self, ordered: Sequence[str], speeds: Mapping[str, float]) -> list[int]:
-        """Return numbers of nodes to plan for: all, and all without those at or below each low speed."""
-        factors = [speeds.get(node, 1.0) for node in ordered]
-        counts = [len(ordered)]
-        for speed in sorted({factor for factor in factors if factor < 1.0}):
-            count = sum(factor > speed for factor in factors)
-            if count and self._catalog.options(count):
-                counts.append(count)
-        return counts
+    def cheapest_nodes(self, nodes: Sequence[str], prices: Mapping[str, float]) -> tuple[str, ...] | None:
+        """Return those of the nodes that train the most samples for their price.
+
+        `prices` are for one node of each kind for an hour. Of a kind, the first nodes are taken. None where the nodes
+        are too many to look at all numbers of them. Raises PlanningError for a kind without a price.
+        """
+        for kind in self.kinds:
+            if kind.name not in prices:
+                raise PlanningError(f"kind {kind.name} has no price; name one for each kind")
+        total = self._catalog.count(nodes)
+        fewest, _ = self._catalog.num_pipelines(total)
+        chooser = mixed.Chooser(self._catalog.timings(total), self.settings.num_microbatches)
+        counts = chooser.cheapest(total, [prices[kind.name] for kind in self.kinds], fewest=fewest)
+        if counts is None:
+            return None
+        by_kind = zip(self._catalog.by_kind(nodes), counts, strict=True)
+        chosen = {node for alike, number in by_kind for node in alike[:number]}
+        return tuple(node for node in nodes if node in chosen)
+
+    def _check(self, nodes: Sequence[str]) -> None:
+        if len(set(nodes)) != len(nodes):
+            twice = sorted({node for node in nodes if nodes.count(node) > 1})
+            raise PlanningError(f"node {twice[0]} is named twice; every node has one name")
+        if not nodes:
+            raise PlanningError("no nodes were given; a plan needs at least 1")
+        wanted = self.settings.num_pipelines
+        if len(self.kinds) == 1 and wanted is not None and wanted > len(nodes):
+            raise PlanningError(f"{wanted} pipelines need at least {wanted} nodes; there are {len(nodes)}")
+
+    def _plan(
+        self, ordered: Sequence[str], chosen: Sequence[str], speeds: Mapping[str, float]
+    ) -> tuple[ExecutionPlan, float]:
+        """Return the best plan for the chosen of the nodes, fastest first; those that are not used are spares."""
+        total = self._catalog.count(chosen)
+        forms, num_microbatches = self._catalog.start(total, is_slowed=bool(speeds))
+        waiting = [iter(alike) for alike in self._catalog.by_kind(chosen)]
+        nodes = [tuple(next(waiting[kind]) for kind in form.kinds) for form in forms]
+        used = {node for each in nodes for node in each}
+        spares = tuple(node for node in ordered if node not in used)
+        if num_microbatches is None:
+            return self._catalog.build_plan(list(zip(forms, nodes, strict=True)), spares, speeds)
+        pipelines = tuple(
+            Pipeline(template=form.template, nodes=own, num_microbatches=count)
+            for form, own, count in zip(forms, nodes, num_microbatches, strict=True)
+        )
+        bound_s = self._catalog.best(total)[1]  # as all predictions are
+        return ExecutionPlan(pipelines=pipelines, spares=spares), bound_s
+
+    def _reason(self, plan: ExecutionPlan, *, redundant: bool) -> str:
+        """Say which nodes the pipelines of a first plan have."""
+        num_nodes = len(plan.nodes)
+        reason = f"{counted(num_nodes, 'node')} form{'s' if num_nodes == 1 else ''} "
+        reason += f"{counted(len(plan.pipelines), 'pipeline')} ({self._sizes(plan)})"
+        if plan.spares:
+            reason += f", {counted(len(plan.spares), 'spare')} left"
+        if not redundant:
+            threshold = self.settings.fault_threshold
+            reason += f"; f = {threshold} asks for {threshold + 1}"
+        return reason
 
     def _sizes(self, plan: ExecutionPlan) -> str:
-        sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
-        return ", ".join(map(str, sizes[:-1])) + (", " if len(sizes) > 1 else "") + counted(sizes[-1], "node")
+        if len(self.kinds) == 1:
+            sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
+            return ", ".join([*map(str, sizes[:-1]), counted(sizes[-1], "node")])
+        forms: dict[str, int] = {}
+        for pipeline in plan.pipelines:
+            counts = self._catalog.count(pipeline.nodes)
+            parts = [f"{number} {kind.name}" for number, kind in zip(counts, self.kinds, strict=True) if number]
+            forms[" + ".join(parts)] = forms.get(" + ".join(parts), 0) + 1
+        return ", ".join(form if times == 1 else f"{times} × ({form})" for form, times in forms.items())
 
 
-def _instantiate(pipelines: FastPipelines, nodes: Sequence[str]) -> ExecutionPlan:
-    """Give each pipeline the next of the nodes; those left over are spares."""
-    instantiated, start = [], 0
-    for template, count in zip(pipelines.templates, pipelines.num_microbatches, strict=True):
-        stop = start + template.num_nodes
-        instantiated.append(Pipeline(template=template, nodes=tuple(nodes[start:stop]), num_microbatches=count))
-        start = stop
-    return ExecutionPlan(pipelines=tuple(instantiated), spares=tuple(nodes[start:]))
+def _seconds_a_node(kind: NodeKind) -> float:
+    """Return the seconds in which a node's devices, side by side, compute all layers once."""
+    seconds = math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in kind.profile.layers)
+    return seconds / kind.devices_per_node
+
+
+def _speeds_of(slow: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the speeds of nodes, 0.5 for one that takes twice as long."""
+    for node, factor in (slow or {}).items():
+        if not (math.isfinite(factor) and factor > 0):
+            raise PlanningError(f"node {node} takes {factor} times as long; that must be finite and above 0")
+    return {node: 1 / factor for node, factor in (slow or {}).items()}

@@ -1,4 +1,4 @@
-"""What any loss of nodes would lead to, before it happens.
+"""What would be: after any loss of nodes, before it happens, and with other pipelines than those of a plan.
 
 Nodes at the same place of like pipelines are alike: losing one or the other ends in the same plan but for
 names. So one case of each kind is decided, and stands for as many as there are.
@@ -13,10 +13,10 @@ from itertools import combinations
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.plan import ExecutionPlan, LayerTransfer
 
-from .decision import Decision
-from .mixed import MixedPlanner
+from .formatting import counted
 from .planner import Planner
 from .profiles import Profile
+from .values import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,17 @@ class LossReport:
         return len(self.cases) < self.num_kinds
 
 
-def what_if_one_is_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
-    """Decide every loss of one node: O(nodes of the distinct templates) decisions, or `max_cases` of them."""
-    return _report(planner, plan, 1, list(_singles(_groups(plan, _kinds(planner)))), max_cases)
+def what_if_lost(planner: Planner, plan: ExecutionPlan, num_lost: int, *, max_cases: int = 64) -> LossReport:
+    """Decide every loss of one node, or of two at once, or an even sample of `max_cases` of them.
 
-
-def what_if_two_are_lost(planner: Planner | MixedPlanner, plan: ExecutionPlan, *, max_cases: int = 64) -> LossReport:
-    """Decide every loss of two nodes at once: O(the square of what one node takes), or `max_cases` of them."""
-    return _report(planner, plan, 2, list(_pairs(_groups(plan, _kinds(planner)))), max_cases)
+    O(nodes of the distinct templates) decisions for one, and O(the square of that) for two.
+    """
+    groups = _groups(plan, planner.kind_of)
+    kinds = list(_singles(groups) if num_lost == 1 else _pairs(groups))
+    wanted = min(len(kinds), max_cases)
+    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]  # in the order of their places
+    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
+    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
 
 
 def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
@@ -77,10 +80,6 @@ _Case = tuple[tuple[str, ...], int]
 """Lost nodes, and how many losses are like it."""
 _Group = list[tuple[str, ...]]
 """Pipelines of one template, each as its nodes; a spare counts as a pipeline of one node."""
-
-
-def _kinds(planner: Planner | MixedPlanner) -> Callable[[str], str]:
-    return planner.kind_of if isinstance(planner, MixedPlanner) else lambda node: ""
 
 
 def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
@@ -116,19 +115,50 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
                     yield (first, second), count * len(other)
 
 
-def _report(
-    planner: Planner | MixedPlanner, plan: ExecutionPlan, num_lost: int, kinds: list[_Case], max_cases: int
-) -> LossReport:
-    # An even sample over kinds in the order of their places.
-    wanted = min(len(kinds), max_cases)
-    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]
-    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
-    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
-
-
-def _decide(planner: Planner | MixedPlanner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
+def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
     try:
         decision = planner.reconfigure(plan, lost=lost)
     except (PlanningError, Unrecoverable) as error:
         return LossCase(lost=lost, num_alike=num_alike, decision=None, failure=str(error))
     return LossCase(lost=lost, num_alike=num_alike, decision=decision)
+
+
+def explain_pipelines(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:
+    """Say in a sentence what speaks against one pipeline fewer and one more, or against one kind of nodes in each.
+
+    One or two searches.
+    """
+    if len(planner.kinds) > 1:
+        return _without_mixing(planner, nodes, chosen)
+    count = len(chosen.plan.pipelines)
+    parts = [_with_as_many(planner, nodes, number, chosen) for number in (count - 1, count + 1) if number >= 1]
+    if planner.settings.num_pipelines is not None:
+        parts.insert(0, f"{planner.settings.num_pipelines} were asked for")
+    return f"{counted(count, 'pipeline')}: {'; '.join(parts)}"
+
+
+def _with_as_many(planner: Planner, nodes: Sequence[str], number: int, chosen: Decision) -> str:
+    smallest, num_microbatches = min(planner.templates(len(nodes))), planner.settings.num_microbatches
+    if number > len(nodes) // smallest:
+        room = f"there is room for {len(nodes) // smallest} in {len(nodes)}"
+        return f"{number} are not possible (the model needs {counted(smallest, 'node')}, so {room})"
+    if number > num_microbatches:
+        return f"{number} are not possible (a step has {num_microbatches} microbatches)"
+    other = planner.with_changes(num_pipelines=number).initial_plan(nodes)
+    share, wanted = other.predicted_step_s / chosen.predicted_step_s - 1, planner.settings.fault_threshold + 1
+    longer = f"take {100 * abs(share):.1f} % {'longer' if share > 0 else 'less'} a step"
+    shortfall = f", and f = {planner.settings.fault_threshold} asks for at least {wanted}" if number < wanted else ""
+    return f"{number} would {longer if abs(share) >= 5e-4 else 'be as fast'}{shortfall}"
+
+
+def _without_mixing(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:
+    subject = "pipelines with nodes of one kind each"
+    if all(len(set(map(planner.kind_of, pipeline.nodes))) == 1 for pipeline in chosen.plan.pipelines):
+        return f"these are {subject}; mixing them saves nothing"
+    try:
+        other = planner.with_changes(num_pipelines=planner.settings.num_pipelines, mixes=False).initial_plan(nodes)
+    except PlanningError:
+        return f"{subject} cannot hold the model"
+    share = other.predicted_step_s / chosen.predicted_step_s - 1
+    fewer = len(other.plan.pipelines) < min(len(chosen.plan.pipelines), planner.settings.fault_threshold + 1)
+    return f"{subject} would take {100 * share:.1f} % longer a step" + (", with fewer copies" if fewer else "")

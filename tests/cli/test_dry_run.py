@@ -192,6 +192,20 @@ def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
     assert json.loads(capsys.readouterr().out)["nodes"] == 12
 
 
+def test_of_several_kinds_the_slowest_would_rest_first(show, tmp_path, capsys):
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("".join(f"slow{number}\n" for number in range(6)) + "fast0 device=A100\nfast1 device=A100\n")
+    job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
+    show(job, read_source(hostfile), as_json=False)
+    told = capsys.readouterr().out
+    show(job, read_source(hostfile), as_json=True)
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    used = [node for pipeline in plan["pipelines"] for node in pipeline["nodes"]] + plan["spares"]
+    assert f"{len(used)} of 8 nodes are to train (efficient)" in told
+    assert len(used) < 8
+    assert {"fast0", "fast1"} <= set(used)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -416,6 +416,17 @@ def test_nodes_of_several_kinds_are_planned_together(capsys, monkeypatch):
     assert everything["samples_per_dollar"] == pytest.approx(64 / (answer["plan"]["step_s"] * 9.1 / 3600))
 
 
+def test_one_kind_by_its_name_is_planned_as_without(capsys):
+    common = ("--model", "gpt3-2.7b", "--microbatch", 1, "--global-batch", 64, "--schedule", "interleaved", "--json")
+    assert run(*common, "--nodes", "A100:4x2") == ExitCode.DONE
+    named = json.loads(capsys.readouterr().out.replace("A100-", "node"))
+    assert run(*common, "--nodes", 4, "--gpus-per-node", 2, "--device", "A100") == ExitCode.DONE
+    plain = json.loads(capsys.readouterr().out)
+    assert named.pop("mfu") is None
+    assert plain.pop("mfu") > 0
+    assert named == plain
+
+
 def test_kinds_may_have_profiles_of_their_own(tmp_path, capsys):
     fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
     fast.write_text(profile_to_json(make_profile([1.0] * 6, memory_bytes=2 * 10**10)))

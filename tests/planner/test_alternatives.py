@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from oobleck.planner import Planner, PlannerSettings, Profile
-from oobleck.planner.alternatives import explain_num_pipelines, pipeline_alternatives
+from oobleck.planner.what_if import explain_pipelines
+from tests.planner.drawing import uniform_profile
 from tests.planner.simple_profiles import make_profile, node_names
 
 
 def explain(profile: Profile, num_nodes: int, **settings: int) -> str:
     planner = Planner(profile, PlannerSettings(**settings))
     nodes = node_names(num_nodes)
-    chosen = planner.initial_plan(nodes)
-    alternatives = pipeline_alternatives(planner, nodes, chosen)
-    return explain_num_pipelines(planner, chosen, alternatives)
+    return explain_pipelines(planner, nodes, planner.initial_plan(nodes))
 
 
 def test_more_pipelines_than_the_model_allows_are_explained_by_the_nodes_it_needs():
@@ -45,3 +46,11 @@ def test_a_plan_that_is_as_fast_is_called_so():
 def test_one_pipeline_has_only_more_beside_it():
     text = explain(make_profile([1.0]), 1, num_microbatches=4)
     assert text == "1 pipeline: 2 are not possible (the model needs 1 node, so there is room for 1 in 1)"
+
+
+def test_others_are_planned_with_as_many_devices_in_a_group() -> None:
+    asked = PlannerSettings(num_microbatches=8, devices_per_node=2, num_pipelines=2)
+    grouped = Planner(uniform_profile(8, memory_bytes=60), asked, tensor_parallel=2)
+    alike = Planner(uniform_profile(8, memory_bytes=120), replace(asked, devices_per_node=1))
+    texts = [explain_pipelines(each, node_names(6), each.initial_plan(node_names(6))) for each in (grouped, alike)]
+    assert texts[0] == texts[1]

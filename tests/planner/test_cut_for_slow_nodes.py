@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.planner import (
-    ClusterPlanner,
     Decision,
     ExecutionPlan,
-    MixedPlanner,
     NodeKind,
     PipelineTemplate,
     Planner,
@@ -23,12 +22,12 @@ from oobleck.planner import (
     WorkerId,
     with_speed,
 )
-from oobleck.planner.catalog import Catalog
-from oobleck.planner.costs import StageCosts
+from oobleck.planner.costs import StageCosts, footprint
 from oobleck.planner.inventory import Holding, needed_holdings
+from oobleck.planner.kinds import Counts, Form
+from oobleck.planner.one_kind import OneKindCatalog, propose_moves
 from oobleck.planner.reconfiguration import Changes, reconfigure
 from oobleck.planner.templates import cut_for_speeds
-from oobleck.planner.tensor_parallel import TensorParallelPlanner
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import evaluate
 from tests.examples import examples
@@ -66,7 +65,7 @@ def all_cuts(template: PipelineTemplate) -> Iterator[PipelineTemplate]:
         )
 
 
-def is_sound(decision: Decision, before: ExecutionPlan, planner: ClusterPlanner, gone: Sequence[str] = ()) -> bool:
+def is_sound(decision: Decision, before: ExecutionPlan, planner: Planner, gone: Sequence[str] = ()) -> bool:
     """Every layer is once in every pipeline, fits, and comes from somebody living who holds it."""
     after = decision.plan
     held = {place: layers for place, layers in before.layers_at.items() if place.node not in gone}
@@ -122,16 +121,14 @@ def num_moved(after: PipelineTemplate, before: PipelineTemplate) -> int:
     return sum(len(own - held) for own, held in zip(after.layer_sets, before.layer_sets, strict=True))
 
 
-class Uncut(Catalog):
+class Uncut(OneKindCatalog):
     """Plans as if stages could not be cut again."""
 
-    def cut_for(
-        self, template: PipelineTemplate, speeds: Sequence[float], holdings: Sequence[Holding], num_microbatches: int
-    ) -> PipelineTemplate:
-        return template
+    def cut_for(self, form: Form, speeds: Sequence[float], holdings: Sequence[Holding], num_microbatches: int) -> Form:
+        return form
 
-    def usual_if_faster(self, template: PipelineTemplate, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
-        return template
+    def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
+        return form
 
 
 @examples(80)
@@ -155,7 +152,8 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
         speeds={node: 1 / factor for node, factor in slow.items()},
         held=None,
     )
-    uncut = reconfigure(Uncut(profile, asked), plan, slowed_down)
+    catalog = Uncut(profile, asked)
+    uncut = reconfigure(catalog, partial(propose_moves, catalog), plan, slowed_down)
     assert decision.predicted_step_s <= uncut.predicted_step_s * (1 + 1e-6)
     # Another planner, which has never seen the plans, decides alike, also about what comes next.
     other = Planner(profile, asked)
@@ -211,7 +209,8 @@ def test_memory_is_kept_to() -> None:
     plan = Planner(roomy, asked).initial_plan(names(4)).plan
     costs = StageCosts(roomy, max_in_flight=16)
     most = max(
-        costs.footprint(4 * index, 4 * index + 4, num_devices=1).static_bytes + 4 * (4 - index) for index in range(4)
+        footprint(costs.profile, 4 * index, 4 * index + 4, num_devices=1).static_bytes + 4 * (4 - index)
+        for index in range(4)
     )
     for memory_bytes, is_cut in ((most, False), (2 * most, True)):
         tight = Planner(uniform_profile(16, memory_bytes=memory_bytes), asked)
@@ -278,7 +277,7 @@ def test_all_stages_of_a_slow_node_with_several_devices_are_smaller(degree: int)
         [make_layer(1.0, device_counts=(1, 2))] * 40, network=make_network(latency_s=0.0, inter=1e12, intra=1e12)
     )
     asked = settings(64, devices_per_node=2 * degree)
-    planner = TensorParallelPlanner(profile, asked, degree)
+    planner = Planner(profile, asked, tensor_parallel=degree)
     plan = planner.initial_plan(names(2)).plan
     decision = planner.reconfigure(plan, slow={"node1": 2.0})
     assert is_sound(decision, plan, planner)
@@ -299,9 +298,9 @@ def kinds(num_layers: int = 40) -> list[NodeKind]:
     ]
 
 
-def mixed_planner(**changes: float | None) -> MixedPlanner:
+def mixed_planner(**changes: float | None) -> Planner:
     kind_of = {node: node[0] for node in ("a0", "a1", "a2", "b0", "b1", "b2", "b3")}
-    return MixedPlanner(kinds(), settings(**changes), kind_of)
+    return Planner(kinds(), settings(**changes), kind_of)
 
 
 def test_stages_on_nodes_of_several_kinds_are_cut_again_too() -> None:
@@ -338,7 +337,7 @@ def test_no_plan_over_kinds_is_slower_than_staying(data: st.DataObject) -> None:
     drawn = data.draw(kinds_of_nodes(max_layers=8, devices=((1, 1), (1, 2))))
     nodes = names(data.draw(st.integers(2, 6)))
     kind_of = {node: drawn[data.draw(st.integers(0, 1))].name for node in nodes}
-    planner = MixedPlanner(drawn, settings(12, num_pipelines=None, fault_threshold=0), kind_of)
+    planner = Planner(drawn, settings(12, num_pipelines=None, fault_threshold=0), kind_of)
     assume(planner.can_hold(nodes))
     plan = planner.initial_plan(nodes).plan
     slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 2.0, 8.0)), min_size=1))

@@ -41,5 +41,5 @@ def test_the_benchmark_makes_profiles_that_need_the_nodes_it_says() -> None:
     models = bench()
     for kind in models.KINDS:
         profile = models.make_profile(kind, 50, 1, smallest=4)
-        catalog = models.Catalog(profile, models.PlannerSettings(num_microbatches=64))
-        assert min(catalog.options(64)) in (4, 5)
+        planner = models.Planner(profile, models.PlannerSettings(num_microbatches=64))
+        assert min(planner.templates(64)) in (4, 5)

@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, Planner, PlannerSettings, Profile
-from oobleck.planner.catalog import Catalog
 from oobleck.planner.instantiation.sizes import reduction_s
+from oobleck.planner.one_kind import OneKindCatalog
 from oobleck.planner.reconfiguration.gather import gather_slow_nodes
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles, uniform_profile
@@ -87,9 +87,8 @@ def test_no_decision_is_slower_than_staying_or_than_leaving_the_slowest_out(
     plan = planner.initial_plan(nodes).plan
     slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 2.0, 8.0))), label="slow")
     decision = planner.reconfigure(plan, slow=slow)
-    catalog = Catalog(profile, asked)
-    catalog.options(len(nodes))
-    same = [(pipeline.template, pipeline.nodes) for pipeline in plan.pipelines]
+    catalog = OneKindCatalog(profile, asked)
+    same = [(catalog.form_of(pipeline), pipeline.nodes) for pipeline in plan.pipelines]
     _, stay_s = catalog.build_plan(same, (), {node: 1 / factor for node, factor in slow.items()})
     assert decision.predicted_step_s <= stay_s * (1 + 1e-6)
     normal = [node for node in nodes if slow.get(node, 1.0) == 1.0]
@@ -124,12 +123,11 @@ def test_no_grouping_of_the_nodes_is_faster_when_stages_are_equal(
     asked = PlannerSettings(
         num_microbatches=num_microbatches, num_pipelines=2, mean_time_to_failure_s=FOREVER_S, fault_threshold=1
     )
-    planner, catalog = Planner(profile, asked), Catalog(profile, asked)
+    planner, catalog = Planner(profile, asked), OneKindCatalog(profile, asked)
     decision = planner.reconfigure(planner.initial_plan(names(6)).plan, slow=dict.fromkeys(slow, factor))
     speeds = dict.fromkeys(slow, 1 / factor)
-    catalog.options(6)
     best_s = min(
-        catalog.build_plan([(catalog.template(size), nodes) for size, nodes in grouping], (), speeds)[1]
+        catalog.build_plan([(catalog.form((size,), (6,)), nodes) for size, nodes in grouping], (), speeds)[1]
         for sizes in ((3, 3), (4, 2), (5, 1), (3, 2), (4, 1), (2, 2), (3, 1), (2, 1), (1, 1))
         for grouping in groupings(names(6), sizes)
     )
@@ -146,10 +144,9 @@ def test_slow_nodes_of_two_pipelines_come_together_where_that_moves_nothing() ->
     ]
     decision = planner.reconfigure(plan, slow={"node1": 1.5, "node2": 1.5})
     assert any({"node1", "node2"} <= set(pipeline.nodes) for pipeline in decision.plan.pipelines)
-    apart_s = Catalog(planner.profile, planner.settings)
-    apart_s.options(6)
-    same = [(pipeline.template, pipeline.nodes) for pipeline in plan.pipelines]
-    assert decision.predicted_step_s < apart_s.build_plan(same, (), {"node1": 1 / 1.5, "node2": 1 / 1.5})[1]
+    catalog = OneKindCatalog(planner.profile, planner.settings)
+    same = [(catalog.form_of(pipeline), pipeline.nodes) for pipeline in plan.pipelines]
+    assert decision.predicted_step_s < catalog.build_plan(same, (), {"node1": 1 / 1.5, "node2": 1 / 1.5})[1]
 
 
 def test_gathering_swaps_equal_positions_first() -> None:

@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, Planner, PlannerSettings, TensorParallelPlanner, WorkerId
+from oobleck.planner import Decision, Planner, PlannerSettings, WorkerId
 from tests.planner.drawing import uniform_profile
 from tests.planner.simple_profiles import make_profile
 
 NODES = tuple(f"n{index}" for index in range(6))
 
 
-def planners(degree: int, groups_per_node: int) -> tuple[TensorParallelPlanner, Planner]:
+def planners(degree: int, groups_per_node: int) -> tuple[Planner, Planner]:
     """One for devices in groups, and one for as many devices as there are groups."""
     profile = make_profile([1.0] * 8)
 
     def settings(devices: int) -> PlannerSettings:
         return PlannerSettings(num_microbatches=12, devices_per_node=devices)
 
-    return TensorParallelPlanner(profile, settings(degree * groups_per_node), degree), Planner(
+    return Planner(profile, settings(degree * groups_per_node), tensor_parallel=degree), Planner(
         profile, settings(groups_per_node)
     )
 
@@ -73,13 +73,13 @@ def test_a_layer_is_held_by_a_group_only_if_every_device_holds_its_share() -> No
 
 def test_devices_that_make_no_whole_groups_are_refused() -> None:
     with pytest.raises(PlanningError, match=r"tensor_parallel is 2.*3 devices"):
-        TensorParallelPlanner(make_profile([1.0] * 8), PlannerSettings(num_microbatches=4, devices_per_node=3), 2)
+        Planner(make_profile([1.0] * 8), PlannerSettings(num_microbatches=4, devices_per_node=3), tensor_parallel=2)
 
 
 def test_the_room_of_a_plan_is_that_of_its_groups() -> None:
     """A device has its own memory, however many share its layers."""
     asked = PlannerSettings(num_microbatches=8, devices_per_node=2, num_pipelines=1)
-    planner = TensorParallelPlanner(uniform_profile(8, memory_bytes=60), asked, 2)
+    planner = Planner(uniform_profile(8, memory_bytes=60), asked, tensor_parallel=2)
     groups = Planner(uniform_profile(8, memory_bytes=120), replace(asked, devices_per_node=1))
     plan, alike = (each.initial_plan(NODES[:2]).plan for each in (planner, groups))
     rooms = [planner.has_room(plan, gradient_copies=copies) for copies in range(8)]

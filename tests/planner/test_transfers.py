@@ -6,8 +6,7 @@ import pytest
 
 from oobleck.errors import Unrecoverable
 from oobleck.planner import WorkerId
-from oobleck.planner.inventory import Holding, Inventory
-from oobleck.planner.transfers import plan_transfers
+from oobleck.planner.inventory import Holding, Inventory, plan_transfers
 
 ALL = frozenset({0, 1})
 NONE: frozenset[int] = frozenset()

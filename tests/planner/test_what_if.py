@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oobleck.errors import OobleckError
 from oobleck.planner import Decision, LayerTransfer, Planner, PlannerSettings, WorkerId
-from oobleck.planner.what_if import LossReport, moved_bytes, transfer_s, what_if_one_is_lost, what_if_two_are_lost
+from oobleck.planner.what_if import LossReport, moved_bytes, transfer_s, what_if_lost
 from tests.examples import examples
 from tests.planner.simple_profiles import make_profile, node_names
 
@@ -41,7 +41,7 @@ def test_every_loss_is_like_the_case_that_stands_for_it(forwards_s, num_nodes, m
         plan = planner.initial_plan(nodes).plan
     except OobleckError:
         return
-    for count, report in ((1, what_if_one_is_lost(planner, plan)), (2, what_if_two_are_lost(planner, plan))):
+    for count, report in ((number, what_if_lost(planner, plan, number)) for number in (1, 2)):
         assert num_losses(report) == comb(num_nodes, count)
         assert not report.is_sample
         expected: Counter[object] = Counter()
@@ -60,7 +60,7 @@ def test_every_loss_is_like_the_case_that_stands_for_it(forwards_s, num_nodes, m
 def test_many_kinds_of_losses_are_sampled_evenly_and_said_to_be():
     planner = Planner(make_profile([1.0] * 12), PlannerSettings(num_microbatches=24, num_pipelines=2))
     plan = planner.initial_plan(node_names(24)).plan
-    report = what_if_two_are_lost(planner, plan, max_cases=10)
+    report = what_if_lost(planner, plan, 2, max_cases=10)
     assert report.is_sample
     assert len(report.cases) == 10
     assert report.num_kinds == comb(12, 2) + comb(13, 2)
@@ -72,7 +72,7 @@ def test_spares_are_lost_as_well():
     planner = Planner(make_profile([1.0, 1.0]), PlannerSettings(num_microbatches=4, num_pipelines=2))
     plan = planner.initial_plan(node_names(7)).plan
     assert len(plan.spares) == 3
-    one, two = what_if_one_is_lost(planner, plan), what_if_two_are_lost(planner, plan)
+    one, two = (what_if_lost(planner, plan, number) for number in (1, 2))
     assert sorted(case.num_alike for case in one.cases) == [2, 2, 3]
     assert num_losses(two) == comb(7, 2)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Planner, PlannerSettings, StageTemplate
-from oobleck.planner.costs import StageCosts
+from oobleck.planner.costs import StageCosts, footprint
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.costs_of_stages import stage_costs
 from oobleck.schedule.forecast import forecast
@@ -28,7 +28,7 @@ def test_costs_are_the_planners_own_told_apart(forwards_s, devices_per_node, num
         for cost, stage, seconds in zip(told_apart, template.stages, costs.stage_seconds(template), strict=True):
             whole = cost.forward_s + cost.backward_s + cost.send_forward_s + cost.send_backward_s
             assert whole == pytest.approx(seconds, rel=1e-9)
-            held = costs.footprint(stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
+            held = footprint(costs.profile, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
             assert (cost.static_bytes, cost.activation_bytes) == (held.static_bytes, held.activation_bytes)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from oobleck.planner import Planner, PlannerSettings, Profile
-from oobleck.planner.what_if import what_if_one_is_lost, what_if_two_are_lost
+from oobleck.planner.what_if import what_if_lost
 from oobleck.schedule.forecast import forecast
 from oobleck.ui.plan_report import PlanReport, TemplateRow, figures_of, plan_report
 from tests.planner.simple_profiles import make_profile, node_names
@@ -30,8 +30,8 @@ def make_report(profile: Profile, num_nodes: int, *, max_cases: int = 64, **sett
             for template in planner.templates(num_nodes).values()
         ),
         losses=(
-            what_if_one_is_lost(planner, decision.plan, max_cases=max_cases),
-            what_if_two_are_lost(planner, decision.plan, max_cases=max_cases),
+            what_if_lost(planner, decision.plan, 1, max_cases=max_cases),
+            what_if_lost(planner, decision.plan, 2, max_cases=max_cases),
         ),
     )
 

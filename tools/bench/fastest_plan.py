@@ -36,9 +36,10 @@ from oobleck.planner import (
     Profile,
     StageTemplate,
 )
-from oobleck.planner.catalog import Catalog
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.instantiation import reduction_s
 from oobleck.planner.makespan import PassTimes, stops_of
+from oobleck.planner.one_kind import OneKindCatalog
 from oobleck.schedule.forecast import forecast
 from tools.bench.planner import KINDS, make_profile
 from tools.smoke import parse_arguments
@@ -101,18 +102,18 @@ def draw_case(seed: int) -> Case | None:
     return Case(profile=profile, settings=settings, num_nodes=num_nodes, plan=decision.plan)
 
 
-def all_cuts(catalog: Catalog, size: int) -> list[PipelineTemplate]:
+def all_cuts(costs: StageCosts, size: int) -> list[PipelineTemplate]:
     """All pipelines of a size that fit."""
     templates = []
-    for cuts in itertools.combinations(range(1, catalog.costs.num_layers), size - 1):
-        stops = (0, *cuts, catalog.costs.num_layers)
+    for cuts in itertools.combinations(range(1, costs.num_layers), size - 1):
+        stops = (0, *cuts, costs.num_layers)
         template = PipelineTemplate(
             stages=tuple(
                 StageTemplate(first_layer=first, stop_layer=stop, node_index=index)
                 for index, (first, stop) in enumerate(itertools.pairwise(stops))
             )
         )
-        if catalog.costs.fits(template):
+        if costs.fits(template):
             templates.append(template)
     return templates
 
@@ -136,12 +137,12 @@ def deal(steps_s: Mapping[int, Sequence[float]], sizes: Sequence[int], num_micro
 
 def best_s(case: Case) -> float:
     """The shortest step of all plans. Each pipeline is cut as is best for its microbatches."""
-    catalog, total = Catalog(case.profile, case.settings), case.settings.num_microbatches
+    catalog, total = OneKindCatalog(case.profile, case.settings), case.settings.num_microbatches
     times = PassTimes(case.profile, (1,))
-    fewest, most = catalog.num_pipelines(case.num_nodes)
+    fewest, most = catalog.num_pipelines((case.num_nodes,))
     steps_s: dict[int, list[float]] = {}
     for size in catalog.options(case.num_nodes):
-        templates = all_cuts(catalog, size)
+        templates = all_cuts(catalog.costs.of[0], size)
         stops = np.concatenate([stops_of(template) for template in templates])
         steps_s[size] = [0.0]
         for count in range(1, total + 1):

@@ -24,8 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
 from oobleck.control.journal import JobStarted, JournalEntry, PlanAdopted, ProfileKnown, StepDone
-from oobleck.planner import ExecutionPlan, Profile, profile_from_json
-from oobleck.planner.node_kind import with_shared_links
+from oobleck.planner import ExecutionPlan, Profile, profile_from_json, with_shared_links
 from oobleck.runtime.journals.journal_reading import follow_journal
 from oobleck.schedule.forecast import forecast
 from tools.smoke import parse_arguments

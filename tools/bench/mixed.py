@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.errors import PlanningError
 from oobleck.planner import (
     ExecutionPlan,
-    MixedPlanner,
     NodeKind,
     Planner,
     PlannerSettings,
@@ -61,23 +60,23 @@ def measure(model: str, per_kind: int, devices_per_node: int) -> str:
     settings = PlannerSettings(num_microbatches=8 * per_kind * devices_per_node)
     kind_of = {f"{name}-{number}": name for name in DEVICES for number in range(per_kind)}
     names = list(kind_of)
-    planner = MixedPlanner(kinds, settings, kind_of)
+    planner = Planner(kinds, settings, kind_of)
     start = time.process_time()
     decision = planner.initial_plan(names)
     planned = time.process_time()
     planner.reconfigure(decision.plan, lost=[decision.plan.nodes[0]])
     decided = time.process_time()
     step_s = decision.predicted_step_s
-    apart = predicted_s(MixedPlanner(kinds, settings, kind_of, mixes=False), names)
+    apart = predicted_s(Planner(kinds, settings, kind_of, mixes=False), names)
     slower = dict.fromkeys(names, DEVICES[-1])
-    alike = predicted_s(MixedPlanner(kinds, settings, slower), names)
+    alike = predicted_s(Planner(kinds, settings, slower), names)
     return (
         f"| {model} | {per_kind} + {per_kind} | {devices_per_node} | {planned - start:.2f} | {decided - planned:.3f} | "
         f"{step_s:.1f} | {compared(apart, step_s)} | {compared(alike, step_s)} |"
     )
 
 
-def predicted_s(planner: MixedPlanner, names: list[str]) -> float | None:
+def predicted_s(planner: Planner, names: list[str]) -> float | None:
     try:
         return planner.initial_plan(names).predicted_step_s
     except PlanningError:
@@ -95,9 +94,9 @@ def measure_kinds(devices: Sequence[str], per_kind: int) -> str:
     settings = PlannerSettings(num_microbatches=16 * per_kind * len(devices), fault_threshold=min(1, per_kind - 1))
     kind_of = {f"{name}-{number}": name for name in devices for number in range(per_kind)}
     began_s = time.process_time()
-    decision = MixedPlanner(kinds, settings, kind_of).initial_plan(list(kind_of))
+    decision = Planner(kinds, settings, kind_of).initial_plan(list(kind_of))
     took_s = time.process_time() - began_s
-    alike = MixedPlanner(kinds, settings, dict.fromkeys(kind_of, devices[-1]))
+    alike = Planner(kinds, settings, dict.fromkeys(kind_of, devices[-1]))
     other_s = predicted_s(alike, list(kind_of))
     where = " + ".join(f"{per_kind} {name}" for name in devices)
     return f"| 50 layers, {where} | {took_s:.2f} | {compared(other_s, decision.predicted_step_s)} |"

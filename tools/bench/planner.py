@@ -33,9 +33,9 @@ from oobleck.planner import (
     estimate_profile,
     model_shape,
 )
-from oobleck.planner.catalog import Catalog
 from oobleck.planner.instantiation import choose_sizes
-from oobleck.planner.templates.paper import find_paper_templates
+from oobleck.planner.one_kind import OneKindCatalog
+from tools.bench.paper_objective import find_paper_templates
 from tools.smoke import parse_arguments
 
 KINDS = ("uniform", "gpt-like", "random")
@@ -223,7 +223,7 @@ def nodes(count: int) -> list[str]:
 
 
 def find_all(profile: Profile, settings: PlannerSettings, num_nodes: int) -> None:
-    Catalog(profile, settings).options(num_nodes)
+    OneKindCatalog(profile, settings).options(num_nodes)
 
 
 def bench_templates(repeats: int, layer_counts: Sequence[int], node_counts: Sequence[int]) -> None:
@@ -271,8 +271,8 @@ def bench_instantiation(repeats: int, node_counts: Sequence[int]) -> None:
             row = []
             for count in node_counts:
                 settings = PlannerSettings(num_microbatches=share * count)
-                catalog = Catalog(make_profile(kind, 50, seed=1, smallest=4), settings)
-                fewest, most = catalog.num_pipelines(count)
+                catalog = OneKindCatalog(make_profile(kind, 50, seed=1, smallest=4), settings)
+                fewest, most = catalog.num_pipelines((count,))
                 choose = partial(
                     choose_sizes,
                     catalog.options(count),

@@ -35,7 +35,6 @@ from oobleck.planner import (
     Decision,
     DeviceProfile,
     LayerProfile,
-    MixedPlanner,
     NetworkProfile,
     NodeKind,
     Planner,
@@ -178,7 +177,7 @@ def _plan_ours(known: Recorded, counts: Mapping[str, int], size: int, width: int
         max_devices_per_stage=width,
         reserved_memory_bytes=RESERVED_BYTES,
     )
-    planner = MixedPlanner(kinds, settings, kind_of) if len(kinds) > 1 else Planner(kinds[0].profile, settings)
+    planner = Planner(kinds, settings, kind_of)
     return Ours(decision=planner.initial_plan(list(kind_of)), microbatch_size=size, kind_of=kind_of)
 
 

@@ -27,7 +27,7 @@ from oobleck.planner import (
     model_shape,
     with_speed,
 )
-from oobleck.planner.catalog import Catalog
+from oobleck.planner.one_kind import OneKindCatalog
 from oobleck.schedule.forecast import forecast
 from tools.smoke import parse_arguments
 
@@ -49,11 +49,10 @@ def row(profile: Profile, num_nodes: int, num_pipelines: int, factor: float) -> 
     settings = PlannerSettings(
         num_microbatches=MICROBATCHES_A_PIPELINE * num_pipelines, num_pipelines=num_pipelines, fault_threshold=0
     )
-    planner, catalog = Planner(profile, settings), Catalog(profile, settings)
-    catalog.options(num_nodes)
+    planner, catalog = Planner(profile, settings), OneKindCatalog(profile, settings)
     usual = planner.initial_plan(nodes)
     victim = usual.plan.pipelines[0].nodes[1]
-    as_it_was = [(pipeline.template, pipeline.nodes) for pipeline in usual.plan.pipelines]
+    as_it_was = [(catalog.form_of(pipeline), pipeline.nodes) for pipeline in usual.plan.pipelines]
     _, divided_s = catalog.build_plan(as_it_was, (), {victim: 1 / factor})
     without_s = planner.initial_plan([node for node in nodes if node != victim]).predicted_step_s
     took_s = []

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from oobleck.control.events import Record, notice
 from oobleck.control.journal import RecoveryDone, ScalingDecided
@@ -22,9 +23,12 @@ from oobleck.control.nodes import Membership
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.steps import Progress
 from oobleck.job import JobSpec
-from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan
+from oobleck.planner import Decision, ExecutionPlan
 
 from .policy import ScalingState, ScalingTarget, scaling_target
+
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
 
 _LOOKS_EVERY_S = (1.0, 60.0)
 """At most and at least so often; between them, as often as a change takes to settle."""
@@ -65,7 +69,7 @@ class Scaling:
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def begin(self, planner: ClusterPlanner, nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
+    def begin(self, planner: Planner, nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
         """Training begins: settle on how many of these nodes. Raises PlanningError.
 
         Nothing is measured yet, so that a deadline is begun with all nodes.
@@ -75,7 +79,7 @@ class Scaling:
             return ()
         return (self._set(first_target(self._job, planner, nodes), len(nodes), now_s),)
 
-    def resting(self, planner: ClusterPlanner, nodes: Sequence[str]) -> tuple[str, ...]:
+    def resting(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
         """Return the nodes without a part in the first plan."""
         return tuple(planner.best_first(nodes)[self._limit(planner, nodes) :])
 
@@ -122,7 +126,7 @@ class Scaling:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def consider(self, planner: ClusterPlanner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
+    def consider(self, planner: Planner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
         """Decide again; returns whether the number of nodes that train is to change now, and what is recorded.
 
         That takes a decision which has not changed its direction for `hysteresis_s`. While nodes leave, nothing is
@@ -147,12 +151,12 @@ class Scaling:
             return False, warnings
         return True, (*warnings, self._set(wanted, len(available), now_s))
 
-    def wants_more(self, planner: ClusterPlanner, num_used: int) -> bool:
+    def wants_more(self, planner: Planner, num_used: int) -> bool:
         """Return whether a node that has come is to train at once, beside `num_used` that do."""
         return self._target is None or num_used < self._limit(planner, self._available)
 
     def choices(
-        self, planner: ClusterPlanner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
+        self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
     ) -> list[tuple[str, ...]]:
         """Return the sets of nodes that may rest; the planner says which of them is best.
 
@@ -178,13 +182,13 @@ class Scaling:
     def _available(self) -> list[str]:
         return [member.spec.name for member in self._members.ready if not member.is_draining]
 
-    def _limit(self, planner: ClusterPlanner, available: Sequence[str]) -> int:
+    def _limit(self, planner: Planner, available: Sequence[str]) -> int:
         """On how many of the available nodes to train: a target from when there were too few is not safe any more."""
         if self._target is None or self._target >= len(available):
             return len(available)
         return max(self._target, planner.fewest_nodes(planner.best_first(available)))
 
-    def _state(self, planner: ClusterPlanner, available: Sequence[str], now_s: float) -> ScalingState:
+    def _state(self, planner: Planner, available: Sequence[str], now_s: float) -> ScalingState:
         changes_s, nodes = self._planned_s or self._forced_s, planner.best_first(available)
         return ScalingState(
             spec=self._spec,
@@ -198,7 +202,7 @@ class Scaling:
             change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
         )
 
-    def _step_s(self, planner: ClusterPlanner, nodes: Sequence[str]) -> float:
+    def _step_s(self, planner: Planner, nodes: Sequence[str]) -> float:
         """What a step takes on so many nodes: as measured where it was, else as predicted and measured elsewhere."""
         timed = self._timed.get(len(nodes), ())
         return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(nodes) * self._ratio
@@ -222,7 +226,7 @@ class Scaling:
         return (notice(now_s, "warning", text),)
 
 
-def first_target(job: JobSpec, planner: ClusterPlanner, nodes: Sequence[str]) -> ScalingTarget:
+def first_target(job: JobSpec, planner: Planner, nodes: Sequence[str]) -> ScalingTarget:
     """Return on how many nodes a job begins that nothing has been measured of. Raises PlanningError.
 
     A deadline is begun with all nodes.

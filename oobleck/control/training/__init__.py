@@ -6,7 +6,7 @@ from oobleck.control.recovery import GiveUp, Phase
 
 from .coordinator import Coordinator
 from .node_lifecycle import NodeLifecycle
-from .planning import check_possible, fixed_schedule, one_kind_planner, planner_for, planner_settings, schedules_for
+from .planning import check_possible, fixed_schedule, planner_for, schedules_for
 from .preparation import misfit_of
 from .replayed_run import Replay, ReplayedRun, ReplayImage
 from .requests import Effect as LifecycleEffect
@@ -29,8 +29,6 @@ __all__ = [
     "finished_text",
     "fixed_schedule",
     "misfit_of",
-    "one_kind_planner",
     "planner_for",
-    "planner_settings",
     "schedules_for",
 ]

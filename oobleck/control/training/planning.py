@@ -7,29 +7,32 @@ from typing import TYPE_CHECKING
 
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec
-from oobleck.planner import ClusterPlanner, ExecutionPlan, NodeKind, PlannerSettings, Profile
+from oobleck.planner import ExecutionPlan, NodeKind, PlannerSettings, Profile
 from oobleck.schedule import ScheduleKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from oobleck.planner import Cutter, Planner
+    from oobleck.planner import Planner
 
 
-def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str]) -> ClusterPlanner:
+def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str] | None = None) -> Planner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
-    `kind_of` names the kind of each node, and may grow. The first call of a process loads numpy, which takes longer
-    than a new master may take to find its nodes.
+    `kind_of` names the kind of each node where there are several, and may grow. The first call of a process loads
+    numpy, which takes longer than a new master may take to find its nodes.
     """
-    from oobleck.planner import MixedPlanner
+    from oobleck.planner import Planner
+    from oobleck.schedule.interleaving import make_cutter
 
-    check_possible(job, kinds=[kind.name for kind in kinds])
-    if len(kinds) > 1:
-        # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
-        by_name = sorted(kinds, key=lambda kind: kind.name)
-        return MixedPlanner(by_name, planner_settings(job, devices_per_node=1), kind_of)
-    return one_kind_planner(job, kinds[0].profile, devices_per_node=kinds[0].devices_per_node)
+    check_possible(job, kinds=[kind.name for kind in kinds], num_layers=kinds[0].profile.num_layers)
+    settings = PlannerSettings(
+        num_microbatches=job.num_microbatches,
+        fault_threshold=job.fault_threshold,
+        num_pipelines=job.num_pipelines,
+    )
+    # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
+    by_name = sorted(kinds, key=lambda kind: kind.name)
+    cutter = make_cutter(fixed_schedule(job), job.num_chunks)
+    return Planner(by_name, settings, kind_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter)
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:
@@ -52,33 +55,6 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
             f"schedule is interleaved, and {nodes}; their pipelines have one chunk a stage: "
             "choose 1f1b, zero-bubble or auto"
         )
-
-
-def one_kind_planner(job: JobSpec, profile: Profile, *, devices_per_node: int) -> Planner:
-    """Return a planner for a job's settings, and for nodes of one kind. Raises PlanningError."""
-    from oobleck.planner import TensorParallelPlanner
-
-    check_possible(job, num_layers=profile.num_layers)
-    settings = planner_settings(job, devices_per_node=devices_per_node)
-    return TensorParallelPlanner(profile, settings, job.tensor_parallel, make_cutter=_cutter_for(job))
-
-
-def planner_settings(job: JobSpec, *, devices_per_node: int) -> PlannerSettings:
-    """Return what a job asks of its planner. Raises PlanningError."""
-    return PlannerSettings(
-        num_microbatches=job.num_microbatches,
-        devices_per_node=devices_per_node,
-        max_devices_per_stage=1,
-        fault_threshold=job.fault_threshold,
-        num_pipelines=job.num_pipelines,
-    )
-
-
-def _cutter_for(job: JobSpec) -> Callable[[Profile], Cutter] | None:
-    """What cuts the pipelines of a job into chunks; None where none is interleaved."""
-    from oobleck.schedule.interleaving import make_cutter
-
-    return make_cutter(fixed_schedule(job), job.num_chunks)
 
 
 def fixed_schedule(job: JobSpec) -> ScheduleKind | None:

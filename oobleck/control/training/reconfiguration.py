@@ -30,7 +30,7 @@ from .planning import schedules_for
 from .requests import Effects
 
 if TYPE_CHECKING:
-    from oobleck.planner import ClusterPlanner
+    from oobleck.planner import Planner
 
 
 class Reconfiguration:
@@ -186,7 +186,7 @@ class Reconfiguration:
         self.generations.begin()
         self._lineage = replace(self._lineage, began_from_scratch=from_scratch)
 
-    def update(self, choice: Choice, planner: ClusterPlanner) -> PlanUpdate:
+    def update(self, choice: Choice, planner: Planner) -> PlanUpdate:
         """Make a choice the newest plan, and return its orders."""
         if choice.goes_back:
             self._lineage = replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
 from oobleck.control.events import Record
@@ -19,7 +20,10 @@ from oobleck.control.recovery import BeginRecovery
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
-from oobleck.planner import ClusterPlanner, Decision, ExecutionPlan, NodeKind, WorkerId
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId
+
+if TYPE_CHECKING:
+    from oobleck.planner import Planner
 
 _WORTH_FORGETTING_S = 1.0
 """A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
@@ -57,7 +61,7 @@ class Replanning:
         scaling: Scaling,
         sharding: Sharding,
         *,
-        make_planner: Callable[[Sequence[NodeKind]], ClusterPlanner],
+        make_planner: Callable[[Sequence[NodeKind]], Planner],
     ) -> None:
         """`make_planner` takes a while, so it is called when the first plan is wanted. It may raise PlanningError."""
         self._members = members
@@ -66,7 +70,7 @@ class Replanning:
         self._sharding = sharding
         self._make_planner = make_planner
         self._kinds: tuple[NodeKind, ...] = ()
-        self._planner: ClusterPlanner | None = None
+        self._planner: Planner | None = None
         self._paces = SpeedTracker()
         self._slow_retry = SlowNodeRetry()
         self._from_s = 0.0
@@ -134,7 +138,7 @@ class Replanning:
         return self._kinds
 
     @property
-    def planner(self) -> ClusterPlanner:
+    def planner(self) -> Planner:
         """Raises PlanningError where the profiles allow none."""
         if self._planner is None:
             assert self._kinds

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .catalog import MixedCatalog
 from .choice import Chooser
-from .kinds import KindCosts, MixedTemplate
-from .planner import MixedPlanner
+from .moves import propose_moves
 from .search import MixedSearch
 
-__all__ = ["Chooser", "KindCosts", "MixedPlanner", "MixedSearch", "MixedTemplate"]
+__all__ = ["Chooser", "MixedCatalog", "MixedSearch", "propose_moves"]

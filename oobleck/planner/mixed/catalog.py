@@ -1,23 +1,22 @@
-"""The pipelines over kinds of nodes that a planner may use, found when asked for and kept."""
+"""The pipelines over several kinds of nodes, by how many nodes of each kind they have."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 from oobleck.errors import PlanningError
-from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate
+from oobleck.plan import PipelineTemplate
+from oobleck.planner.catalog import STILL_FAST, Catalog
 from oobleck.planner.costs import Timing
 from oobleck.planner.formatting import counted, listed
-from oobleck.planner.instantiation import distribute_microbatches, reduction_s
-from oobleck.planner.inventory import Holding, needed_holdings
-from oobleck.planner.node_kind import NodeKind
-from oobleck.planner.settings import PlannerSettings
+from oobleck.planner.instantiation import reduction_s
+from oobleck.planner.kinds import Counts, Form, KindCosts
+from oobleck.planner.values import NodeKind, PlannerSettings
 
-from .choice import Choice, Chooser, Counts
-from .kinds import KindCosts, MixedTemplate
-from .reduction import Reduction, choose_with_reduction
+from .choice import Choice, Chooser
+from .reduction import choose_with_reduction
 from .search import MixedSearch
 
 _FEWEST = 8
@@ -25,22 +24,34 @@ _MOST_TOGETHER = 2_048
 """With more numbers of nodes than these in a pipeline, pipelines have nodes of one kind each."""
 
 
-class MixedCatalog:
-    """All pipelines for some kinds of nodes. The same answers in whatever order they are asked."""
+class MixedCatalog(Catalog):
+    """All pipelines for some kinds of nodes."""
 
-    def __init__(self, kinds: Sequence[NodeKind], settings: PlannerSettings, *, mixes: bool = True) -> None:
-        self.costs = KindCosts(kinds, settings)
-        self.settings = settings
+    def __init__(
+        self, kinds: Sequence[NodeKind], settings: PlannerSettings, kind_of: Mapping[str, str], *, mixes: bool = True
+    ) -> None:
+        super().__init__(KindCosts(kinds, settings))
         self._mixes = mixes
-        self.layer_bytes = self.costs.layer_bytes
-        self.most_devices = max(self.costs.devices)
-        """Holdings of all nodes are as long."""
+        self._kind_of = kind_of
+        self._numbers = {kind.name: number for number, kind in enumerate(kinds)}
         self._searches: dict[Counts, dict[Counts, MixedSearch]] = {}
         self._timings: dict[Counts, dict[Counts, Timing]] = {}
-        self._templates: dict[tuple[Counts, Counts], MixedTemplate] = {}
+        self._forms: dict[tuple[Counts, Counts], Form] = {}
         self._choices: dict[tuple[Counts, int, int, bool, Counts], Choice | None] = {}
-        self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         self._nominal: dict[tuple[int, tuple[int, ...]], tuple[PipelineTemplate, Timing]] = {}
+
+    def kind(self, node: str) -> int:
+        if (name := self._kind_of.get(node)) is None:
+            raise PlanningError(f"node {node} has no kind; kinds are {listed(self._numbers)}")
+        if name not in self._numbers:
+            raise PlanningError(
+                f"node {node} is of kind {name}, which has no profile; there is one of {listed(self._numbers)}"
+            )
+        return self._numbers[name]
+
+    def count(self, nodes: Collection[str]) -> Counts:
+        numbers = Counter(map(self.kind, nodes))
+        return tuple(numbers[kind] for kind in range(len(self._numbers)))
 
     def timings(self, nodes: Counts, total: Counts | None = None) -> Mapping[Counts, Timing]:
         """Return the pipelines that so many nodes of each kind can form, by their nodes, with their step times.
@@ -58,38 +69,49 @@ class MixedCatalog:
             if all(number <= limit for number, limit in zip(counts, nodes, strict=True))
         }
 
-    def template(self, counts: Counts, nodes: Counts) -> MixedTemplate:
-        """Return the pipeline of so many nodes of each kind, in a plan for `nodes` of them."""
-        return self.templates([counts], nodes)[counts]
+    def form(self, counts: Counts, total: Counts) -> Form:
+        return self.forms([counts], total)[counts]
 
-    def templates(self, wanted: Collection[Counts], nodes: Counts) -> dict[Counts, MixedTemplate]:
-        """Return the pipelines of so many nodes of each kind, in a plan for `nodes` of them."""
-        reach = self._reach(nodes)
-        missing = [counts for counts in wanted if (counts, reach) not in self._templates]
+    def forms(self, wanted: Collection[Counts], total: Counts) -> dict[Counts, Form]:
+        """Return the pipelines of so many nodes of each kind, in a plan of `total` of them."""
+        reach = self._reach(total)
+        missing = [counts for counts in wanted if (counts, reach) not in self._forms]
         searches = self._search(reach)
         for search in dict.fromkeys(searches[counts] for counts in missing):
             found = search.templates([counts for counts in missing if searches[counts] is search])
-            self._templates.update(((counts, reach), template) for counts, template in found.items())
-        return {counts: self._templates[counts, reach] for counts in wanted}
+            self._forms.update(((counts, reach), form) for counts, form in found.items())
+        return {counts: self._forms[counts, reach] for counts in wanted}
 
-    def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
-        """Return what each node of a pipeline of that template has to hold."""
-        if id(template) not in self._needed:
-            self._needed[id(template)] = template, needed_holdings(template, self.most_devices)
-        return self._needed[id(template)][1]
+    def best(self, total: Counts) -> tuple[tuple[Counts, ...], float]:
+        fewest, _ = self.num_pipelines(total)
+        exactly = self.settings.num_pipelines is not None
+        choice = self.choose(total, self.settings.num_microbatches, fewest, exactly=exactly)
+        assert choice is not None, "so many pipelines are possible"
+        bytes_of = max(self.reduced_bytes(self.form(counts, total), 0) for counts in choice.pipelines)
+        return choice.pipelines, choice.slowest_s + reduction_s(self.costs.network, bytes_of, len(choice.pipelines))
 
-    def num_pipelines(self, nodes: Counts) -> tuple[int, bool]:
-        """Return the fewest pipelines that so many nodes should have, and whether it has to be as many exactly.
+    def most_pipelines(self, total: Counts) -> int:
+        timings = self.timings(total)
+        return Chooser(timings, self.settings.num_microbatches).most_pipelines(total) if timings else 0
 
-        Raises PlanningError where they cannot hold the model.
-        """
-        timings = self.timings(nodes)
-        most = Chooser(timings, self.settings.num_microbatches).most_pipelines(nodes) if timings else 0
-        if not most:
-            raise PlanningError(self._explain(nodes))
-        if self.settings.num_pipelines is not None:
-            return min(self.settings.num_pipelines, most), True
-        return min(self.settings.fault_threshold + 1, most), False
+    def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
+        """A pipeline that is slowed by some of its nodes may be cut for them: how fast it is without says nothing."""
+        counts, present = self.counts_of(own), self.timings(total)
+        if own.template.num_layers == self.costs.num_layers and self.costs.fits(own):
+            own_s = self.timing(own, None, num_microbatches).step_s(num_microbatches)
+            if (
+                counts not in present
+                or speeds is not None
+                or own_s <= STILL_FAST * present[counts].step_s(num_microbatches)
+            ):
+                return own
+        return self.form(counts, total) if counts in present else own
+
+    def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
+        counts = self.counts_of(form)
+        usual = self.form(counts, total) if counts in self.timings(total) else form
+        own_s, usual_s = (self.timing(each, None, 0).step_s(num_microbatches) for each in (form, usual))
+        return usual if usual.kinds == form.kinds and usual_s < own_s else form
 
     def choose(
         self, nodes: Counts, num_microbatches: int, fewest: int, *, exactly: bool = False, total: Counts | None = None
@@ -100,60 +122,32 @@ class MixedCatalog:
         """
         key = nodes, num_microbatches, fewest, exactly, self._reach(total or nodes)
         if key not in self._choices:
-            timings = self.timings(nodes, total)
+            timings, reach = self.timings(nodes, total), total or nodes
             found = None
             if timings and fewest <= num_microbatches:
-                reduction = self._reduction(total or nodes)
                 found = choose_with_reduction(
-                    timings, num_microbatches, nodes, reduction, fewest=fewest, exactly=exactly
+                    timings,
+                    num_microbatches,
+                    nodes,
+                    self.costs.network,
+                    lambda wanted: {
+                        each: self.reduced_bytes(form, 0) for each, form in self.forms(wanted, reach).items()
+                    },
+                    sum(layer.trained_bytes for layer in self.costs.of[0].profile.layers),
+                    fewest=fewest,
+                    exactly=exactly,
                 )
             self._choices[key] = found
         return self._choices[key]
 
-    def _reduction(self, nodes: Counts) -> Reduction:
-        """Return what pipelines in a plan for so many nodes reduce."""
-        costs = self.costs.of[0]  # what a layer's parameters take is the same on all kinds
-        return Reduction(
-            bytes_of=lambda wanted: {
-                counts: costs.reduced_bytes(mixed.template) for counts, mixed in self.templates(wanted, nodes).items()
-            },
-            all_bytes=sum(layer.trained_bytes for layer in costs.profile.layers),
-            seconds=partial(reduction_s, self.costs.network),
-        )
-
-    def timing(self, mixed: MixedTemplate, speeds: Sequence[float] = ()) -> Timing:
+    def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         """Return the step times of a pipeline; its nominal ones are found once."""
-        if any(speed != 1.0 for speed in speeds):
-            return self.costs.timing(mixed, speeds)
-        key = id(mixed.template), mixed.kinds
+        if speeds is not None:
+            return self.costs.timing(form, speeds)
+        key = id(form.template), form.kinds
         if key not in self._nominal:
-            self._nominal[key] = mixed.template, self.costs.timing(mixed)
+            self._nominal[key] = form.template, self.costs.timing(form)
         return self._nominal[key][1]
-
-    def build_plan(
-        self,
-        pipelines: Sequence[tuple[MixedTemplate, Sequence[str]]],
-        spares: Sequence[str],
-        speeds: Mapping[str, float],
-    ) -> tuple[ExecutionPlan, float]:
-        """Return the plan of pipelines given as (template, nodes), and the seconds of its step at the given speeds."""
-        timings = [self.timing(mixed, [speeds.get(node, 1.0) for node in nodes]) for mixed, nodes in pipelines]
-        counts = distribute_microbatches(timings, self.settings.num_microbatches)
-        slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        plan = ExecutionPlan(
-            pipelines=tuple(
-                Pipeline(template=mixed.template, nodes=tuple(nodes), num_microbatches=count)
-                for (mixed, nodes), count in zip(pipelines, counts, strict=True)
-            ),
-            spares=tuple(spares),
-        )
-        return plan, slowest_s + self.reduction_s([mixed.template for mixed, _ in pipelines])
-
-    def reduction_s(self, templates: Sequence[PipelineTemplate]) -> float:
-        """Return the seconds in which pipelines of these templates reduce their gradients."""
-        # What a layer's parameters take is the same on all kinds.
-        reduced_bytes = max(self.costs.of[0].reduced_bytes(template) for template in templates)
-        return reduction_s(self.costs.network, reduced_bytes, len(templates))
 
     def _reach(self, nodes: Counts) -> Counts:
         """Return the most nodes of each kind in a pipeline: powers of two, so that a few nodes more change nothing."""
@@ -174,14 +168,13 @@ class MixedCatalog:
             self._searches[reach] = {counts: search for search in searches for counts in search.counts()}
         return self._searches[reach]
 
-    def _explain(self, nodes: Counts) -> str:
-        """Say why so many nodes cannot hold the model."""
+    def explain(self, total: Counts) -> str:
         there = listed(
             f"{counted(number, 'node')} of {kind.devices_per_node} × {kind.name}"
-            for number, kind in zip(nodes, self.costs.kinds, strict=True)
+            for number, kind in zip(total, self.costs.kinds, strict=True)
             if number
         )
         for index, layer in enumerate(self.costs.kinds[0].profile.layers):
-            if not any(most[index, index + 1] >= 1 for most in self.costs.most_in_flight):
+            if not any(costs.most_in_flight(1)[index, index + 1] >= 1 for costs in self.costs.of):
                 return f"layer {index} ({layer.name}) fits on a device of no kind: more memory is needed than any has"
         return f"{there} cannot hold the model; add nodes, or take smaller microbatches"

@@ -18,11 +18,7 @@ from numpy.typing import NDArray
 
 from oobleck.planner.costs import Floats, Timing
 from oobleck.planner.instantiation import distribute_microbatches
-
-from .indexing import at
-
-Counts = tuple[int, ...]
-"""Nodes of each kind."""
+from oobleck.planner.kinds import Counts
 
 Ints = NDArray[np.int64]
 
@@ -235,6 +231,11 @@ class _Knapsack:
                 if before >= 0 and self.values[(before, *rest)] + worth == value:
                     return before, rest, tuple(item)
         raise AssertionError("a value is that of some pipelines")
+
+
+def at(*parts: int | slice) -> tuple[int | slice, ...]:
+    """Return an index of an array whose number of axes is that of the kinds: `array[at(0, *counts)]`."""
+    return parts
 
 
 def _undominated(items: Ints, values: Floats, nodes: Counts) -> tuple[Ints, Floats]:

@@ -11,11 +11,14 @@ Exact for few nodes, within as many rounds as it takes. For many nodes the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from oobleck.planner.costs import Timing
+from oobleck.planner.instantiation import reduction_s
+from oobleck.planner.kinds import Counts
+from oobleck.planner.profiles import NetworkProfile
 
-from .choice import Choice, Chooser, Counts
+from .choice import Choice, Chooser
 
 _MOST_CUTS = 12
 """Times that pipelines are left out, for each number of pipelines."""
@@ -25,68 +28,45 @@ _MOST_STATES = 1 << 7
 """With more numbers of nodes than these, numbers of pipelines are not looked at one by one."""
 
 
-class Reduction:
-    """What pipelines have to reduce, by their nodes of each kind."""
-
-    def __init__(
-        self,
-        bytes_of: Callable[[Collection[Counts]], Mapping[Counts, int]],
-        all_bytes: int,
-        seconds: Callable[[int, int], float],
-    ) -> None:
-        """`bytes_of` are the most of a node, which takes long to find out, and `all_bytes` those of the whole model.
-
-        `seconds` says how long it takes to reduce so many bytes a node among so many pipelines.
-        """
-        self._bytes_of = bytes_of
-        self._all_bytes = all_bytes
-        self._seconds = seconds
-        self._known: dict[Counts, int] = {}
-
-    def of(self, pipelines: Sequence[Counts]) -> tuple[int, float]:
-        """Return the most bytes of a node, and the seconds of the reduction."""
-        self._known.update(self._bytes_of([counts for counts in set(pipelines) if counts not in self._known]))
-        most = max(self._known[counts] for counts in pipelines)
-        return most, self._seconds(most, len(pipelines))
-
-    def at_least(self, counts: Counts) -> int:
-        """Return the bytes that a pipeline's largest node has at least."""
-        return self._known.get(counts, self._all_bytes // sum(counts))
-
-    def least_s(self, nodes: Counts, num_pipelines: int) -> float:
-        """Return the least seconds of a reduction among so many pipelines or more: the smallest has few nodes."""
-        return self._seconds(self._all_bytes * num_pipelines // sum(nodes), num_pipelines)
-
-
 def choose_with_reduction(
     timings: Mapping[Counts, Timing],
     num_microbatches: int,
     nodes: Counts,
-    reduction: Reduction,
+    network: NetworkProfile,
+    bytes_of: Callable[[Collection[Counts]], Mapping[Counts, int]],
+    all_bytes: int,
     *,
     fewest: int,
     exactly: bool,
 ) -> Choice | None:
     """Return the pipelines of at most so many nodes with the shortest step; None where there are too few.
 
-    At least `fewest` pipelines, or exactly as many.
+    At least `fewest` pipelines, or exactly as many. `bytes_of` are the most that a node of each pipeline reduces, which
+    takes long to find out, and `all_bytes` what the whole model has.
     """
     best: Choice | None = None
     best_s = fastest_s = math.inf
+    known: dict[Counts, int] = {}
     for number, is_fixed in _numbers(timings, num_microbatches, nodes, fewest, exactly):
         usable, least_s = timings, 0.0 if best is None else fastest_s
-        below_s = best_s - reduction.least_s(nodes, number)
+        # Of so many pipelines or more, the smallest has few nodes.
+        least_reduction_s = reduction_s(network, all_bytes * number // sum(nodes), number)
         for _ in range(_MOST_CUTS):
-            chooser = Chooser(usable, num_microbatches)
+            chooser, below_s = Chooser(usable, num_microbatches), best_s - least_reduction_s
             found = chooser.choose(nodes, fewest=number, exactly=is_fixed, least_s=least_s, below_s=below_s)
             if found is None:
                 break
             least_s, fastest_s = found.slowest_s, min(fastest_s, found.slowest_s)
-            most, reduction_s = reduction.of(found.pipelines)
-            if found.slowest_s + reduction_s < best_s:
-                best, best_s = found, found.slowest_s + reduction_s
-                below_s = best_s - reduction.least_s(nodes, number)
-            usable = {counts: timing for counts, timing in usable.items() if reduction.at_least(counts) < most}
+            known.update(bytes_of([counts for counts in set(found.pipelines) if counts not in known]))
+            most = max(known[counts] for counts in found.pipelines)
+            step_s = found.slowest_s + reduction_s(network, most, len(found.pipelines))
+            if step_s < best_s:
+                best, best_s = found, step_s
+            usable = {
+                counts: timing
+                for counts, timing in usable.items()
+                if known.get(counts, all_bytes // sum(counts)) < most
+            }
             if not usable:
                 break
     return best

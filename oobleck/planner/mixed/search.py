@@ -21,20 +21,16 @@ from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate, StageTemplate
 from oobleck.planner.costs import Floats, Timing
+from oobleck.planner.kinds import Counts, Form, KindCosts
 
-from .indexing import at
-from .kinds import KindCosts, MixedTemplate
+from .choice import Ints, at
 
 _COARSE = 24
 """Bounds that are tried first, to know a good pipeline for all numbers of nodes."""
 _CHUNK = 64
-"""Bounds tried together."""
 _EQUAL = 1e-12
 
-Ints = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
-_Counts = tuple[int, ...]
-"""Nodes of each kind."""
 _Mode = tuple[int, int]
 """A kind and how many devices of its first node a suffix uses; (0, 0) where all its nodes are full."""
 _FULL: _Mode = (0, 0)
@@ -78,22 +74,22 @@ class MixedSearch:
         self._bound = np.full(self._shape, np.nan)
         self._find()
 
-    def counts(self) -> list[_Counts]:
+    def counts(self) -> list[Counts]:
         """Return the numbers of nodes of each kind for which there is a pipeline, sorted."""
         return [tuple(int(number) for number in counts) for counts in np.argwhere(np.isfinite(self._best))]
 
-    def timing(self, counts: _Counts) -> Timing:
+    def timing(self, counts: Counts) -> Timing:
         """Return the step times of the pipeline for so many nodes of each kind."""
         bound, rounds = float(self._bound[counts]), int(self._rounds[counts])
         if not rounds:
             return self._costs.timing(self.template(counts))
         return Timing(first_s=float(self._best[counts]) - rounds * bound, next_s=bound)
 
-    def template(self, counts: _Counts) -> MixedTemplate:
+    def template(self, counts: Counts) -> Form:
         """Return the pipeline for so many nodes of each kind."""
         return self.templates([counts])[counts]
 
-    def templates(self, wanted: Sequence[_Counts]) -> dict[_Counts, MixedTemplate]:
+    def templates(self, wanted: Sequence[Counts]) -> dict[Counts, Form]:
         """Return the pipelines for so many nodes of each kind: several take little longer than one."""
         bounds = np.unique([self._bound[counts] for counts in wanted])
         run = _Run(self._stages, bounds)
@@ -208,16 +204,16 @@ class _Run:
                 np.minimum(best, values, out=best)
 
     def _fits_everywhere(self, kind: int, first: int, stop: int) -> bool:
-        most = self._costs.most_in_flight[kind][first, stop]
+        most = self._costs.of[kind].most_in_flight(1)[first, stop]
         return bool(most >= self._costs.of[kind].in_flight(self._deepest))
 
     def _fits(self, kind: int, source: _Mode, first: int, stop: int) -> _Flags:
         """Return for which suffixes a stage before them holds the microbatches that it has in flight."""
         in_flight = np.minimum(self._depth + source[1] + 1, self._costs.of[kind].max_in_flight)
-        fits: _Flags = in_flight <= self._costs.most_in_flight[kind][first, stop]
+        fits: _Flags = in_flight <= self._costs.of[kind].most_in_flight(1)[first, stop]
         return fits
 
-    def template(self, counts: _Counts, bound: int) -> MixedTemplate:
+    def template(self, counts: Counts, bound: int) -> Form:
         """Return the pipeline behind the least sum under the bound of an index, from the first stage to the last."""
         stages: list[StageTemplate] = []
         kinds: list[int] = []
@@ -231,9 +227,9 @@ class _Run:
                 StageTemplate(first_layer=first, stop_layer=stop, node_index=len(kinds) - 1, first_device=device)
             )
             first, mode, left = stop, source, before
-        return MixedTemplate(template=PipelineTemplate(stages=tuple(stages)), kinds=tuple(kinds))
+        return Form(template=PipelineTemplate(stages=tuple(stages)), kinds=tuple(kinds))
 
-    def _step_back(self, first: int, mode: _Mode, counts: _Counts, bound: int) -> tuple[int, int, _Mode, _Counts]:
+    def _step_back(self, first: int, mode: _Mode, counts: Counts, bound: int) -> tuple[int, int, _Mode, Counts]:
         """Return the stage that makes the best suffix, and the suffix after it; the longest stage of equal ones."""
         value = self.suffixes[mode][at(first, bound, *counts)]
         for stop, step in product(range(self._costs.num_layers, first, -1), self._steps):

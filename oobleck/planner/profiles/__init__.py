@@ -11,7 +11,6 @@ from .devices import (
     sheet_of_product,
 )
 from .estimate import estimate_profile
-from .flops import training_flops
 from .links import LINKS, LINKS_IN_WORDS, LinkSpeed, fit_link, link_from_json, link_to_json, median_link
 from .profile import (
     DeviceProfile,
@@ -21,8 +20,9 @@ from .profile import (
     SplitBackward,
     profile_from_json,
     profile_to_json,
+    with_speed,
 )
-from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config
+from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config, training_flops
 
 __all__ = [
     "ASSUMED_COMMUNICATION_BYTES",
@@ -51,4 +51,5 @@ __all__ = [
     "shape_from_config",
     "sheet_of_product",
     "training_flops",
+    "with_speed",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError, shown
-from oobleck.json_table import parse_json
+from oobleck.json_table import JsonTable, parse_json
 
 from .profile import NetworkProfile
 
@@ -65,58 +65,32 @@ class DeviceSheet:
         )
 
 
-KNOWN_DEVICES: Mapping[str, DeviceSheet] = {
-    sheet.name.lower(): sheet
-    for sheet in (
-        DeviceSheet(
-            name="A40",
-            memory_bytes=48 * 10**9,
-            memory_bytes_per_s=696e9,
-            float32_flops=37.4e12,
-            bfloat16_flops=149.7e12,
-            intra_node_bytes_per_s=3.2e10,
-        ),
-        DeviceSheet(
-            name="A100",
-            memory_bytes=80 * 10**9,
-            memory_bytes_per_s=2.039e12,
-            float32_flops=19.5e12,
-            bfloat16_flops=312e12,
-            intra_node_bytes_per_s=3e11,
-        ),
-        DeviceSheet(
-            name="H100",
-            memory_bytes=80 * 10**9,
-            memory_bytes_per_s=3.35e12,
-            float32_flops=67e12,
-            bfloat16_flops=989.4e12,
-            intra_node_bytes_per_s=4.5e11,
-            inter_node_bytes_per_s=5e10,
-        ),
-        DeviceSheet(
-            name="H200",
-            memory_bytes=141 * 10**9,
-            memory_bytes_per_s=4.8e12,
-            float32_flops=67e12,
-            bfloat16_flops=989.4e12,
-            intra_node_bytes_per_s=4.5e11,
-            inter_node_bytes_per_s=5e10,
-        ),
-        # One server core with 256-bit vectors (2 × 8 fused multiply-adds a cycle at 3 GHz) and its share of memory.
-        DeviceSheet(
-            name="CPU",
-            memory_bytes=8 * 10**9,
-            memory_bytes_per_s=1e10,
-            float32_flops=96e9,
-            bfloat16_flops=96e9,
-            intra_node_bytes_per_s=5e9,
-            inter_node_bytes_per_s=1.25e9,
-            inter_node_latency_s=5e-5,
-            is_host=True,
-        ),
+def _sheet(
+    name: str, memory_gb: int, memory_rate: float, f32: float, bf16: float, inside: float, outside: float = 2.5e10
+) -> DeviceSheet:
+    return DeviceSheet(
+        name=name,
+        memory_bytes=memory_gb * 10**9,
+        memory_bytes_per_s=memory_rate,
+        float32_flops=f32,
+        bfloat16_flops=bf16,
+        intra_node_bytes_per_s=inside,
+        inter_node_bytes_per_s=outside,
     )
-}
-"""By lower-case name."""
+
+
+_A100 = _sheet("A100", 80, 2.039e12, 19.5e12, 312e12, 3e11)
+_H100 = _sheet("H100", 80, 3.35e12, 67e12, 989.4e12, 4.5e11, 5e10)
+_SHEETS = (
+    _sheet("A40", 48, 696e9, 37.4e12, 149.7e12, 3.2e10),
+    _A100,
+    _H100,
+    replace(_H100, name="H200", memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12),
+    # One server core with 256-bit vectors (2 × 8 fused multiply-adds a cycle at 3 GHz) and its share of memory.
+    replace(_sheet("CPU", 8, 1e10, 96e9, 96e9, 5e9, 1.25e9), inter_node_latency_s=5e-5, is_host=True),
+)
+KNOWN_DEVICES: Mapping[str, DeviceSheet] = {sheet.name.lower(): sheet for sheet in _SHEETS}
+"""Keyed by lower-case name."""
 
 
 def device_sheet(name: str) -> DeviceSheet:
@@ -139,7 +113,6 @@ def sheet_of_product(name: str) -> DeviceSheet | None:
     return next((sheet for pattern, sheet in _PRODUCTS if re.search(rf"\b{pattern}", name)), None)
 
 
-_A100, _H100 = device_sheet("A100"), device_sheet("H100")
 _PRODUCTS = (
     (r"A40(?![\w-])", device_sheet("A40")),
     ("A100 80GB PCIe", replace(_A100, memory_bytes_per_s=1.935e12)),
@@ -155,26 +128,15 @@ _PRODUCTS = (
 
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
     """Read a data sheet with the field names of `DeviceSheet`; ConfigError names the field that is wrong."""
+    names = [field.name for field in fields(DeviceSheet) if field.name != "is_host"]
+    required = [name for name in names if "latency" not in name and name != "inter_node_bytes_per_s"]
     try:
         document = parse_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{source}: must be an object, not {type(document).__name__}")
-    known = [field.name for field in fields(DeviceSheet) if field.name != "is_host"]
-    for key, value in document.items():
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{source}: unknown key {key!r}; did you mean {near!r}?")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number == (key == "name") or (key == "name" and not isinstance(value, str)):
-            raise ConfigError(
-                f"{source}: {key} is {shown(value)}; it must be {'text' if key == 'name' else 'a number'}"
-            )
-    required = [name for name in known if "latency" not in name and name != "inter_node_bytes_per_s"]
-    if missing := [name for name in required if name not in document]:
-        raise ConfigError(f"{source}: {missing[0]} is missing")
-    try:
+        table = JsonTable(document, "the sheet")
+        table.check_keys(required, names)
+        for key in table.items:
+            (table.text if key == "name" else table.number)(key)
+        assert isinstance(document, dict), "a table is made of nothing else"
         return DeviceSheet(**document)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

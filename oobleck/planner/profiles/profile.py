@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
@@ -21,6 +21,7 @@ PROFILE_VERSION = 1
 
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
 _GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
+_BYTES_KEYS = ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
 _OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
 
 _MAX_LAYERS = 1_024
@@ -90,7 +91,7 @@ class LayerProfile:
                 _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
             raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
-        for field_name in ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes", *_OPTIONAL_KEYS):
+        for field_name in (*_BYTES_KEYS, *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
         _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
 
@@ -194,30 +195,45 @@ class Profile:
         return len(self.layers)
 
 
+def with_speed(profile: Profile, speed: float) -> Profile:
+    """Return the profile of a node that computes at another speed: 0.5 takes twice as long, also in split passes."""
+    return replace(
+        profile,
+        layers=tuple(
+            replace(
+                layer,
+                forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
+                backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
+                split=layer.split
+                and replace(
+                    layer.split, **{key: getattr(layer.split, key) / speed for key in _SPLIT_KEYS if key.endswith("_s")}
+                ),
+            )
+            for layer in profile.layers
+        ),
+    )
+
+
 def profile_to_json(profile: Profile) -> str:
     """Return the profile as the text of a profile file; `profile_from_json` is the inverse."""
     document = {
-        "version": profile.version,
-        "model": profile.model,
-        "microbatch_size": profile.microbatch_size,
-        "sequence_length": profile.sequence_length,
-        "estimated": profile.estimated,
+        **{
+            key: getattr(profile, key)
+            for key in ("version", "model", "microbatch_size", "sequence_length", "estimated")
+        },
         "layers": [
             {
                 "name": layer.name,
                 "forward_s": {str(count): layer.forward_s[count] for count in sorted(layer.forward_s)},
                 "backward_s": {str(count): layer.backward_s[count] for count in sorted(layer.backward_s)},
-                "param_bytes": layer.param_bytes,
-                "optimizer_bytes": layer.optimizer_bytes,
-                "activation_bytes": layer.activation_bytes,
-                "output_bytes": layer.output_bytes,
-                **_split_table(layer.split),
+                **{key: getattr(layer, key) for key in _BYTES_KEYS},
+                **({} if layer.split is None else {"split": asdict(layer.split)}),
                 **{key: value for key in _OPTIONAL_KEYS if (value := getattr(layer, key))},
             }
             for layer in profile.layers
         ],
-        "device": _device_table(profile.device),
-        "network": _network_table(profile.network),
+        "device": {key: value for key, value in asdict(profile.device).items() if value != 0},
+        "network": {key: value for key, value in asdict(profile.network).items() if value != ()},
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -234,21 +250,8 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
         raise ConfigError(f"{source}: {error}") from None
 
 
-_LAYER_KEYS = (
-    "name",
-    "forward_s",
-    "backward_s",
-    "param_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "output_bytes",
-)
-_NETWORK_KEYS = (
-    "inter_node_bytes_per_s",
-    "inter_node_latency_s",
-    "intra_node_bytes_per_s",
-    "intra_node_latency_s",
-)
+_LAYER_KEYS = ("name", "forward_s", "backward_s", *_BYTES_KEYS)
+_NETWORK_KEYS = tuple(f"{link}_{what}" for link in LINKS for what in ("bytes_per_s", "latency_s"))
 _PROFILE_KEYS = ("version", "model", "microbatch_size", "sequence_length", "layers", "device", "network")
 
 
@@ -286,10 +289,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
         backward_s=_read_seconds(table.table("backward_s")),
-        param_bytes=table.integer("param_bytes"),
-        optimizer_bytes=table.integer("optimizer_bytes"),
-        activation_bytes=table.integer("activation_bytes"),
-        output_bytes=table.integer("output_bytes"),
+        **{key: table.integer(key) for key in _BYTES_KEYS},
         split=_read_split(table.table("split")) if "split" in table.items else None,
         **{key: _integer_or_0(table, key) for key in _OPTIONAL_KEYS},
     )
@@ -299,28 +299,10 @@ def _integer_or_0(table: JsonTable, key: str) -> int:
     return table.integer(key) if key in table.items else 0
 
 
-def _network_table(network: NetworkProfile) -> dict[str, float | list[str]]:
-    numbers = {name: getattr(network, name) for name in _NETWORK_KEYS}
-    return {**numbers, **({"assumed": list(network.assumed)} if network.assumed else {})}
-
-
-def _device_table(device: DeviceProfile) -> dict[str, str | int]:
-    held = {"communication_bytes": device.communication_bytes} if device.communication_bytes else {}
-    return {"name": device.name, "memory_bytes": device.memory_bytes, **held}
-
-
-def _split_table(split: SplitBackward | None) -> dict[str, dict[str, float]]:
-    return {} if split is None else {"split": {key: getattr(split, key) for key in _SPLIT_KEYS}}
-
-
 def _read_split(table: JsonTable) -> SplitBackward:
     table.check_keys(_SPLIT_KEYS)
-    return SplitBackward(
-        forward_s=table.number("forward_s"),
-        backward_input_s=table.number("backward_input_s"),
-        backward_weight_s=table.number("backward_weight_s"),
-        kept_bytes=table.integer("kept_bytes"),
-    )
+    seconds = {key: table.number(key) for key in _SPLIT_KEYS if key.endswith("_s")}
+    return SplitBackward(**seconds, kept_bytes=table.integer("kept_bytes"))
 
 
 def _read_seconds(table: JsonTable) -> dict[int, float]:

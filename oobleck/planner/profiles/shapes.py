@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from oobleck.errors import ConfigError
@@ -65,6 +65,19 @@ class ModelShape:
         return self.embedding_params + self.num_blocks * self.block_params + self.head_params - tied
 
 
+def training_flops(shape: ModelShape, *, num_samples: int, sequence_length: int) -> float:
+    """Count the operations of forward and backward passes over so many samples, none of them done twice.
+
+    Matrix products take 2 operations a parameter and token, attention 4 · length · hidden a token and block; the
+    backward pass takes twice as many (Narayanan et al. 2021, appendix; causal masks are not exploited).
+    Recomputed activations do not count, so that the share of a device's peak is one of useful work.
+    """
+    tokens = num_samples * sequence_length
+    block = 2 * shape.block_params + 4 * sequence_length * shape.hidden_size
+    head = 2 * shape.vocab_size * shape.hidden_size
+    return 3.0 * tokens * (shape.num_blocks * block + head)
+
+
 def _gpt(name: str, hidden_size: int, num_blocks: int, num_heads: int, num_positions: int = 2048) -> ModelShape:
     return ModelShape(
         name=name,
@@ -95,16 +108,7 @@ KNOWN_MODELS: Mapping[str, ModelShape] = {
         _gpt("gpt3-13b", 5120, 40, 40),
         _gpt("gpt3-175b", 12288, 96, 96),
         # Devlin et al. 2019; the two token types count as positions.
-        ModelShape(
-            name="bert-large",
-            hidden_size=1024,
-            num_blocks=24,
-            num_heads=16,
-            vocab_size=30522,
-            num_positions=514,
-            feed_forward_size=4096,
-            num_kv_heads=16,
-        ),
+        replace(_gpt("bert-large", 1024, 24, 16, 514), vocab_size=30522),
     )
 }
 

@@ -32,37 +32,25 @@ def gather_slow_nodes(
     by_number = sorted(range(len(pipelines)), key=lambda i: (-numbers[i], len(pipelines[i]), i))
     by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))
     every = [_hosts(order, pipelines, sum(numbers)) for order in (by_number, by_size)]
-    for hosts in every if every[0] != every[1] else every[:1]:
-        if (gathered := _gather(hosts, pipelines, needed, slow, holdings, layer_bytes)) is not None:
-            yield gathered
 
-
-def _gather(
-    hosts: Collection[int],
-    pipelines: Sequence[Sequence[str]],
-    needed: Sequence[Sequence[Holding]],
-    slow: Collection[str],
-    holdings: Mapping[str, Holding],
-    layer_bytes: Sequence[int],
-) -> list[tuple[str, ...]] | None:
-    spots = [(index, position) for index, nodes in enumerate(pipelines) for position in range(len(nodes))]
-    outside = [spot for spot in spots if spot[0] not in hosts and pipelines[spot[0]][spot[1]] in slow]
-    inside = [spot for spot in spots if spot[0] in hosts and pipelines[spot[0]][spot[1]] not in slow]
-    if not 0 < len(outside) <= _MOST_GATHERED:
-        return None
-    gathered = [list(nodes) for nodes in pipelines]
-
-    def swapped_bytes(a: _Spot, b: _Spot) -> int:
+    def swapped_bytes(a: _Spot, b: _Spot, gathered: Sequence[Sequence[str]]) -> int:
         there, here = holdings[gathered[b[0]][b[1]]], holdings[gathered[a[0]][a[1]]]
         return missing_bytes(needed[a[0]][a[1]], there, layer_bytes) + missing_bytes(
             needed[b[0]][b[1]], here, layer_bytes
         )
 
-    for a in outside:
-        b = min(inside, key=lambda spot: (swapped_bytes(a, spot), spot))
-        inside.remove(b)
-        gathered[a[0]][a[1]], gathered[b[0]][b[1]] = gathered[b[0]][b[1]], gathered[a[0]][a[1]]
-    return [tuple(nodes) for nodes in gathered]
+    spots = [(index, position) for index, nodes in enumerate(pipelines) for position in range(len(nodes))]
+    for hosts in every if every[0] != every[1] else every[:1]:
+        outside = [spot for spot in spots if spot[0] not in hosts and pipelines[spot[0]][spot[1]] in slow]
+        inside = [spot for spot in spots if spot[0] in hosts and pipelines[spot[0]][spot[1]] not in slow]
+        if not 0 < len(outside) <= _MOST_GATHERED:
+            continue
+        gathered = [list(nodes) for nodes in pipelines]
+        for a in outside:
+            b = min(inside, key=lambda spot: (swapped_bytes(a, spot, gathered), spot))
+            inside.remove(b)
+            gathered[a[0]][a[1]], gathered[b[0]][b[1]] = gathered[b[0]][b[1]], gathered[a[0]][a[1]]
+        yield [tuple(nodes) for nodes in gathered]
 
 
 def _hosts(order: Sequence[int], pipelines: Sequence[Sequence[str]], num_slow: int) -> set[int]:

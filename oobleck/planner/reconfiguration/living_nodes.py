@@ -1,20 +1,31 @@
-"""What is left of a plan's nodes after losses and joins."""
+"""What has happened to the nodes of a plan, and what is left of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.plan import ExecutionPlan, WorkerId
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
 from oobleck.planner.profiles import NetworkProfile
 
-from .changes import Changes
-
 _SLOW_VARIANTS = 3
 """Leaving out the slowest nodes is tried for this many lowest speeds."""
 _NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a plan is reconfigured for; see `Planner.reconfigure`."""
+
+    lost: Collection[str]
+    joined: Collection[str]
+    leaving: Collection[str]
+    resting: Collection[str]
+    speeds: Mapping[str, float]
+    """0.5 for a node that takes twice as long as in the profile; 1.0 for those not named."""
+    held: Mapping[WorkerId, frozenset[int]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from oobleck.plan import ExecutionPlan, LayerTransfer
 from oobleck.planner.formatting import counted, listed, named
 
-from .changes import Changes
-from .living_nodes import LivingNodes
+from .living_nodes import Changes, LivingNodes
 
 UNCHANGED = "the pipelines stay as they are"
 """What a move does that changes none of them."""

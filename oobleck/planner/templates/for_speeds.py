@@ -89,7 +89,6 @@ class _Search:
         """The share of all bytes that a stage would have to receive."""
         layer_bytes = [layer.state_bytes for layer in costs[0].profile.layers]
         total = max(1, sum(layer_bytes)) * len(stages)
-        most_in_flight: dict[tuple[int, int], Floats] = {}
         for index, stage in enumerate(stages):
             own = costs[stage.node_index]
             seconds = own.seconds(
@@ -98,10 +97,7 @@ class _Search:
                 right_same_node=index + 1 < len(stages) and stages[index + 1].node_index == stage.node_index,
                 speed=speeds[stage.node_index],
             )
-            key = id(own), stage.num_devices
-            if key not in most_in_flight:
-                most_in_flight[key] = own.most_in_flight(stage.num_devices)
-            seconds[most_in_flight[key] < own.in_flight(len(stages) - index)] = np.inf
+            seconds[own.most_in_flight(stage.num_devices) < own.in_flight(len(stages) - index)] = np.inf
             self._seconds.append(seconds)
             held = holdings[stage.node_index]
             layers = held[stage.first_device] if stage.first_device < len(held) else frozenset()

@@ -12,7 +12,7 @@ from itertools import combinations, product
 import numpy as np
 
 from oobleck.plan import PipelineTemplate, StageTemplate
-from oobleck.planner.costs import Floats, StageCosts
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 
 MOST_STAGES = 12
@@ -27,7 +27,6 @@ class Recut:
 
     def __init__(self, costs: StageCosts, times: PassTimes) -> None:
         self._costs, self._times = costs, times
-        self._most_in_flight: dict[int, Floats] = {}
 
     def best(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the fastest template that the descent finds for steps of so many microbatches.
@@ -54,10 +53,7 @@ class Recut:
         stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
         fits = np.ones(len(stops), dtype=bool)
         for index, stage in enumerate(template.stages):
-            count = stage.num_devices
-            if count not in self._most_in_flight:
-                self._most_in_flight[count] = self._costs.most_in_flight(count)
-            most = self._most_in_flight[count][stops[:, index], stops[:, index + 1]]
+            most = self._costs.most_in_flight(stage.num_devices)[stops[:, index], stops[:, index + 1]]
             fits &= most >= self._costs.in_flight(template.num_stages - index)
         return stops[fits]
 

@@ -28,7 +28,6 @@ _EVENNESS = 1e-9
 _LEFTMOST = 1e-13
 """Of these, the longest stages come first: what a slow stage keeps waiting is the warm-up and drain of those before."""
 _CHUNK = 32
-"""Bounds evaluated together."""
 
 _Key = tuple[int, bool, bool]
 """A kind of stage: its devices, and whether its left and its right neighbour are on the same node."""

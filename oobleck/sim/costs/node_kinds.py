@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from oobleck.job import DEFAULT_KIND, NodeSpec
-from oobleck.planner import NodeKind, Profile
-from oobleck.planner.node_kind import with_shared_links
+from oobleck.planner import NodeKind, Profile, with_shared_links
 
 
 class NodeKinds:

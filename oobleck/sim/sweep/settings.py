@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.control.training import one_kind_planner, planner_for, schedules_for
+from oobleck.control.training import planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
-from oobleck.planner import ClusterPlanner, NodeKind, Planner, Profile
+from oobleck.planner import NodeKind, Planner, Profile
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
@@ -76,9 +76,11 @@ class SweepSettings:
 
     def planner(self) -> Planner:
         """A planner for nodes of one kind, with the settings that the coordinator gives its own."""
-        return one_kind_planner(self.job(max_steps=1), self.profile, devices_per_node=self.devices_per_node)
+        alike = NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
+        return planner_for(self.job(max_steps=1), alike.named)
 
-    def planner_of(self, trace: Trace) -> ClusterPlanner:
+    def planner_of(self, trace: Trace) -> Planner:
+        """A planner for the nodes of a trace."""
         nodes = self.nodes_of(trace)
         return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
 

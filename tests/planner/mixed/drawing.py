@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from oobleck.planner import PipelineTemplate, StageTemplate
-from oobleck.planner.mixed import KindCosts, MixedTemplate
-from oobleck.planner.node_kind import NodeKind
+from oobleck.planner import NodeKind, PipelineTemplate, StageTemplate
+from oobleck.planner.kinds import Form, KindCosts
 from tests.planner.drawing import ROOMY_BYTES, make_layer, make_network, make_profile
 
 DEVICES = ((1, 1), (1, 2), (2, 2), (3, 1), (1, 1, 1))
@@ -46,7 +45,7 @@ def kinds_of_nodes(draw: st.DrawFn, *, max_layers: int = 6, devices: Sequence[tu
     return tuple(kinds)
 
 
-def all_pipelines(costs: KindCosts, counts: Sequence[int]) -> Iterator[MixedTemplate]:
+def all_pipelines(costs: KindCosts, counts: Sequence[int]) -> Iterator[Form]:
     """All orders of the nodes and all cuts, whether they fit or not."""
     nodes = [kind for kind, number in enumerate(counts) for _ in range(number)]
     for order in sorted(set(itertools.permutations(nodes))):
@@ -57,4 +56,4 @@ def all_pipelines(costs: KindCosts, counts: Sequence[int]) -> Iterator[MixedTemp
                 StageTemplate(first_layer=first, stop_layer=stop, node_index=index, first_device=device)
                 for (first, stop), (index, device) in zip(itertools.pairwise(stops), places, strict=True)
             )
-            yield MixedTemplate(template=PipelineTemplate(stages=stages), kinds=order)
+            yield Form(template=PipelineTemplate(stages=stages), kinds=order)

@@ -9,14 +9,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, Planner, PlannerSettings
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
-from oobleck.planner.mixed import KindCosts, MixedPlanner, MixedTemplate
-from oobleck.planner.node_kind import NodeKind
+from oobleck.planner.kinds import Form, KindCosts
+from oobleck.planner.mixed import MixedCatalog
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.interleaving import make_cutter
 from tests.examples import examples
-from tests.planner.drawing import make_layer, make_network, make_profile
+from tests.planner.drawing import make_layer, make_network, make_profile, profiles
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
 
 FREE = make_network(latency_s=0.0, inter=1e15)
@@ -41,8 +41,8 @@ def kind_of(nodes: Sequence[str]) -> dict[str, str]:
     return {node: node[0] for node in nodes}
 
 
-def planner_for(kinds: Sequence[NodeKind], nodes: Sequence[str], **settings: int) -> MixedPlanner:
-    return MixedPlanner(kinds, PlannerSettings(**{"num_microbatches": 24, **settings}), kind_of([*nodes, "a9", "b9"]))
+def planner_for(kinds: Sequence[NodeKind], nodes: Sequence[str], **settings: int) -> Planner:
+    return Planner(kinds, PlannerSettings(**{"num_microbatches": 24, **settings}), kind_of([*nodes, "a9", "b9"]))
 
 
 def groups(counts: tuple[int, ...], most: int) -> Iterator[list[tuple[int, ...]]]:
@@ -73,7 +73,7 @@ def test_no_other_pipelines_over_any_nodes_in_any_order_are_faster(
     settings = PlannerSettings(num_microbatches=num_microbatches, microbatches_per_device=num_microbatches)
     nodes = {f"{kind}{n}": kinds[kind].name for kind in (0, 1) for n in range(counts[kind])}
     assume(nodes)
-    planner, costs = MixedPlanner(kinds, settings, nodes), KindCosts(kinds, settings)
+    planner, costs = Planner(kinds, settings, nodes), KindCosts(kinds, settings)
     timings = {}
     for shape in itertools.product(*(range(number + 1) for number in counts)):
         if any(shape):
@@ -84,7 +84,8 @@ def test_no_other_pipelines_over_any_nodes_in_any_order_are_faster(
         with pytest.raises(PlanningError):
             planner.initial_plan(list(nodes))
         return
-    reduced = {shape: costs.of[0].reduced_bytes(each) for shape, each in planner.templates(list(nodes)).items()}
+    forms = MixedCatalog(kinds, settings, nodes).forms(timings, counts)
+    reduced = {shape: costs.of[0].reduced_bytes(form.template) for shape, form in forms.items()}
     steps_s: dict[int, list[float]] = {}
     for shapes in groups(counts, num_microbatches):
         if all(shape in timings for shape in shapes):
@@ -100,7 +101,7 @@ def test_no_other_pipelines_over_any_nodes_in_any_order_are_faster(
     assert decision.predicted_step_s <= min(steps_s[wanted]) * (1 + 1e-9)
 
 
-def check(planner: MixedPlanner, kinds: Sequence[NodeKind], decision: Decision, nodes: Sequence[str]) -> None:
+def check(planner: Planner, kinds: Sequence[NodeKind], decision: Decision, nodes: Sequence[str]) -> None:
     """A plan uses each node once, fits all devices, and takes the whole batch."""
     plan = decision.plan
     assert sorted([*plan.nodes, *plan.spares]) == sorted(nodes)
@@ -122,7 +123,7 @@ def test_after_any_losses_and_joins_every_worker_gets_what_it_lacks(
     kind_of_node = {f"{kind}{n}": kinds[kind].name for kind in (0, 1) for n in range(counts[kind])}
     kind_of_node |= {"new0": kinds[0].name, "new1": kinds[1].name}
     nodes = [node for node in kind_of_node if not node.startswith("new")]
-    planner = MixedPlanner(kinds, PlannerSettings(num_microbatches=12), kind_of_node)
+    planner = Planner(kinds, PlannerSettings(num_microbatches=12), kind_of_node)
     try:
         plan = planner.initial_plan(nodes).plan
     except PlanningError:
@@ -144,8 +145,34 @@ def test_after_any_losses_and_joins_every_worker_gets_what_it_lacks(
         arrived.setdefault(transfer.target, set()).add(transfer.layer)
     assert all(layers <= arrived[worker] for worker, layers in decision.plan.layers_at.items())
     assert planner.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision
-    again = MixedPlanner(kinds, planner.settings, kind_of_node)
+    again = Planner(kinds, planner.settings, kind_of_node)
     assert again.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision, "the same from any planner"
+
+
+@examples(40)
+@given(profile=profiles(max_layers=6), num_nodes=st.integers(1, 6), num_microbatches=st.sampled_from((1, 5, 24)))
+def test_one_kind_is_the_case_with_one_entry(profile: Profile, num_nodes: int, num_microbatches: int) -> None:
+    """Named, or beside another kind that no node is of: as good as without a name."""
+    profile = replace(profile, network=FREE)
+    settings, nodes = PlannerSettings(num_microbatches=num_microbatches), names("a", num_nodes)
+    plain = Planner(profile, settings)
+    kinds = [NodeKind(name=name, profile=profile) for name in ("a", "b")]
+    named, beside = Planner(kinds[:1], settings, kind_of(nodes)), Planner(kinds, settings, kind_of(nodes))
+    assert plain.can_hold(nodes) == named.can_hold(nodes) == beside.can_hold(nodes)
+    assume(plain.can_hold(nodes))
+    assert plain.fewest_nodes(nodes) == named.fewest_nodes(nodes) == beside.fewest_nodes(nodes)
+    assert plain.step_s(nodes) == named.step_s(nodes) == pytest.approx(beside.step_s(nodes), rel=1e-9)
+    decision = plain.initial_plan(nodes)
+    assert named.initial_plan(nodes) == decision
+    assert len(beside.initial_plan(nodes).plan.pipelines) >= min(len(decision.plan.pipelines), 2)
+    lost = decision.plan.nodes[:1]
+    try:
+        after = plain.reconfigure(decision.plan, lost=lost, joined=["a9"])
+    except Unrecoverable:
+        return
+    assert named.reconfigure(decision.plan, lost=lost, joined=["a9"]) == after
+    beside = Planner(kinds, settings, kind_of([*nodes, "a9"]))
+    assert beside.reconfigure(decision.plan, lost=lost, joined=["a9"]).plan.num_microbatches == num_microbatches
 
 
 def test_pipelines_of_slow_nodes_take_fewer_microbatches() -> None:
@@ -213,9 +240,7 @@ def test_a_plan_finishes_its_step_as_its_kinds_compute() -> None:
     planner = planner_for(kinds, nodes)
     plan = planner.initial_plan(nodes).plan
     slow = next(index for index, pipeline in enumerate(plan.pipelines) if pipeline.nodes[0].startswith("b"))
-    timing = KindCosts(kinds, planner.settings).timing(
-        MixedTemplate(template=plan.pipelines[slow].template, kinds=(1,))
-    )
+    timing = KindCosts(kinds, planner.settings).timing(Form(template=plan.pipelines[slow].template, kinds=(1,)))
     taken = plan.pipelines[slow].num_microbatches
     assert planner.rest_s(plan, {slow: (1, 2)}) == pytest.approx(timing.next_s + timing.step_s(2))
     assert planner.rest_s(plan, {slow: (taken, 0)}) == pytest.approx(timing.step_s(taken))

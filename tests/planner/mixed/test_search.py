@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError
-from oobleck.planner import PlannerSettings
+from oobleck.planner import NodeKind, PlannerSettings
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.mixed import KindCosts, MixedSearch
-from oobleck.planner.node_kind import NodeKind
+from oobleck.planner.kinds import KindCosts
+from oobleck.planner.mixed import MixedSearch
 from oobleck.planner.templates import find_templates
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_profile, profiles, uniform_profile
 from tests.planner.mixed.drawing import all_pipelines, kinds_of_nodes
+
+
+def num_stages(costs: KindCosts, counts: Sequence[int]) -> int:
+    return sum(number * devices for number, devices in zip(counts, costs.devices, strict=True))
 
 
 @examples(80)
@@ -26,7 +32,7 @@ def test_pipelines_are_the_best_of_all_orders_and_cuts_within_the_memory(
     search = MixedSearch(costs, [2] * len(kinds))
     found = set(search.counts())
     for counts in itertools.product(range(3), repeat=len(kinds)):
-        rounds = max(1, min(4 * costs.num_stages(counts), num_microbatches))
+        rounds = max(1, min(4 * num_stages(costs, counts), num_microbatches))
         everything = all_pipelines(costs, counts) if any(counts) else ()
         possible = [each for each in everything if costs.fits(each)]
         assert (counts in found) == bool(possible)
@@ -50,7 +56,7 @@ def test_kinds_that_are_alike_make_the_templates_of_one_kind(profile, devices: i
     templates = find_templates(alone, range(1, 4))
     assert {sum(counts) for counts in search.counts()} == set(templates)
     for counts in search.counts():
-        rounds = min(4 * costs.num_stages(counts), 16)
+        rounds = min(4 * num_stages(costs, counts), 16)
         expected = alone.timing(templates[sum(counts)]).step_s(rounds)
         assert search.timing(counts).step_s(rounds) == pytest.approx(expected, rel=1e-9)
 
@@ -94,8 +100,9 @@ def test_profiles_of_other_models_and_wide_stages_are_refused() -> None:
     ]
     with pytest.raises(PlanningError, match=r"layer 0 \(block\) has 15 bytes of state in the profile of b, and 12"):
         KindCosts(kinds, PlannerSettings(num_microbatches=8))
+    alike = [kinds[0], replace(kinds[0], name="b")]
     with pytest.raises(PlanningError, match="max_devices_per_stage is 2"):
-        KindCosts(kinds[:1], PlannerSettings(num_microbatches=8, max_devices_per_stage=2))
+        KindCosts(alike, PlannerSettings(num_microbatches=8, max_devices_per_stage=2))
     with pytest.raises(PlanningError, match="kind a has 0 devices a node"):
         NodeKind(name="a", profile=uniform_profile(2), devices_per_node=0)
 

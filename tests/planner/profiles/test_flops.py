@@ -4,8 +4,7 @@ import pytest
 
 from oobleck.planner.profiles.devices import device_sheet
 from oobleck.planner.profiles.estimate import ASSUMED_SHARE_OF_PEAK, estimate_profile
-from oobleck.planner.profiles.flops import training_flops
-from oobleck.planner.profiles.shapes import model_shape
+from oobleck.planner.profiles.shapes import model_shape, training_flops
 
 
 def test_large_models_take_six_operations_a_parameter_and_token():

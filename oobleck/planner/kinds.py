@@ -1,7 +1,7 @@
 """Kinds of nodes: what a stage costs on each, in a pipeline whose nodes may be of several kinds.
 
 The kinds share a cluster's network: between nodes every message takes what the slowest kind's profile says, within a
-node what its own says.
+node what its own says. Most clusters have one kind.
 """
 
 from __future__ import annotations
@@ -12,60 +12,59 @@ from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import StageCosts, Timing
-from oobleck.planner.node_kind import NodeKind, shared_network, with_shared_links
-from oobleck.planner.settings import PlannerSettings
+
+from .costs import StageCosts, Timing
+from .values import NodeKind, PlannerSettings, with_shared_links
+
+Counts = tuple[int, ...]
+"""Nodes of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTemplate:
+class Form:
     """A pipeline template whose nodes are of given kinds."""
 
     template: PipelineTemplate
     kinds: tuple[int, ...]
-    """The kind of each node of the pipeline, as an index."""
+    """Of each node of the pipeline, as an index."""
 
 
 class KindCosts:
-    """The costs of stages on each kind of node. Stages have one device."""
+    """The costs of stages on each kind of node. With several kinds, stages have one device."""
 
     def __init__(self, kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:
         """Raise PlanningError where the kinds' profiles are not of one model."""
         _check(kinds, settings)
         self.kinds = tuple(kinds)
         self.settings = settings
-        profiles = [kind.profile for kind in kinds]
-        self.network = shared_network(profiles)
+        profiles = with_shared_links([kind.profile for kind in kinds])
+        self.network = profiles[0].network
         self.of = tuple(
             StageCosts(
                 profile,
                 devices_per_node=kind.devices_per_node,
+                max_devices_per_stage=settings.max_devices_per_stage,
                 max_in_flight=settings.num_microbatches,
                 reserved_bytes=settings.reserved_memory_bytes,
             )
-            for kind, profile in zip(kinds, with_shared_links(profiles), strict=True)
+            for kind, profile in zip(kinds, profiles, strict=True)
         )
         self.num_layers = profiles[0].num_layers
         self.layer_bytes = tuple(layer.state_bytes for layer in profiles[0].layers)
         self.devices = tuple(kind.devices_per_node for kind in kinds)
-        self.most_in_flight = tuple(costs.most_in_flight(1) for costs in self.of)
 
-    def num_stages(self, counts: Sequence[int]) -> int:
-        """Return the stages of a pipeline with so many nodes of each kind."""
-        return sum(number * devices for number, devices in zip(counts, self.devices, strict=True))
-
-    def timing(self, mixed: MixedTemplate, speeds: Sequence[float] = ()) -> Timing:
+    def timing(self, form: Form, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline; `speeds` divides the compute of its nodes (1.0 is nominal)."""
-        by_kind = {kind: self.of[kind].stage_seconds(mixed.template, speeds) for kind in set(mixed.kinds)}
-        seconds = [by_kind[mixed.kinds[stage.node_index]][index] for index, stage in enumerate(mixed.template.stages)]
-        size = mixed.template.num_stages  # of several chunks each, in a plan that was made while there was one kind
+        by_kind = {kind: self.of[kind].stage_seconds(form.template, speeds) for kind in set(form.kinds)}
+        seconds = [by_kind[form.kinds[stage.node_index]][index] for index, stage in enumerate(form.template.stages)]
+        size = form.template.num_stages  # of several chunks each, in a plan that was made while there was one kind
         return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
-    def fits(self, mixed: MixedTemplate, *, more_copies: int = 0) -> bool:
+    def fits(self, form: Form, *, more_copies: int = 0) -> bool:
         """Say whether every stage fits a device of its node's kind, with more copies of its gradients."""
         return all(
-            self.of[mixed.kinds[stage.node_index]].stage_fits(mixed.template, index, more_copies=more_copies)
-            for index, stage in enumerate(mixed.template.stages[: mixed.template.num_stages])
+            self.of[form.kinds[stage.node_index]].stage_fits(form.template, index, more_copies=more_copies)
+            for index, stage in enumerate(form.template.stages[: form.template.num_stages])
         )
 
 
@@ -75,7 +74,7 @@ def _check(kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:
     names = [kind.name for kind in kinds]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PlanningError(f"kind {twice[0]} is named twice; every kind has one profile")
-    if settings.max_devices_per_stage != 1:
+    if len(kinds) > 1 and settings.max_devices_per_stage != 1:
         raise PlanningError(
             f"max_devices_per_stage is {settings.max_devices_per_stage}; with kinds of nodes, stages have 1 device"
         )

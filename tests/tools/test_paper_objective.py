@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from oobleck.planner import Profile
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.templates.paper import find_paper_templates, paper_step_s
 from tests.examples import examples
 from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.templates.test_templates import all_templates
+from tools.bench.paper_objective import find_paper_templates, paper_step_s
 
 
 def test_the_equations_by_hand() -> None:

@@ -1,35 +1,27 @@
 """The moves that make a plan whole again: which sizes the new pipelines could have.
 
 A move decides sizes alone, and which old pipeline each new one continues; nodes are matched to positions
-afterwards (see `matching`). Any of the moves may be impossible; a rebuild is possible whenever a plan is.
+afterwards. Any of the moves may be impossible; a rebuild is possible whenever a plan is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from oobleck.planner.formatting import counted, listed
+from oobleck.planner.kinds import Form
+from oobleck.planner.reconfiguration import UNCHANGED, LivingNodes, Move, pipelines_named
 
-from .wording import UNCHANGED, pipelines_named
+from .catalog import OneKindCatalog
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A proposal: the new pipelines as (old pipeline that each continues, nodes)."""
-
-    action: str
-    pipelines: tuple[tuple[int | None, int], ...]
-    detail: str
-    """Completes the sentence of the decision."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(sorted((size for _, size in self.pipelines), reverse=True))
+_MOST_COMPANY = 2
+"""Slow nodes' own pipelines are tried with up to this many other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +51,24 @@ class Situation:
         return self.sizes[position - 1] if position else 0
 
 
+def propose_moves(
+    catalog: OneKindCatalog, living: LivingNodes, continued: Mapping[int, Form], set_aside: frozenset[str]
+) -> Iterator[Move]:
+    """Yield the possible moves without some nodes, the gentlest first."""
+    alive = Counter(living.origins.values())
+    alive.subtract(living.origins[node] for node in set_aside if node in living.origins)
+    num_free = sum(node not in set_aside for node in living.free)
+    situation = Situation(
+        before=tuple(len(pipeline.nodes) for pipeline in living.plan.pipelines),
+        alive=tuple(alive[index] for index in range(len(living.plan.pipelines))),
+        num_free=num_free,
+        sizes=tuple(catalog.options(alive.total() + num_free)),
+    )
+    if situation.sizes:
+        yield from all_moves(situation, partial(_choose, catalog, situation))
+        yield from _separate(catalog, living, situation, set_aside)
+
+
 def all_moves(situation: Situation, choose: Choose) -> list[Move]:
     """Return the possible moves, the gentlest first.
 
@@ -73,11 +83,16 @@ def all_moves(situation: Situation, choose: Choose) -> list[Move]:
         _regroup(situation, choose),
         _rebuild(situation, choose),
     ]
-    distinct: dict[tuple[tuple[int | None, int], ...], Move] = {}
+    distinct: dict[object, Move] = {}
     for move in moves:
         if move is not None and move.pipelines:
             distinct.setdefault(move.pipelines, move)
     return list(distinct.values())
+
+
+def _of_sizes(action: str, pipelines: Sequence[tuple[int | None, int]], detail: str) -> Move:
+    counted_by_kind = tuple((origin, (size,)) for origin, size in pipelines)
+    return Move(action=action, pipelines=counted_by_kind, detail=detail)
 
 
 def _refill(situation: Situation) -> tuple[list[int], int]:
@@ -95,7 +110,7 @@ def _move(action: str, counts: Sequence[int], situation: Situation, detail: str)
     sizes = [(index, situation.fit(count)) for index, count in enumerate(counts) if count]
     if not sizes or not all(size for _, size in sizes):
         return None
-    return Move(action=action, pipelines=tuple(sizes), detail=detail)
+    return _of_sizes(action, sizes, detail)
 
 
 def _reinstantiate(situation: Situation) -> Move | None:
@@ -183,11 +198,11 @@ def _regroup(situation: Situation, choose: Choose) -> Move | None:
     sizes = choose(pool, len(whole))
     if not sizes:
         return None
-    placed = continue_pipelines(sizes, situation, among=situation.broken)
-    return Move(
-        action="rebuild" if situation.broken else "absorb",
-        pipelines=tuple(sorted([*whole, *placed], key=_by_origin)),
-        detail=f"the other nodes form {described(sizes)}",
+    placed = _continue_pipelines(sizes, situation, among=situation.broken)
+    return _of_sizes(
+        "rebuild" if situation.broken else "absorb",
+        sorted([*whole, *placed], key=_by_origin),
+        f"the other nodes form {_described(sizes)}",
     )
 
 
@@ -195,11 +210,11 @@ def _rebuild(situation: Situation, choose: Choose) -> Move | None:
     sizes = choose(situation.num_nodes, 0)
     if not sizes:
         return None
-    placed = continue_pipelines(sizes, situation, among=range(len(situation.before)))
-    return Move(action="rebuild", pipelines=placed, detail=f"all nodes are planned again: {described(sizes)}")
+    placed = _continue_pipelines(sizes, situation, among=range(len(situation.before)))
+    return _of_sizes("rebuild", placed, f"all nodes are planned again: {_described(sizes)}")
 
 
-def continue_pipelines(
+def _continue_pipelines(
     sizes: Sequence[int], situation: Situation, *, among: Sequence[int]
 ) -> tuple[tuple[int | None, int], ...]:
     """Say which old pipeline each new one continues: the one of the same size first, then by survivors."""
@@ -224,9 +239,46 @@ def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
     return origin is None, origin or 0, -size
 
 
-def described(sizes: Sequence[int]) -> str:
+def _described(sizes: Sequence[int]) -> str:
     """Return pipelines of these sizes in words: "2 pipelines of 3 nodes"."""
     return listed(
         f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
         for size, times in sorted(Counter(sizes).items(), reverse=True)
     )
+
+
+def _separate(
+    catalog: OneKindCatalog, living: LivingNodes, situation: Situation, set_aside: frozenset[str]
+) -> Iterator[Move]:
+    """Yield moves that give slow nodes pipelines of their own, with none or a few of the other nodes."""
+    slow = [living.speeds[node] for node in sorted(living.slow - set_aside)]
+    if not slow:
+        return
+    fewest, most = catalog.num_pipelines((situation.num_nodes,))
+    total, smallest = catalog.settings.num_microbatches, situation.sizes[0]
+    least = max(len(slow), smallest)
+    for number in range(least, min(least + _MOST_COMPANY, situation.num_nodes - smallest) + 1):
+        rest = situation.num_nodes - number
+        # Nodes that wait for the slowest of them are as slow.
+        share = max(1, round(total * number * min(slow) / (number * min(slow) + rest)))
+        most_apart = min(most - 1, number // smallest, share)
+        if most_apart < 1 or share == total:
+            continue
+        apart = catalog.choose(number, share, 1, most_apart).sizes
+        most_others = min(most - len(apart), rest // smallest, total - share)
+        fewest_others = max(1, min(fewest - len(apart), most_others))
+        others = catalog.choose(rest, total - share, fewest_others, most_others).sizes
+        placed = _continue_pipelines((*others, *apart), situation, among=range(len(situation.before)))
+        yield _of_sizes("rebuild", placed, f"slow nodes form {_described(apart)}")
+
+
+def _choose(catalog: OneKindCatalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
+    """Return the best sizes for some of the nodes, when `num_kept` pipelines of the others stay as they are."""
+    wanted = catalog.settings.num_pipelines
+    num_microbatches = catalog.settings.num_microbatches
+    fewest, most = catalog.num_pipelines((situation.num_nodes,))
+    if num_kept:
+        num_microbatches = max(1, round(num_microbatches * num_nodes / situation.num_nodes))
+        most = min(most - num_kept, num_nodes // situation.sizes[0], num_microbatches)
+        fewest = most if wanted is not None else max(1, min(fewest - num_kept, most))
+    return catalog.choose(num_nodes, num_microbatches, fewest, most).sizes if most >= 1 else ()

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.plan import PipelineTemplate
-
-from .costs import StageCosts, Timing
-from .instantiation import SizeOption, Sizing, choose_sizes, reduction_s
-from .makespan import PassTimes
-from .templates import MOST_STAGES, Recut
+from oobleck.planner.costs import StageCosts, Timing
+from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s
+from oobleck.planner.makespan import PassTimes
+from oobleck.planner.templates import MOST_STAGES, Recut
 
 _LEAST_GAIN = 0.005
 """Other pipelines have to save this share of a step: a plan should not hang on the last digits of a profile."""
@@ -97,13 +96,7 @@ class ExactTimes:
         first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
         return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
 
-    def _pipelines(
-        self,
-        templates: Mapping[int, PipelineTemplate],
-        sizing: Sizing,
-        *,
-        again: bool,
-    ) -> FastPipelines:
+    def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return pipelines of some sizes, of the templates as they are or cut again for their microbatches."""
         pairs = list(zip(sizing.sizes, sizing.num_microbatches, strict=True))
         found = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from oobleck.planner.reconfiguration.moves import Move, Situation, all_moves
+from oobleck.planner.one_kind.moves import Situation, all_moves
+from oobleck.planner.reconfiguration import Move
 
 
 def moves(
@@ -17,13 +18,13 @@ def moves(
 
 def test_a_shrunk_pipeline_goes_on() -> None:
     move = moves((3, 3), (3, 2))["reinstantiate"]
-    assert move.pipelines == ((0, 3), (1, 2))
+    assert move.pipelines == ((0, (3,)), (1, (2,)))
     assert move.detail == "pipeline 1 continues with 2 nodes"
 
 
 def test_a_pipeline_that_is_gone_leaves_the_others() -> None:
     move = moves((2, 2, 2), (2, 0, 2))["reinstantiate"]
-    assert move.pipelines == ((0, 2), (2, 2))
+    assert move.pipelines == ((0, (2,)), (2, (2,)))
     assert move.detail == "the other pipelines take its microbatches"
 
 
@@ -33,13 +34,13 @@ def test_a_pipeline_below_the_smallest_size_cannot_go_on_alone() -> None:
 
 def test_a_borrower_takes_from_the_largest() -> None:
     move = moves((4, 3, 2), (4, 3, 1))["borrow"]
-    assert move.pipelines == ((0, 3), (1, 3), (2, 2))
+    assert move.pipelines == ((0, (3,)), (1, (3,)), (2, (2,)))
     assert move.detail == "pipeline 2 borrows 1 node from pipeline 0"
 
 
 def test_several_borrowers_are_named() -> None:
     move = moves((4, 4, 2, 2), (4, 4, 1, 1), sizes=(2, 3, 4))["borrow"]
-    assert move.pipelines == ((0, 3), (1, 3), (2, 2), (3, 2))
+    assert move.pipelines == ((0, (3,)), (1, (3,)), (2, (2,)), (3, (2,)))
     assert move.detail == "pipelines 2 and 3 borrow 2 nodes from pipelines 0 and 1"
 
 
@@ -49,19 +50,19 @@ def test_donors_at_the_minimum_give_nothing() -> None:
 
 def test_spares_come_before_borrowing() -> None:
     found = moves((3, 2), (3, 1), free=1)
-    assert found["reinstantiate"].pipelines == ((0, 3), (1, 2))
+    assert found["reinstantiate"].pipelines == ((0, (3,)), (1, (2,)))
     assert found["reinstantiate"].detail == "spares take the empty places"
     assert "borrow" not in found
 
 
 def test_two_undersized_pipelines_become_one() -> None:
     move = moves((2, 2, 2), (1, 1, 2))["merge"]
-    assert move.pipelines == ((1, 2), (2, 2))
+    assert move.pipelines == ((1, (2,)), (2, (2,)))
     assert move.detail == "pipeline 0 merged into pipeline 1"
 
 
 def test_one_undersized_pipeline_joins_the_smallest_other() -> None:
-    assert moves((2, 3, 2), (1, 3, 2))["merge"].pipelines == ((1, 3), (2, 3))
+    assert moves((2, 3, 2), (1, 3, 2))["merge"].pipelines == ((1, (3,)), (2, (3,)))
 
 
 def test_nobody_to_merge_with() -> None:
@@ -70,13 +71,13 @@ def test_nobody_to_merge_with() -> None:
 
 def test_free_nodes_go_to_the_smallest_pipelines() -> None:
     move = moves((3, 2), (3, 2), free=2)["absorb"]
-    assert move.pipelines == ((0, 4), (1, 3))
+    assert move.pipelines == ((0, (4,)), (1, (3,)))
     assert move.detail == "pipelines 0 and 1 grow"
 
 
 def test_pipelines_grow_up_to_the_largest_size() -> None:
     move = moves((3, 4), (3, 4), free=3)["absorb"]
-    assert move.pipelines == ((0, 4), (1, 4))
+    assert move.pipelines == ((0, (4,)), (1, (4,)))
     assert move.detail == "pipeline 0 grows"
 
 
@@ -86,7 +87,7 @@ def test_nodes_of_broken_pipelines_form_new_ones_while_whole_ones_stay() -> None
         lambda num_nodes, kept: (2, 2) if kept == 1 and num_nodes == 4 else (),
     )
     regroup = [move for move in found if move.action == "rebuild"]
-    assert [move.pipelines for move in regroup] == [((0, 3), (1, 2), (2, 2))]
+    assert [move.pipelines for move in regroup] == [((0, (3,)), (1, (2,)), (2, (2,)))]
     assert regroup[0].detail == "the other nodes form 2 pipelines of 2 nodes"
 
 
@@ -99,5 +100,5 @@ def test_a_rebuild_keeps_what_it_can() -> None:
     rebuild = next(
         m for m in all_moves(situation, lambda _n, kept: () if kept else (2, 2, 2, 2)) if m.action == "rebuild"
     )
-    assert rebuild.pipelines == ((0, 2), (1, 2), (2, 2), (None, 2))
+    assert rebuild.pipelines == ((0, (2,)), (1, (2,)), (2, (2,)), (None, (2,)))
     assert rebuild.detail == "all nodes are planned again: 4 pipelines of 2 nodes"

@@ -1,0 +1,265 @@
+"""The pipelines of nodes that are all alike, by their size: the templates of one profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from oobleck.plan import ExecutionPlan, PipelineTemplate
+from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
+from oobleck.planner.costs import Timing, footprint
+from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
+from oobleck.planner.kinds import Counts, Form, KindCosts
+from oobleck.planner.profiles import Profile
+from oobleck.planner.templates import MOST_STAGES, find_templates
+from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
+
+from .fastest import ExactTimes
+
+
+class OneKindCatalog(Catalog):
+    """All templates up to the most nodes asked for so far."""
+
+    def __init__(
+        self, profile: Profile, settings: PlannerSettings, *, make_cutter: Callable[[Profile], Cutter] | None = None
+    ) -> None:
+        """Templates are those of `find_templates`; `make_cutter` makes what cuts those of plans again, where wanted."""
+        kind = NodeKind(name=profile.device.name, profile=profile, devices_per_node=settings.devices_per_node)
+        super().__init__(KindCosts([kind], settings))
+        self.profile = profile
+        self._costs = self.costs.of[0]
+        self._searched = 0
+        self._templates: dict[int, PipelineTemplate] = {}
+        self._options: dict[int, SizeOption] = {}
+        self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
+        self._forms: dict[int, Form] = {}
+        """By the identity of their template."""
+        self._exact = ExactTimes(self._costs)
+        self._cutter = None if make_cutter is None else make_cutter(profile)
+
+    def kind(self, node: str) -> int:
+        return 0
+
+    def count(self, nodes: Collection[str]) -> Counts:
+        return (len(nodes),)
+
+    def by_kind(self, nodes: Collection[str]) -> Sequence[Sequence[str]]:
+        return [list(nodes)]
+
+    def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
+        return {(size,): option.timing for size, option in self.options(*nodes).items()}
+
+    def form(self, counts: Counts, total: Counts) -> Form:
+        """Return the template of a size, cut for its share of the batch."""
+        (size,) = counts
+        if size not in self._templates:
+            self.options(*total)
+        return self._form(self._cut(self._templates[size], self.share(size, *total)))
+
+    def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
+        return (0,) * len(nodes)
+
+    def counts_of(self, form: Form) -> Counts:
+        return (len(form.kinds),)
+
+    def best(self, total: Counts) -> tuple[tuple[Counts, ...], float]:
+        sizing = self._best(*total)
+        return tuple((size,) for size in sizing.sizes), sizing.step_s
+
+    def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
+        """Return the templates as they are found, as they are cut once their microbatches are known."""
+        sizing, (fewest, most) = self._best(*total), self.num_pipelines(total)
+        options, templates = self.options(*total), self.templates(*total)
+        if not is_slowed and (
+            faster := self._exact.faster(templates, options, sizing, num_nodes=total[0], fewest=fewest, most=most)
+        ):
+            return [self._form(template) for template in faster.templates], faster.num_microbatches
+        return [self._form(self._templates[size]) for size in sizing.sizes], None
+
+    def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
+        sizes = [size for (size,) in pipelines]
+        return sizing_of(self.options(*total), sizes, self.settings.num_microbatches, self.profile.network).step_s
+
+    def most_pipelines(self, total: Counts) -> int:
+        options = self.options(*total)
+        return min(total[0] // min(options), self.settings.num_microbatches) if options else 0
+
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes that a pipeline can have: every stage needs a layer."""
+        return self._costs.num_layers * self._costs.device_counts[-1] // self.settings.devices_per_node
+
+    def options(self, num_nodes: int) -> Mapping[int, SizeOption]:
+        """Return the sizes of pipelines up to `num_nodes` nodes that hold the model, smallest first."""
+        limit = min(num_nodes, self.most_nodes)
+        if limit > self._searched:
+            found = find_templates(
+                self._costs,
+                range(self._searched + 1, limit + 1),
+                microbatches_per_device=self.settings.microbatches_per_device,
+            )
+            for size, template in found.items():
+                self._templates[size] = template
+                self._options[size] = SizeOption(
+                    timing=self._costs.timing(template), reduced_bytes=self._costs.reduced_bytes(template)
+                )
+            self._searched = limit
+        if limit == self._searched:
+            return self._options
+        return {size: option for size, option in self._options.items() if size <= limit}
+
+    def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
+        return {size: self._templates[size] for size in self.options(num_nodes)}
+
+    def _form(self, template: PipelineTemplate) -> Form:
+        if id(template) not in self._forms:
+            self._forms[id(template)] = Form(template=template, kinds=(0,) * template.num_nodes)
+        return self._forms[id(template)]
+
+    def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+        """Return the template for a pipeline that takes so many microbatches."""
+        return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
+
+    def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan whose pipelines are cut for their microbatches."""
+        if self._cutter is None:
+            return plan
+        pipelines = (replace(each, template=self._cut(each.template, each.num_microbatches)) for each in plan.pipelines)
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
+        template = form.template
+        is_usual = template is self._templates[template.num_nodes]
+        if is_usual or self._excess(template, num_microbatches) == 1.0:
+            return form
+        return self.form((template.num_nodes,), total)
+
+    def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
+        """A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is still fast."""
+        template, size = own.template, own.template.num_nodes
+        if size not in self.options(*total):
+            return None
+        present, share = self.form((size,), total), self.share(size, *total)
+        if template is present.template or template.stages == present.template.stages:
+            return present
+        is_possible = (
+            template.num_layers == self._costs.num_layers
+            and all(stage.num_devices in self._costs.device_counts for stage in template.stages)
+            and self._costs.fits(template)
+        )
+        if not is_possible:
+            return present
+        if speeds is None:
+            own_s, present_s = self._step_s(template, share), self._step_s(present.template, share)
+        else:
+            own_s, present_s = (self.timing(each, speeds, share).step_s(share) for each in (own, present))
+        return own if own_s <= STILL_FAST * present_s else present
+
+    def _step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        times = self._exact if self._cutter is None else self._cutter
+        return times.step_s(template, num_microbatches)
+
+    def _best(self, num_nodes: int) -> Sizing:
+        return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
+
+    def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
+        """Return the best pipelines of `num_nodes` nodes for so many microbatches; remembered once found."""
+        key = num_nodes, num_microbatches, fewest, most
+        if key not in self._sizings:
+            self._sizings[key] = choose_sizes(
+                self.options(num_nodes),
+                num_nodes=num_nodes,
+                num_microbatches=num_microbatches,
+                network=self.profile.network,
+                fewest=fewest,
+                most=most,
+            )
+        return self._sizings[key]
+
+    def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
+        """Return the seconds of a plan's step: the bound on it, or the event-exact ones of interleaved pipelines."""
+        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
+            return bound_s
+        exact_s: dict[tuple[int, int], float] = {}
+        slowest_s = 0.0
+        for pipeline in plan.pipelines:
+            template, count = pipeline.template, pipeline.num_microbatches
+            if (slowed := speeds_among(pipeline.nodes, speeds)) is not None:
+                slowest_s = max(slowest_s, self._cutter.step_s(template, count, slowed))
+                continue
+            if (id(template), count) not in exact_s:
+                exact_s[id(template), count] = self._cutter.step_s(template, count)
+            slowest_s = max(slowest_s, exact_s[id(template), count])
+        reduced_bytes = max(self._costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
+        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+
+    def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
+        """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
+
+        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own. One
+        with several chunks a stage takes what the event-exact time says for `share` microbatches.
+        """
+        template = form.template
+        bound = self.options(template.num_nodes)[template.num_nodes].timing
+        if template is self._templates[template.num_nodes]:
+            return bound if speeds is None else self._costs.timing(template, speeds)
+        if template.num_chunks > 1 and self._cutter is not None:
+            slowed = self._costs.timing(template, speeds or ())
+            scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
+            return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
+        excess = self._excess(template, share)
+        if speeds is None and excess <= still_fast:
+            return bound
+        own = self._costs.timing(template)
+        slowed = own if speeds is None else self._costs.timing(template, speeds)
+        if excess == 1.0:
+            return Timing(
+                first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
+            )
+        scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))
+        return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
+
+    def _excess(self, template: PipelineTemplate, share: int) -> float:
+        """Return how many times as long a pipeline takes as that of its size, without slow nodes: 1 for about as long.
+
+        More is the price of a cut for slow nodes, or for another share of the batch.
+        """
+        usual = self._templates[template.num_nodes]
+        if template.num_chunks > 1:
+            return 1.0
+        if template.num_stages > MOST_STAGES:  # the event-exact time has cut none of these
+            return self._costs.timing(template).step_s(share) / self._costs.timing(usual).step_s(share)
+        return max(1.0, self._exact.step_s(template, share) / self._exact.step_s(usual, share))
+
+    def reduced_bytes(self, form: Form, share: int) -> int:
+        """Return the most gradient bytes that a node reduces; those of its size, but after a cut for slow nodes."""
+        template = form.template
+        usual = self._templates[template.num_nodes]
+        if template is usual or self._excess(template, share) <= STILL_FAST:
+            return self._options[template.num_nodes].reduced_bytes
+        return self._costs.reduced_bytes(template)
+
+    def explain(self, total: Counts) -> str:
+        largest = self._costs.device_counts[-1]
+        usable = largest * self._costs.usable_bytes
+        each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
+        for index, layer in enumerate(self.profile.layers):
+            held = footprint(self.profile, index, index + 1, num_devices=largest)
+            missing = held.static_bytes + held.activation_bytes - usable
+            if missing > 0:
+                return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
+        if self.most_nodes < 1:
+            return (
+                f"{self._costs.num_layers} layers cannot be spread over the {self.settings.devices_per_node} devices "
+                f"of a node with at most {largest} a stage"
+            )
+        if larger := self.options(self.most_nodes):
+            return (
+                f"the model needs at least {min(larger)} nodes of {self.settings.devices_per_node} × "
+                f"{self.profile.device.name}; there {'is' if total == (1,) else 'are'} {total[0]}"
+            )
+        whole = footprint(self.profile, 0, self._costs.num_layers, num_devices=largest)
+        return (
+            f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
+            f"{whole.activation_bytes} for each microbatch in flight"
+        )
