@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from oobleck.control.nodes import Leases, Membership
+from oobleck.control.nodes import Membership
+from oobleck.control.nodes.leases import Leases
 from oobleck.job import ControlSpec, NodeSpec
 from tests.control.bench import hello
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Record, notice
-from oobleck.control.journal import Silent
-from oobleck.control.nodes import Leases
-from oobleck.control.recovery import GiveUp
+from oobleck.control.events import Turn
 from oobleck.job import ControlSpec
+
+from .leases import Leases
 
 
 class Silence:
@@ -51,20 +50,21 @@ class Silence:
         self._leases.forgive()
         return max(late_s, unheard_s)
 
-    def heard(self, now_s: float) -> tuple[Record, ...]:
-        """A node sent something. Nothing is recorded unless most nodes were silent until now."""
-        silent_s = self._leases.heard(now_s)
-        if silent_s is None:
-            return ()
-        return (notice(now_s, "info", f"nodes are heard of again, after {silent_s:.1f} s"),)
+    def heard(self, turn: Turn) -> bool:
+        """A node sent something. Returns whether most nodes were silent until now."""
+        silent_s = self._leases.heard(turn.now_s)
+        if silent_s is not None:
+            turn.note("info", f"nodes are heard of again, after {silent_s:.1f} s")
+        return silent_s is not None
 
-    def give_up_silent(self, now_s: float) -> tuple[Record | GiveUp, ...]:
-        """Give up the nodes that are lost by their silence; none if this master may be the one that hears nothing."""
+    def take_silent(self, turn: Turn) -> dict[str, float]:
+        """The nodes that are lost by their silence, each with how long it has lasted.
+
+        There are none if this master may be the one that hears nothing.
+        """
         was_suspicious = self._leases.is_suspicious
-        lapsed = self._leases.take_lapsed(now_s)
-        warnings: tuple[Record, ...] = ()
+        lapsed = self._leases.take_lapsed(turn.now_s)
         if self._leases.is_suspicious and not was_suspicious:
             text = "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for"
-            warnings = (notice(now_s, "warning", text),)
-        lost = (GiveUp(nodes=(node,), loss=Silent(silent_s=silent_s)) for node, silent_s in lapsed.items())
-        return (*warnings, *lost)
+            turn.note("warning", text)
+        return lapsed
