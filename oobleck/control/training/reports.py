@@ -118,8 +118,18 @@ class Reports:
                 self.train_when_ready(turn)
             case protocol.WorkerExited():
                 parts.workers.worker_exited(turn, member, message)
-            case _:
+            case protocol.FromRanks():
                 raise PeerError(f"said {type(message).__name__}, which has no meaning in training")
+            case (
+                protocol.Hello()
+                | protocol.Heartbeat()
+                | protocol.Leaving()
+                | protocol.ForkServerEnded()
+                | protocol.AgentStopped()
+            ):
+                raise AssertionError(f"{type(message).__name__} is understood for every program")
+            case _:
+                assert_never(message)
 
     def _layers_moving(self, turn: Turn, node: str, message: protocol.LayersMoving) -> None:
         if message.generation == self._parts.reconfiguration.generations.current:
