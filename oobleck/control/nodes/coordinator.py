@@ -67,10 +67,6 @@ class BaseCoordinator(Program):
         """Take in what a node's agent reports. Raises PeerError or ConfigError: the node is lost for it."""
 
     @abstractmethod
-    def stop(self, turn: Turn, event: events.StopRequested) -> None:
-        """The user wants an end."""
-
-    @abstractmethod
     def act(self, turn: Turn, held_up_s: float) -> None:
         """Act on what has not happened in time; this master itself was held up for so long, 0 if it was not."""
 
@@ -149,8 +145,8 @@ class BaseCoordinator(Program):
                 self._note_heard(turn)
             case events.StopRequested():
                 self.stop(turn, event)
-            case events.AddRequested(spec=spec, by_itself=by_itself):
-                nodes.add(turn, spec, by_itself=by_itself)
+            case events.AddRequested():
+                nodes.add_requested(turn, event)
             case events.DrainRequested(node=node):
                 nodes.drain(turn, node)
             case events.KillRequested(node=node):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from oobleck import __version__
 from oobleck.control import events, journal, protocol
 from oobleck.control.events import Turn
-from oobleck.errors import UsageError
+from oobleck.errors import ExitCode, UsageError
 from oobleck.job import NodeSpec
 
 from .membership import Member, Membership, MemberState
@@ -46,6 +46,12 @@ class NodeLifecycle:
         self._most_kinds = most_kinds
         self._num_leaving = 0
         """How many nodes have had notice, and do not train yet; some may be lost since."""
+        self._back: dict[str, events.AddRequested] = {}
+        """By node: its arrival while the run counts on what it was before."""
+        self._has_notice = False
+        """Some node has had, in this run."""
+        self._is_stopped = False
+        """A stop was asked for, as nothing is left to run on."""
 
     # --- they come ---------------------------------------------------------------------------------------------
 
@@ -75,6 +81,15 @@ class NodeLifecycle:
         """Note who speaks for a node, and have that told what to run."""
         self._members.meet(event.node, event.hello, address=event.address, now_s=turn.now_s)
         self._program.configure(turn, event.node)
+
+    def add_requested(self, turn: Turn, event: events.AddRequested) -> None:
+        """Take another node in; one that has arrived again before its loss is known, as soon as that is."""
+        node = event.spec.name
+        is_here = node in self._members and self._members[node].state not in (MemberState.LOST, MemberState.LEFT)
+        if event.has_arrived and is_here:
+            self._back[node] = event
+        else:
+            self.add(turn, event.spec, by_itself=event.by_itself)
 
     def add(self, turn: Turn, spec: NodeSpec, *, by_itself: bool = False) -> None:
         """Take another node in, or one that was lost. Training continues; it joins once its workers are ready.
@@ -154,9 +169,15 @@ class NodeLifecycle:
             )
         )
         self._program.drop_node(turn, node, loss)
-        if not is_begun:
-            return
-        if may_come_back and not is_tried_again:
+        if is_begun:
+            self._go_on_without(turn, member, loss, is_in_quarantine=may_come_back and not is_tried_again)
+        self._stop_if_all_leave(turn)
+        if (back := self._back.pop(node, None)) is not None:
+            self.add(turn, back.spec, by_itself=back.by_itself)
+
+    def _go_on_without(self, turn: Turn, member: Member, loss: journal.Loss, *, is_in_quarantine: bool) -> None:
+        node = member.spec.name
+        if is_in_quarantine:
             turn.note(
                 "warning",
                 f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
@@ -190,6 +211,15 @@ class NodeLifecycle:
         else:
             self._members.note_leaving(node, is_leaving=True)
             self._num_leaving += 1
+        self._has_notice = True
+        self._stop_if_all_leave(turn)
+
+    def _stop_if_all_leave(self, turn: Turn) -> None:
+        """At a time limit all nodes have notice together: none could take over from the others, so all is saved."""
+        if self._has_notice and not self._is_stopped and self._members.are_all_leaving:
+            self._is_stopped = True
+            reason = "all nodes are to be taken away; the same command continues from here"
+            self._program.stop(turn, events.StopRequested(now=False, exit_code=ExitCode.RESUMABLE, reason=reason))
 
     def drain_noticed(self, turn: Turn) -> None:
         """Drain the nodes that had notice before they could be drained."""

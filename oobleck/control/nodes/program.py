@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
-from oobleck.control.events import NodeUp, Turn
+from oobleck.control.events import NodeUp, StopRequested, Turn
 from oobleck.control.journal import Loss, LossCause
 from oobleck.control.protocol import Raised
 from oobleck.planner import WorkerId
@@ -60,6 +60,10 @@ class Program(ABC):
     @abstractmethod
     def node_left(self, turn: Turn, node: str) -> None:
         """A node was drained, and is gone."""
+
+    @abstractmethod
+    def stop(self, turn: Turn, event: StopRequested) -> None:
+        """End what runs: the user wants it, or nothing is left to run on."""
 
 
 class WorkerProgram(Protocol):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send, Turn
+from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send, StopRequested, Turn
 from oobleck.control.journal import ConnectionLost, Loss, LossCause, Misfit, NodeLost, WorkerDown, WorkerEnded
 from oobleck.control.nodes import Member, Membership, MemberState, NodeLifecycle, Program, WorkerLifecycle
 from oobleck.control.nodes.node_retry import NodeRetry
@@ -55,6 +55,9 @@ class Noted(Program):
 
     def node_left(self, turn: Turn, node: str) -> None:
         self.told.append(("left", node))
+
+    def stop(self, turn: Turn, event: StopRequested) -> None:
+        self.told.append(("stop", event.exit_code))
 
     def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
         self.told.append(("raised", worker_id, error))
