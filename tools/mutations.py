@@ -420,7 +420,7 @@ MUTATIONS = (
     Mutation(
         name="endless_lease",
         what="a silent node is never given up",
-        file="oobleck/control/nodes/leases.py",
+        file="oobleck/control/nodes/silence.py",
         old="        lapses_s = max(last_s + self._control.lease_s, self._spared_until_s)\n",
         new="        lapses_s = max(last_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,

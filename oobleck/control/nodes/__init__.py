@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .coordinator import BaseCoordinator
-from .leases import are_most, patience_s
 from .likeness import (
     DATA,
     FIRST_SAMPLES,
@@ -17,12 +16,11 @@ from .likeness import (
 )
 from .machines import Share
 from .membership import Member, MemberImage, Membership, MemberState
-from .message_checks import check_device, is_of_training, is_of_worker_that_ends
 from .node_lifecycle import NodeLifecycle
 from .program import Program, WorkerProgram
-from .startup_failures import StartupFailures
+from .silence import are_most, patience_s
 from .time_limits import adopting_s, attaching_s, reading_s, saying_farewell_s, starting_s
-from .worker_lifecycle import WorkerLifecycle
+from .worker_lifecycle import WorkerLifecycle, check_device, is_of_training, is_of_worker_that_ends
 
 __all__ = [
     "DATA",
@@ -40,7 +38,6 @@ __all__ = [
     "NodeLifecycle",
     "Program",
     "Share",
-    "StartupFailures",
     "WorkerLifecycle",
     "WorkerProgram",
     "adopting_s",

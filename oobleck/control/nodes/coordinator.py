@@ -18,7 +18,6 @@ from oobleck.control.events import RunOver, Turn
 from oobleck.errors import ConfigError, ExitCode, PeerError
 from oobleck.job import ControlSpec
 
-from .leases import Leases
 from .membership import Member, Membership, MemberState
 from .node_lifecycle import NodeLifecycle
 from .node_retry import NodeRetry
@@ -40,7 +39,7 @@ class BaseCoordinator(Program):
             python_version=python_version,
             most_kinds=most_kinds,
         )
-        self._silence = Silence(control, Leases(control, members))
+        self._silence = Silence(control, members)
 
     # --- the program ---------------------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""Which workers take part: they become ready, end, and are started again."""
+"""Which workers take part: they become ready, end, and are started again; and which of their messages count."""
 
 from __future__ import annotations
 
+from oobleck.control import protocol
 from oobleck.control.events import NodeUp, Turn
 from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp, given_up_text
-from oobleck.control.protocol import KillWorker, Raised, StartWorker, StopAgent, WorkerExited, WorkerReady
+from oobleck.errors import PeerError
 from oobleck.planner import WorkerId
 
 from .membership import Member, Membership
@@ -37,14 +38,14 @@ class WorkerLifecycle:
         if before.hello is not None:
             turn.note("info", f"{node} is reached again")
             if before.is_dismissed:
-                turn.send(node, StopAgent(reason="drained", is_dismissal=True))
+                turn.send(node, protocol.StopAgent(reason="drained", is_dismissal=True))
         self._program.node_met(turn, node, is_again=before.hello is not None)
         for device in missing:
             self._start(turn, WorkerId(node=node, device=device))
         for device in sorted(member.shutdown & living):  # sent before, and perhaps lost
-            turn.send(node, KillWorker(device=device))
+            turn.send(node, protocol.KillWorker(device=device))
 
-    def worker_up(self, member: Member, message: WorkerReady, now_s: float) -> WorkerUp | None:
+    def worker_up(self, member: Member, message: protocol.WorkerReady, now_s: float) -> WorkerUp | None:
         """Return what is known of a worker that is ready; None if it repeats this to a new master."""
         known = member.ready.get(message.device)
         if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
@@ -60,7 +61,7 @@ class WorkerLifecycle:
             saves=message.saves,
         )
 
-    def worker_exited(self, turn: Turn, member: Member, message: WorkerExited) -> None:
+    def worker_exited(self, turn: Turn, member: Member, message: protocol.WorkerExited) -> None:
         """A worker has ended: start it again, or give its node up."""
         node, known = member.spec.name, member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
@@ -70,7 +71,7 @@ class WorkerLifecycle:
             if message.device in member.shutdown and message.pid == gone[-1]:
                 self._start(turn, worker_id)
             return
-        if isinstance(message.end, Raised):
+        if isinstance(message.end, protocol.Raised):
             self._program.worker_raised(worker_id, message.end)
         num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
         # Before training, only one that was ended from outside is started again.
@@ -82,7 +83,7 @@ class WorkerLifecycle:
             self._members.note_last_words(node, given_up_text(message.end, num_restarts=_MAX_RESTARTS))
         self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end))
 
-    def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: WorkerExited) -> None:
+    def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
         """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
         The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
@@ -97,7 +98,7 @@ class WorkerLifecycle:
             WorkerDown(t_s=turn.now_s, node=node, device=worker_id.device, pid=message.pid, end=message.end, also=also)
         )
         for device in also:
-            turn.send(node, KillWorker(device=device))
+            turn.send(node, protocol.KillWorker(device=device))
         self._start(turn, worker_id)
         self._program.drop_worker(turn, worker_id)
         if has_trained:
@@ -107,4 +108,26 @@ class WorkerLifecycle:
     def _start(self, turn: Turn, worker_id: WorkerId) -> None:
         """Have a worker started, in the place of one that has ended."""
         self._members.note_started(worker_id)
-        turn.send(worker_id.node, StartWorker(device=worker_id.device))
+        turn.send(worker_id.node, protocol.StartWorker(device=worker_id.device))
+
+
+def is_of_training(message: protocol.AgentMessage) -> bool:
+    """Whether only a worker that has had a plan, or its agent, can say this."""
+    if isinstance(message, protocol.FromWorker):
+        return message.needs_orders
+    return isinstance(message, protocol.CheckpointCommitted)
+
+
+def is_of_worker_that_ends(member: Member, message: protocol.AgentMessage) -> bool:
+    """Whether this comes from a worker that was asked to end: what it does has no part in the run any more."""
+    return (
+        isinstance(message, protocol.FromWorker) and not message.outlives_worker and message.device in member.shutdown
+    )
+
+
+def check_device(member: Member, message: protocol.AgentMessage) -> None:
+    """Raise PeerError for a message of a worker that the node does not have."""
+    if isinstance(message, protocol.FromWorker) and message.device not in range(member.spec.num_devices):
+        raise PeerError(f"speaks for device {message.device}; it has {member.spec.num_devices}")
+    if isinstance(message, protocol.ReplicaDigests) and len(message.layers) != len(message.digests):
+        raise PeerError(f"sends {len(message.digests)} digests of {len(message.layers)} layers")

@@ -19,7 +19,7 @@ from oobleck.control.recovery import BeginRecovery, HeldUp, Phase, RunEnded, Tim
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
-from .parts import make_parts
+from .parts import Parts
 from .replayed_run import ReplayedRun
 from .reports import Reports
 from .takeover import take_over
@@ -53,7 +53,7 @@ class Coordinator(BaseCoordinator):
         self._started_at = started_at
         self._replayed = replayed
         run = protocol.run_digest(job.tag, replayed.started.started_at if replayed else started_at)
-        self._parts = make_parts(job, nodes, members, self._lifecycle, self, run=run, resume=resume)
+        self._parts = Parts(job, nodes, members, self._lifecycle, self, run=run, resume=resume)
         self._reports = Reports(self._parts)
 
     @property
@@ -201,7 +201,7 @@ class Coordinator(BaseCoordinator):
     @property
     def reviews_s(self) -> float:
         """When it next reviews which nodes should train: a part of `next_deadline`, for callers that skip time."""
-        return math.inf if self.is_over else min(self._parts.replanning.rescales_s, self._retries_s)
+        return math.inf if self.is_over else min(self._parts.scaling.due_s, self._retries_s)
 
     @property
     def _retries_s(self) -> float:
@@ -227,7 +227,7 @@ class Coordinator(BaseCoordinator):
             recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:
             turn.do(parts.saving.handle_deadline(now_s))
-        if now_s >= parts.replanning.rescales_s:
+        if now_s >= parts.scaling.due_s:
             self._rescale(turn)
         if now_s >= self._retries_s:
             recovery.begin_if(turn, parts.replanning.retry_slow(recovery.generations.plan, now_s))
@@ -246,7 +246,7 @@ class Coordinator(BaseCoordinator):
         """Review how many nodes should train."""
         recovery, replanning = self._parts.reconfiguration, self._parts.replanning
         if recovery.is_fencing:
-            replanning.look_later(turn.now_s)
+            self._parts.scaling.look_later(turn.now_s)
         else:
             recovery.begin_if(turn, replanning.rescale(turn, recovery.generations.plan))
 

@@ -19,6 +19,7 @@ from oobleck.control.nodes import Membership, NodeLifecycle, adopting_s, startin
 from oobleck.control.plans import PARTIAL_COMMIT_COPIES, sections_wanted
 from oobleck.control.protocol import Fence, PlanUpdate, Status
 from oobleck.control.recovery import states
+from oobleck.control.scaling import Scaling
 from oobleck.control.steps import PlanHistory, Progress, distinct, regrouped
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
@@ -45,6 +46,7 @@ class Reconfiguration:
         saving: Saving,
         restoring: Restoring,
         sharding: Sharding,
+        scaling: Scaling,
         replanning: Replanning,
     ) -> None:
         self._job = job
@@ -54,6 +56,7 @@ class Reconfiguration:
         self._saving = saving
         self._restoring = restoring
         self._sharding = sharding
+        self._scaling = scaling
         self._replanning = replanning
         self._decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         self.generations = PlanHistory(max_steps=job.max_steps)
@@ -135,7 +138,7 @@ class Reconfiguration:
                     self._lifecycle.dismiss_drained(turn)
                 case states.RecoveryEnded():
                     done = recovery.recovery_done(effect, turn.now_s, self._members)
-                    self._replanning.recovery_done(done)
+                    self._scaling.recovery_done(done)
                     turn.record(done)
                 case _:
                     assert_never(effect)

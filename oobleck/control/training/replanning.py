@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import PaceChanged, PlanCause, RecoveryDone
+from oobleck.control.journal import PaceChanged, PlanCause
 from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
-from oobleck.control.protocol import CommitRecord, Pace, Status
+from oobleck.control.protocol import Pace, Status
 from oobleck.control.recovery import BeginRecovery
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
@@ -45,10 +45,7 @@ class Aftermath:
 
 
 class Replanning:
-    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted.
-
-    `Scaling` says how many nodes train: it belongs to this part, and nothing else calls it.
-    """
+    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted."""
 
     def __init__(
         self,
@@ -116,10 +113,6 @@ class Replanning:
         decision = self.planner.initial_plan([node for node in nodes if node not in resting])
         return with_resting(decision, resting)
 
-    def step_done(self, record: CommitRecord, *, generation: int) -> None:
-        """A step was committed; `generation` is that of the newest plan."""
-        self._scaling.step_done(record, generation=generation)
-
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
         return bool(self._kinds) and now_s >= self._from_s
@@ -176,10 +169,6 @@ class Replanning:
         self._scaling.plan_adopted(decision)
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 
-    def recovery_done(self, done: RecoveryDone) -> None:
-        """A change of plan is over: note what it cost."""
-        self._scaling.recovery_done(done)
-
     def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
         """These copies of layers differ from others: have them replaced."""
         self._distrusted.update(copies)
@@ -220,11 +209,6 @@ class Replanning:
 
     # --- another number of nodes -----------------------------------------------------------------------------
 
-    @property
-    def rescales_s(self) -> float:
-        """When to look at the number of nodes again; infinity for never."""
-        return self._scaling.due_s
-
     def rescale(self, turn: Turn, plan: ExecutionPlan) -> BeginRecovery | None:
         """Look at how many nodes should train; plan again where that is another number now."""
         if not self.has_time(turn.now_s):
@@ -241,14 +225,6 @@ class Replanning:
             if member.spec.name not in plan.nodes and member.spec.name not in resting
         }
         return BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed)))
-
-    def look_soon(self, now_s: float) -> None:
-        """A node has come that rests: the number of nodes may be another one."""
-        self._scaling.look_soon(now_s)
-
-    def look_later(self, now_s: float) -> None:
-        """The number of nodes cannot be looked at now."""
-        self._scaling.look_later(now_s)
 
     def wants_more(self, num_used: int) -> bool:
         """Whether a node that has come is to train at once, beside `num_used` that do."""

@@ -193,7 +193,7 @@ class Reports:
         if recovery.is_fencing or replanning.wants_more(num_used):
             recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.JOINED, nodes=(node,)))
         else:
-            replanning.look_soon(turn.now_s)
+            self._parts.scaling.look_soon(turn.now_s)
 
     def train_when_ready(self, turn: Turn) -> None:
         """Order the first plan once all that it needs is known."""
@@ -228,7 +228,7 @@ class Reports:
             return
         turn.do(committed)
         parts.saving.step_done(record)
-        parts.replanning.step_done(record, generation=parts.reconfiguration.generations.newest)
+        parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)
         if parts.reconfiguration.phase is Phase.TRAINING:
             parts.progress.expect(HANG_FLOOR_S, turn.now_s)

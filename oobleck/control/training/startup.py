@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import Loss, ProfileKnown
-from oobleck.control.nodes import Membership, StartupFailures, starting_s
+from oobleck.control.journal import Loss, ProfileKnown, WorkerEnded, loss_text
+from oobleck.control.nodes import Membership, starting_s
 from oobleck.control.speed import LinkTiming
 from oobleck.control.steps import Verdict
 from oobleck.errors import ExitCode, PlanningError
@@ -28,6 +28,7 @@ from .replanning import Replanning
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
+_NAMES_SHOWN = 8
 
 
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
@@ -198,6 +199,42 @@ class Startup:
             self._reconfiguration.order(turn, choice)
         except PlanningError as error:
             turn.end(str(error), ExitCode.CONFIG)
+
+
+@dataclass(slots=True)
+class StartupFailures:
+    """Nodes that failed before training began, reported together: the same reason once, with all who gave it."""
+
+    num_nodes: int
+    """Of the job."""
+    _losses: dict[str, Loss] = field(default_factory=dict)
+    """By node."""
+
+    def __bool__(self) -> bool:
+        return bool(self._losses)
+
+    def note(self, node: str, loss: Loss) -> None:
+        """Note why a node failed."""
+        self._losses[node] = loss
+
+    @property
+    def exit_code(self) -> int:
+        """That of a bad configuration when nothing else went wrong."""
+        is_users = all(isinstance(loss, WorkerEnded) and loss.is_users for loss in self._losses.values())
+        return ExitCode.CONFIG if is_users else ExitCode.FAILED
+
+    def __str__(self) -> str:
+        nodes_of: dict[str, list[str]] = {}
+        for node, loss in sorted(self._losses.items()):
+            nodes_of.setdefault(loss_text(loss), []).append(node)
+        return "\n".join(("cannot start:", *(f"{self._named(nodes)}: {why}" for why, nodes in nodes_of.items())))
+
+    def _named(self, nodes: list[str]) -> str:
+        if len(nodes) == self.num_nodes > 1:
+            return f"all {len(nodes)} nodes"
+        if len(nodes) > _NAMES_SHOWN:
+            return f"{', '.join(nodes[:_NAMES_SHOWN])} and {len(nodes) - _NAMES_SHOWN} more nodes"
+        return ", ".join(nodes)
 
 
 def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
