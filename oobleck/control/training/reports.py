@@ -89,13 +89,14 @@ class Reports:
                 parts.reconfiguration.give(turn, suspected)
             case protocol.PlanNeeded(generation=generation):
                 parts.reconfiguration.order_again(turn, WorkerId(node=node, device=message.device), generation)
-            case (
-                protocol.StateSaved()
-                | protocol.StateNotSaved()
-                | protocol.LayersPersisted()
-                | protocol.CheckpointCommitted()
-            ):
-                self._saved(turn, node, message)
+            case protocol.StateSaved():
+                turn.do(parts.saving.saved(WorkerId(node=node, device=message.device), message, now_s))
+            case protocol.StateNotSaved():
+                turn.do(parts.saving.failed(node, message, now_s))
+            case protocol.LayersPersisted():
+                turn.do(parts.saving.persisted(message))
+            case protocol.CheckpointCommitted():
+                turn.do(parts.saving.committed(node, message, now_s))
             case protocol.CheckpointsFound():
                 self._checkpoints_found(turn, WorkerId(node=node, device=message.device), message)
             case protocol.ReplicaDigests():
@@ -246,25 +247,6 @@ class Reports:
             recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.CORRUPTION, nodes=nodes))
 
     # --- checkpoints -------------------------------------------------------------------------------------------
-
-    def _saved(
-        self,
-        turn: Turn,
-        node: str,
-        message: protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted | protocol.CheckpointCommitted,
-    ) -> None:
-        saving = self._parts.saving
-        match message:
-            case protocol.StateSaved():
-                turn.do(saving.saved(WorkerId(node=node, device=message.device), message, turn.now_s))
-            case protocol.LayersPersisted():
-                turn.do(saving.persisted(message))
-            case protocol.CheckpointCommitted():
-                turn.do(saving.committed(node, message, turn.now_s))
-            case protocol.StateNotSaved():
-                turn.do(saving.failed(node, message, turn.now_s))
-            case _:
-                assert_never(message)
 
     def _checkpoints_found(self, turn: Turn, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
         self._parts.restoring.found(worker_id, message)
