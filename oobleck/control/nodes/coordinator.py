@@ -3,9 +3,9 @@
     handle(now_s, event) -> commands        next_deadline() -> time        handle_deadline(now_s) -> commands
 
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
-real master, in the simulator and in a replay. It decides which nodes take part, by its parts, and calls the program
-that runs on them, which the coordinator that is derived from this one is. So what follows from an event is called, one
-thing after the other, with the turn that collects the commands.
+real master, in the simulator and in a replay. Its parts decide which nodes take part. What that means for the program
+that runs on them, the derived class says: it is the program, and the parts call it. Every call has the turn with it,
+which collects the commands.
 """
 
 from __future__ import annotations

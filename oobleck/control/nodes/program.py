@@ -14,10 +14,10 @@ from .membership import Member
 
 
 class Program(ABC):
-    """Told which nodes come and go. Each call happens once what it tells is noted, and in the turn of its cause."""
+    """Is called when nodes come and go, once `Membership` has it, in the turn of the cause."""
 
     work: ClassVar[str]
-    """What nodes do that can be drained, for people."""
+    """What a node does that can be drained, for people."""
 
     @property
     @abstractmethod
