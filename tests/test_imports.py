@@ -220,6 +220,23 @@ def test_asyncio_appears_in_one_file_only():
     assert len(places) == 1, sorted(places)
 
 
+PROGRAMS = {"training", "scripts"}
+"""The rooms of `control` that decide what the nodes of a run carry out: for `oobleck up`, and for `oobleck run`."""
+
+
+def test_programs_stand_on_the_other_rooms_of_control_and_do_not_know_each_other():
+    control = ("oobleck", "control")
+    imports = [(place.split("/"), name.split(".")) for _, place, name in imported()]
+    known = {
+        (place[2], name[2])
+        for place, name in imports
+        if tuple(place[:2]) == tuple(name[:2]) == control and len(name) > 2 and place[2] != name[2]
+    }
+    assert {("training", "nodes"), ("scripts", "nodes"), ("recovery", "nodes")} <= known
+    # A replay follows the journal of a run that trains, for the master that takes it over.
+    assert {(room, other) for room, other in known if other in PROGRAMS} == {("replay", "training")}
+
+
 def names_from(module: str) -> Iterator[tuple[str, str]]:
     """(file, name) of every name that is taken from a module of ours: imported, or as its attribute."""
     for _, path in modules():

@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation(
         name="dead_holders",
         what="lost nodes stay in the plan, and layers are read from them",
-        file="oobleck/control/training/deciding.py",
+        file="oobleck/control/training/decision.py",
         old="lost=frozenset(self._members.without_part(in_force)),",
         new="lost=frozenset(),",
         caught_by=KILLS,
@@ -421,7 +421,7 @@ MUTATIONS = (
     Mutation(
         name="endless_lease",
         what="a silent node is never given up",
-        file="oobleck/control/nodes/leases.py",
+        file="oobleck/control/nodes/silence.py",
         old="        lapses_s = max(last_s + self._control.lease_s, self._spared_until_s)\n",
         new="        lapses_s = max(last_s + 1e9, self._spared_until_s)\n",
         caught_by=STACK,
@@ -437,9 +437,9 @@ MUTATIONS = (
     Mutation(
         name="no_restart",
         what="a worker that ended is not restarted",
-        file="oobleck/control/training/worker_lifecycle.py",
-        old="            requests.StartAgain(worker_id=worker_id),\n",
-        new="",
+        file="oobleck/control/nodes/worker_lifecycle.py",
+        old="        self._start(turn, worker_id)\n        self._program.drop_worker(turn, worker_id)\n",
+        new="        self._program.drop_worker(turn, worker_id)\n",
         caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
     Mutation(

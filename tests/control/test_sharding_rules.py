@@ -9,7 +9,7 @@ import pytest
 
 from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, DataEffects, Sharding, ShardRemains
-from oobleck.control.events import ExpectSteps, Record, Send, SendAll
+from oobleck.control.events import Record, Send, SendAll
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
 from oobleck.control.protocol import (
@@ -66,9 +66,9 @@ class Bench:
 
     def go_on(self, *, now_s: float = 0.0) -> list[object]:
         """Let it go on; returns what it says to workers."""
-        return self.carry_out(self.sharding.go_on(1, now_s, save=False), now_s=now_s)
+        return self.carry_out(self.sharding.go_on(1, now_s, save=False))
 
-    def carry_out(self, effects: DataEffects, *, now_s: float = 0.0) -> list[object]:
+    def carry_out(self, effects: DataEffects) -> list[object]:
         """Do what the coordinator does with them; returns what is sent to workers."""
         said: list[object] = []
         for effect in effects:
@@ -77,8 +77,6 @@ class Bench:
                     self.entries.append(entry)
                 case Send() | SendAll():
                     said.append(effect.message)
-                case ExpectSteps(within_s=within_s):
-                    self.progress.expect(within_s, now_s)
         return said
 
     def survey(self, said: Sequence[object]) -> ScanRequest:

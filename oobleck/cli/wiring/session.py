@@ -11,7 +11,7 @@ from typing import assert_never
 import trio
 
 from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
-from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone, TerminationNoticed
+from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -31,7 +31,7 @@ class MasterLeaves(Exception):
 
 
 class Session:
-    """Follows the journal, and turns requests from outside into events and signals."""
+    """Shows the journal, and turns requests from outside into events and signals. It decides nothing."""
 
     def __init__(
         self,
@@ -57,12 +57,6 @@ class Session:
         self._is_replaced = is_replaced
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]  # the others are done
         self._gone = set(past.gone_nodes)
-        self._noticed: set[str] = set()
-        """Nodes that are to be taken away."""
-        self._is_taken_away = False
-        """Whether all of them were, at one time."""
-        self._is_back: dict[str, Arrived] = {}
-        """Nodes that have arrived again while the run counts on what they were before."""
         self._terminal: Output | None = None
         self._formatter = live.LineFormatter()
         if past.started is not None:
@@ -91,28 +85,13 @@ class Session:
         self.account.apply(entry)
         self.view.apply(entry)
         match entry:
-            case TerminationNoticed(node=node):
-                self._noticed.add(node)
-                self._stop_if_all_are_taken_away()
             case NodeLost(node=node):
                 self._gone.add(node)
-                self._stop_if_all_are_taken_away()
-                if (arrived := self._is_back.pop(node, None)) is not None:
-                    self._take_in(arrived.node, by_itself=arrived.by_itself)
             case NodeLeft(node=node):
                 self._gone.add(node)
                 self._cluster.release(self._spec(node))
             case NodeAdded(node=spec):
                 self._gone.discard(spec.name)
-                self._noticed.discard(spec.name)
-
-    def _stop_if_all_are_taken_away(self) -> None:
-        """At a time limit all nodes have notice together: nobody could take over from whom, so all is saved instead."""
-        staying = {spec.name for spec in self._master.nodes} - self._gone - self._noticed
-        if self._noticed - self._gone and not staying and not self._is_taken_away:
-            self._is_taken_away = True
-            reason = "all nodes are to be taken away; the same command continues from here"
-            self._master.submit(StopRequested(now=False, exit_code=ExitCode.RESUMABLE, reason=reason))
 
     def _take_due(self, entry: JournalEntry) -> list[str]:
         """The nodes that are to be killed once this step is committed."""
@@ -169,11 +148,11 @@ class Session:
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
             case control_client.AddRequest(node=node):
-                self._take_in(self._spec_to_add(node))
+                self._master.submit(AddRequested(spec=self._spec_to_add(node)))
                 return {"adding": node}
             case control_client.DrainRequest(node=node):
                 self._check_living(node)
-                self._let_go(node)
+                self._master.submit(DrainRequested(node=node))
                 return {"draining": node}
             case control_client.SignalRequest():
                 return await self._signal(request)
@@ -221,31 +200,14 @@ class Session:
             nursery.start_soon(self._launcher.follow, reported)
             async for change in changes:
                 match change:
-                    case Arrived():
-                        self._welcome(change)
+                    case Arrived(node=spec, by_itself=by_itself):
+                        self._master.submit(AddRequested(spec=spec, by_itself=by_itself, has_arrived=True))
                     case Leaving(node=node):
-                        self._let_go(node)
+                        self._master.submit(DrainRequested(node=node))
                     case Reported(level=level, text=text):
                         self.remark(level, text)
                     case _:
                         assert_never(change)
-
-    def _welcome(self, arrived: Arrived) -> None:
-        """Take in a node that has arrived; one whose loss is not known yet, as soon as it is."""
-        name = arrived.node.name
-        is_here = name not in self._gone and name in {known.name for known in self._master.nodes}
-        if is_here:
-            self._is_back[name] = arrived
-        else:
-            self._take_in(arrived.node, by_itself=arrived.by_itself)
-
-    def _take_in(self, spec: NodeSpec, *, by_itself: bool = False) -> None:
-        """Have a node that is new, was lost or has left, take part."""
-        self._master.submit(AddRequested(spec=spec, by_itself=by_itself))
-
-    def _let_go(self, node: str) -> None:
-        """Have a node drained; one that is lost is not tried again."""
-        self._master.submit(DrainRequested(node=node))
 
     def _spec_to_add(self, text: str) -> NodeSpec:
         """A node that is known by name, or one that the launcher knows or understands."""

@@ -35,7 +35,7 @@ _ANSWER_S = 30.0
 _POLL_S = 0.25
 """How often shards that grow are looked into while there is nothing new."""
 
-DataEffects = tuple[events.Command | events.EndRun | events.ExpectSteps, ...]
+DataEffects = tuple[events.Command | events.EndRun, ...]
 """What is to be done, in this order."""
 
 
@@ -316,10 +316,11 @@ class Sharding:
         last = self._last_dealt
         is_dry = last <= self._progress.last_step < self._job.max_steps
         if is_dry and (self._is_stopped or self._assigner.is_over):
-            expected = self._say_over(generation, save=save)
+            over = self._say_over(generation, now_s, save=save)
         else:
-            expected = self._expect(is_dry=is_dry)
-        return (*dealt, *expected, *self._survey(self._assigner, last, now_s))
+            over = ()
+            self._expect(now_s, is_dry=is_dry)
+        return (*dealt, *over, *self._survey(self._assigner, last, now_s))
 
     @property
     def _last_dealt(self) -> int:
@@ -350,16 +351,15 @@ class Sharding:
             )
         return tuple(effects)
 
-    def _expect(self, *, is_dry: bool) -> tuple[events.ExpectSteps, ...]:
+    def _expect(self, now_s: float, *, is_dry: bool) -> None:
         """A step that has no records does not hang; after the last one, all are to say that they have finished."""
         was_dry, self._is_dry = self._is_dry, is_dry
         if is_dry:
-            return (events.ExpectSteps(within_s=math.inf),)
-        if was_dry:  # it may be the first of its plan
-            return (events.ExpectSteps(within_s=self._job.control.start_timeout_s),)
-        return ()
+            self._progress.expect(math.inf, now_s)
+        elif was_dry:  # it may be the first of its plan
+            self._progress.expect(self._job.control.start_timeout_s, now_s)
 
-    def _say_over(self, generation: int, *, save: bool) -> DataEffects:
+    def _say_over(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
         step = self._progress.last_step
         if self._over_told == (generation, step):
             return ()
@@ -373,8 +373,8 @@ class Sharding:
             save=save,
         )
         # All are to say that they have finished.
-        expected = events.ExpectSteps(within_s=self._job.control.start_timeout_s)
-        return (expected, events.SendAll(worker_ids=tuple(self._worker_ids()), message=over))
+        self._progress.expect(self._job.control.start_timeout_s, now_s)
+        return (events.SendAll(worker_ids=tuple(self._worker_ids()), message=over),)
 
     def _survey(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[events.Send, ...]:
         """Have one worker look into shards, if not enough is known."""

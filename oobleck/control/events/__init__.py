@@ -1,8 +1,7 @@
-"""What reaches the coordinator, what it commands, and what its parts return."""
+"""What reaches a coordinator, what it commands, and the turn in which its parts do so."""
 
 from __future__ import annotations
 
-from .effects import EndRun, ExpectSteps, Repair, notice
 from .inputs import (
     AddRequested,
     BatchReceived,
@@ -31,6 +30,7 @@ from .inputs import (
     StoreLink,
     StoreProfile,
 )
+from .turn import EndRun, RunOver, Turn, notice
 
 __all__ = [
     "AddRequested",
@@ -42,7 +42,6 @@ __all__ = [
     "End",
     "EndRun",
     "Event",
-    "ExpectSteps",
     "KillRequested",
     "LinkFound",
     "LookUpLink",
@@ -55,12 +54,13 @@ __all__ = [
     "ProfileFound",
     "Record",
     "Remark",
-    "Repair",
+    "RunOver",
     "Send",
     "SendAll",
     "SendOrders",
     "StopRequested",
     "StoreLink",
     "StoreProfile",
+    "Turn",
     "notice",
 ]

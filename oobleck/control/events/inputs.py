@@ -89,6 +89,8 @@ class AddRequested:
     spec: NodeSpec
     by_itself: bool = False
     """It has come by itself, and nobody has asked for it: while it is in quarantine it stays out."""
+    has_arrived: bool = False
+    """A launcher has seen it arrive: where the run still counts on what it was before, it joins once that is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

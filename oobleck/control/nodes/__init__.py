@@ -1,8 +1,8 @@
-"""Who is in the job: nodes and workers, whose messages count, and which lost nodes are tried again."""
+"""Who is in the job: nodes and workers come, end and are lost. What both coordinators decide, they decide here."""
 
 from __future__ import annotations
 
-from .leases import Leases, are_most, patience_s
+from .coordinator import BaseCoordinator
 from .likeness import (
     DATA,
     FIRST_SAMPLES,
@@ -16,28 +16,30 @@ from .likeness import (
 )
 from .machines import Share
 from .membership import Member, MemberImage, Membership, MemberState
-from .message_checks import check_device, is_of_training, is_of_worker_that_ends
-from .node_retry import QUARANTINE_LOSSES, NodeRetry
-from .startup_failures import StartupFailures
+from .node_lifecycle import NodeLifecycle
+from .program import Program, WorkerProgram
+from .silence import are_most, patience_s
 from .time_limits import adopting_s, attaching_s, reading_s, saying_farewell_s, starting_s
+from .worker_lifecycle import WorkerLifecycle, check_device, is_of_training, is_of_worker_that_ends
 
 __all__ = [
     "DATA",
     "FIRST_SAMPLES",
     "LOSS",
     "ORDER",
-    "QUARANTINE_LOSSES",
     "STRUCTURE",
     "WEIGHTS",
+    "BaseCoordinator",
     "EpochLikeness",
-    "Leases",
     "Member",
     "MemberImage",
     "MemberState",
     "Membership",
-    "NodeRetry",
+    "NodeLifecycle",
+    "Program",
     "Share",
-    "StartupFailures",
+    "WorkerLifecycle",
+    "WorkerProgram",
     "adopting_s",
     "are_most",
     "attaching_s",

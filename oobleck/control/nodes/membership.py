@@ -420,6 +420,13 @@ class Membership:
         return self.in_state(MemberState.CONNECTING)
 
     @property
+    def are_all_leaving(self) -> bool:
+        """Whether each node that is here, or on its way, has had notice of its end, and there is one."""
+        here = (member for member in self._members.values() if member.state not in (MemberState.LOST, MemberState.LEFT))
+        first = next(here, None)
+        return first is not None and first.has_notice and all(member.has_notice for member in here)
+
+    @property
     def are_taken_away(self) -> bool:
         """Whether all that are left have had notice of their end; where none is left, those that were lost last."""
         left = self.living or tuple(member for member in self._members.values() if member.state is MemberState.LOST)

@@ -46,6 +46,10 @@ class SpeedTracker:
         """Who has reported in this round."""
         self._is_round_over = False
 
+    def restore(self, slow: Mapping[str, float]) -> None:
+        """Continue with the slow nodes that an earlier master knew."""
+        self.slow = slow
+
     def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
         """Take in what a worker's latest microbatches took, where the profile expects something of it."""
         located = plan.locate(worker_id)

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from oobleck.control.events import Record, Repair, notice
+from oobleck.control.events import Record, notice
 from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
+
+Compared = tuple[tuple[Record, ...], Mapping[WorkerId, frozenset[int]]]
+"""What is to be recorded, and the layers that are to take the other copies' values, by holder."""
 
 _MOST_IN_A_ROW = 3
 """Checks that fail one after the other, before machines are taken to compute differently by nature."""
@@ -48,17 +51,17 @@ class ReplicaCheck:
 
     def take(
         self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId], now_s: float
-    ) -> tuple[Record | Repair, ...]:
+    ) -> Compared:
         """Take a worker's digests in; once all of `worker_ids` have sent theirs, return what follows from them."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
-            return ()
+            return (), {}
         if key > self._key:
             self._key, self._told = key, {}
         self._told[worker_id] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare(now_s) if self._told.keys() >= set(worker_ids) else ()
+        return self._compare(now_s) if self._told.keys() >= set(worker_ids) else ((), {})
 
-    def _compare(self, now_s: float) -> tuple[Record | Repair, ...]:
+    def _compare(self, now_s: float) -> Compared:
         told, self._told = self._told, {}
         differing: list[Record] = []
         distrusted: dict[WorkerId, set[int]] = {}
@@ -78,10 +81,8 @@ class ReplicaCheck:
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
             text = "copies keep differing: their machines compute differently, and are compared no more"
-            return (*differing, notice(now_s, "error", text))
-        if not distrusted:
-            return ()
-        return (*differing, Repair(copies={each: frozenset(layers) for each, layers in sorted(distrusted.items())}))
+            return (*differing, notice(now_s, "error", text)), {}
+        return tuple(differing), {each: frozenset(layers) for each, layers in sorted(distrusted.items())}
 
     def _entry(
         self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], now_s: float, *, is_sure: bool

@@ -1,49 +1,34 @@
-"""The coordinator: every decision of a run, as a pure machine.
+"""The coordinator of `oobleck up`: what all nodes train, from the start over every plan to the end.
 
-    handle(now_s, event) -> commands        next_deadline() -> time        handle_deadline(now_s) -> commands
-
-It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
-real master, in the simulator and in a replay.
-
-A report goes to the part that it concerns: `node_lifecycle` knows which nodes come and go, `startup` leads to the
-first plan, `reconfiguration` from one plan to the next, `progress` knows the steps, `saving` the checkpoints. Each part
-takes values and the time, may read other parts, and changes none: it returns what it asks of them, and `routing.py`
-carries it out. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in
+A report goes to the part that it concerns (`reports.py`): `startup` leads to the first plan, `reconfiguration` from one
+plan to the next, `progress` knows the steps, `saving` the checkpoints. Parts are given what they may call; `parts.py`
+says which that is. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in
 `docs/architecture.md`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import assert_never
+from typing import ClassVar
 
 from oobleck import __version__
-from oobleck.control import events
-from oobleck.control.journal import (
-    JobEnded,
-    JobStarted,
-    NodeUnfit,
-    PlanCause,
-)
-from oobleck.control.nodes import (
-    Membership,
-)
-from oobleck.control.protocol import (
-    StopAgent,
-    run_digest,
-)
-from oobleck.control.recovery import HeldUp, Phase, RunEnded, TimePassed
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.control import events, journal, protocol
+from oobleck.control.events import Turn
+from oobleck.control.nodes import BaseCoordinator, Member, Membership
+from oobleck.control.recovery import BeginRecovery, HeldUp, Phase, RunEnded, TimePassed, states
+from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
+from oobleck.planner import WorkerId
 
-from .parts import make_parts
+from .parts import Parts
 from .replayed_run import ReplayedRun
 from .reports import Reports
-from .routing import Routing, RunOver
 from .takeover import take_over
 
 
-class Coordinator:
+class Coordinator(BaseCoordinator):
     """Makes all decisions of one run. Only `start`, `handle` and `handle_deadline` change it."""
+
+    work: ClassVar[str] = "training"
 
     def __init__(
         self,
@@ -60,53 +45,145 @@ class Coordinator:
         `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.
         """
+        members = replayed.members if replayed else Membership(nodes)
+        most_kinds = MAX_KINDS if job.tensor_parallel == 1 else 1
+        super().__init__(job.control, members, python_version=python_version, most_kinds=most_kinds)
         self._job = job
         self._nodes = nodes
         self._started_at = started_at
         self._replayed = replayed
-        members = replayed.members if replayed else Membership(nodes)
-        run = run_digest(job.tag, replayed.started.started_at if replayed else started_at)
-        self._parts = make_parts(job, nodes, members, python_version=python_version, run=run, resume=resume)
-        self._routing = Routing(job, self._parts)
-        self._reports = Reports(self._parts, self._routing)
-        self._do = self._routing.carry_out
+        run = protocol.run_digest(job.tag, replayed.started.started_at if replayed else started_at)
+        self._parts = Parts(job, nodes, members, self._lifecycle, self, run=run, resume=resume)
+        self._reports = Reports(self._parts)
 
     @property
     def phase(self) -> Phase:
         return self._parts.reconfiguration.phase
 
-    # --- the machine's interface ---------------------------------------------------------------------------
+    @property
+    def is_over(self) -> bool:
+        return self.phase is Phase.ENDED
 
-    def start(self, now_s: float) -> list[events.Command]:
-        """Begin, or take over: reach all nodes."""
-        if self._replayed is None:
-            started = JobStarted(
-                t_s=now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
+    @property
+    def is_begun(self) -> bool:
+        return self._parts.reconfiguration.is_begun
+
+    @property
+    def generation(self) -> int:
+        return self._parts.reconfiguration.generations.current
+
+    @property
+    def furthest_step(self) -> int:
+        return self._parts.progress.furthest_step
+
+    def begin(self, turn: Turn) -> None:
+        if self._replayed is not None:
+            take_over(self._parts, turn, self._job, self._nodes, self._replayed)
+            return
+        turn.record(
+            journal.JobStarted(
+                t_s=turn.now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
             )
-            self._parts.startup.expect_all(now_s)
-            self._do((events.Record(entry=started), *(events.Connect(node=spec) for spec in self._nodes)), now_s)
-        else:
-            take_over(self._parts, self._routing, self._job, self._nodes, self._replayed, now_s)
-        return self._routing.take()
+        )
+        self._parts.startup.expect_all(turn.now_s)
+        turn.do(events.Connect(node=spec) for spec in self._nodes)
 
-    def handle(self, now_s: float, event: events.Event) -> list[events.Command]:
-        """Take in an event. Raises nothing: a peer that does wrong is the one that is lost for it."""
-        if self.phase is Phase.ENDED:
-            return []
-        self._parts.silence.note_call(now_s)
-        try:
-            self._take_in(event, now_s)
-            if self._parts.reconfiguration.is_begun:
-                self._do(self._parts.lifecycle.drain_noticed(now_s), now_s)
-            self._follow_up(now_s)
-        except RunOver as over:
-            self._end(over.end, now_s)
-        return self._routing.take()
+    # --- nodes -------------------------------------------------------------------------------------------------
 
-    def next_deadline(self) -> float:
-        """The latest time at which `handle_deadline` must be called; infinity for never."""
-        if self.phase is Phase.ENDED:
-            return math.inf
+    def is_at_work(self, member: Member) -> bool:
+        return self.is_begun and member.is_ready
+
+    def needs(self, node: str) -> bool:
+        return self._parts.reconfiguration.is_in_plan(node)
+
+    def configure(self, turn: Turn, node: str) -> None:
+        turn.do(self._parts.preparation.configure(node))
+
+    def node_back(self, turn: Turn, event: events.NodeUp) -> None:
+        self._parts.workers.meet(turn, event)
+
+    def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
+        parts = self._parts
+        if is_again:
+            parts.shutdown.ask_again()
+            turn.do(parts.restoring.ask_again(node))
+            parts.reconfiguration.give(turn, states.NodeReached(node=node))
+        turn.do(parts.sharding.tell(parts.reconfiguration.training_places(node)))
+
+    def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
+        parts = self._parts
+        parts.replanning.forget_pace(node)
+        profiling = parts.preparation.node_lost(node)
+        if not self.is_begun:
+            parts.startup.node_failed(node, loss, turn.now_s)
+            return
+        turn.do(profiling)
+        turn.do(parts.saving.node_lost(node, turn.now_s))
+        parts.sharding.lost(node)
+
+    def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
+        """Plan without a node that may have a part in the plan in force."""
+        recovery, node = self._parts.reconfiguration, member.spec.name
+        if not member.is_ready:
+            recovery.give(turn, states.NodeGone())
+        elif not recovery.can_spare(node):
+            cause = journal.PlanCause.LOSS
+            recovery.begin(turn, BeginRecovery(cause=cause, nodes=(node,), loss=loss, detect_s=silent_s))
+
+    def node_draining(self, turn: Turn, node: str) -> None:
+        self._parts.reconfiguration.begin(turn, BeginRecovery(cause=journal.PlanCause.DRAINED, nodes=(node,)))
+
+    def node_left(self, turn: Turn, node: str) -> None:
+        turn.do(self._parts.saving.node_left(node, turn.now_s))
+        self._parts.reconfiguration.give(turn, states.NodeDrained(node=node))
+
+    def worker_raised(self, worker_id: WorkerId, error: protocol.Raised) -> None:
+        self._parts.shutdown.note_error(worker_id, error)
+
+    def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
+        """Ask another worker what this one was asked, or the one that is started in its place.
+
+        If no worker survives, the run waits for those that are started again, unless one error ended them all: it would
+        do so again.
+        """
+        parts = self._parts
+        parts.replanning.forget_pace(worker_id.node)
+        turn.do(parts.preparation.worker_lost(worker_id))
+        if not self.is_begun:
+            parts.restoring.forget()
+            return
+        turn.do(parts.saving.worker_lost(worker_id.node, turn.now_s))
+        parts.sharding.lost(worker_id.node)
+        living = {member.spec.name for member in parts.members.living}
+        training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
+        if not parts.members.ready and parts.shutdown.is_same_error(training):
+            turn.end("the same error ended all workers")
+
+    # --- what is reported --------------------------------------------------------------------------------------
+
+    def take(self, turn: Turn, event: events.Event) -> None:
+        match event:
+            case events.BatchReceived():
+                self._reports.all_said(turn, event)
+            case events.ProfileFound():
+                turn.do(self._parts.preparation.take_profile(event))
+                self._reports.profile_known(turn)
+            case events.LinkFound():
+                turn.do(self._parts.link_timing.take_found(event, turn.now_s))
+                self._reports.train_when_ready(turn)
+            case _:
+                raise AssertionError(f"{type(event).__name__} is not of training")
+
+    def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
+        self._reports.said(turn, member, message)
+
+    def heard_again(self, turn: Turn) -> None:
+        self._parts.progress.give_time(turn.now_s)
+
+    # --- time passes -------------------------------------------------------------------------------------------
+
+    @property
+    def due_s(self) -> float:
         parts = self._parts
         return min(
             [
@@ -114,11 +191,9 @@ class Coordinator:
                 parts.link_timing.deadline_s,
                 parts.reconfiguration.deadline_s,
                 parts.hang_watch.due_s,
-                parts.lifecycle.retries_s,
                 parts.saving.due_s,
                 parts.shutdown.due_s,
                 parts.sharding.due_s if self.phase is Phase.TRAINING else math.inf,
-                parts.silence.due_s if parts.reconfiguration.is_begun else math.inf,
                 self.reviews_s,
             ]
         )
@@ -126,132 +201,77 @@ class Coordinator:
     @property
     def reviews_s(self) -> float:
         """When it next reviews which nodes should train: a part of `next_deadline`, for callers that skip time."""
-        return math.inf if self.phase is Phase.ENDED else min(self._parts.replanning.rescales_s, self._retries_s)
+        return math.inf if self.is_over else min(self._parts.scaling.due_s, self._retries_s)
 
     @property
     def _retries_s(self) -> float:
         """When a slow node that was left out is to be tried again; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
-    def handle_deadline(self, now_s: float) -> list[events.Command]:
-        """Act on what has not happened in time. Early calls do nothing."""
-        self._parts.silence.recount()
-        late_s = now_s - self.next_deadline()
-        if late_s < 0 or self.phase is Phase.ENDED:
-            return []
-        self._parts.silence.note_call(now_s)
-        try:
-            held_up_s = self._parts.silence.forgive(now_s, late_s)
-            if held_up_s:
-                self._parts.members.forgive(now_s)
-                self._hold(now_s, held_up_s)
-            self._act_on_time(now_s)
-            self._follow_up(now_s)
-        except RunOver as over:
-            self._end(over.end, now_s)
-        return self._routing.take()
-
-    def _take_in(self, event: events.Event, now_s: float) -> None:
-        parts, is_begun = self._parts, self._parts.reconfiguration.is_begun
-        match event:
-            case events.NodeUp(hello=hello):
-                misfit, generation = parts.preparation.misfit(hello), parts.reconfiguration.generations.current
-                self._do(parts.lifecycle.node_up(event, now_s, misfit=misfit, generation=generation), now_s)
-            case events.NodeFailed(node=node, loss=loss):
-                self._do(parts.lifecycle.unreachable(node, loss, now_s), now_s)
-            case events.NodeLeftOut(node=node, fault=fault):
-                self._routing.record(NodeUnfit(t_s=now_s, node=node, fault=fault, is_tried_again=False))
-            case events.MessageReceived(node=node, message=message):
-                self._reports.said(node, message, now_s)
-            case events.NodesHeard():
-                self._reports.heard(event, now_s)
-            case events.BatchReceived():
-                self._reports.all_said(event, now_s)
-            case events.ProfileFound():
-                self._do(parts.preparation.take_profile(event), now_s)
-                self._reports.profile_known(now_s)
-            case events.LinkFound():
-                self._do(parts.link_timing.take_found(event, now_s), now_s)
-                self._reports.train_when_ready(now_s)
-            case events.StopRequested():
-                self._stop_requested(event, now_s)
-            case events.AddRequested(spec=spec, by_itself=by_itself):
-                self._do(parts.lifecycle.add(spec, now_s, by_itself=by_itself), now_s)
-            case events.DrainRequested(node=node):
-                self._do(parts.lifecycle.drain(node, now_s, is_begun=is_begun), now_s)
-            case events.KillRequested(node=node):
-                parts.lifecycle.ban(node)
-            case events.Remark(level=level, text=text):
-                self._do((events.notice(now_s, level, text),), now_s)
-            case _:
-                assert_never(event)
-
-    # --- time passes -------------------------------------------------------------------------------------------
-
-    def _hold(self, now_s: float, late_s: float) -> None:
-        """This master itself was held up: nothing is overdue until the messages that came meanwhile are read."""
-        soon_s = now_s + self._job.control.heartbeat_interval_s
-        self._parts.startup.forgive(late_s, soon_s)
-        self._do(self._parts.reconfiguration.give(HeldUp(until_s=soon_s), now_s), now_s)
-        self._parts.progress.give_time(now_s)
-
-    def _act_on_time(self, now_s: float) -> None:
-        parts = self._parts
-        recovery, progress, silence = parts.reconfiguration, parts.progress, parts.silence
-        if recovery.is_begun:  # a start has a time limit of its own
-            self._do(silence.give_up_silent(now_s), now_s)
+    def act(self, turn: Turn, held_up_s: float) -> None:
+        if held_up_s:
+            self._hold(turn, held_up_s)
+        parts, now_s = self._parts, turn.now_s
+        recovery, progress = parts.reconfiguration, parts.progress
+        if self.is_begun:
+            self._give_up_silent(turn)
         if late := parts.link_timing.handle_deadline(now_s):
-            self._do(late, now_s)
-            self._reports.train_when_ready(now_s)
-        self._do(parts.startup.handle_deadline(now_s), now_s)
-        self._do(recovery.give(TimePassed(is_suspicious=silence.is_suspicious), now_s), now_s)
-        if now_s >= parts.hang_watch.due_s and silence.is_suspicious:
+            turn.do(late)
+            self._reports.train_when_ready(turn)
+        parts.startup.handle_deadline(turn)
+        is_suspicious = self._silence.is_suspicious
+        recovery.give(turn, TimePassed(is_suspicious=is_suspicious))
+        if now_s >= parts.hang_watch.due_s and self._silence.is_suspicious:
             progress.give_time(now_s)  # steps may be committed that nobody can report to us
         elif now_s >= parts.hang_watch.due_s:
-            self._do(parts.hang_watch.handle_deadline(recovery.training_places(), now_s), now_s)
+            recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:
-            self._do(parts.saving.handle_deadline(now_s), now_s)
-        if now_s >= parts.replanning.rescales_s:
-            self._rescale(now_s)
+            turn.do(parts.saving.handle_deadline(now_s))
+        if now_s >= parts.scaling.due_s:
+            self._rescale(turn)
         if now_s >= self._retries_s:
-            self._do(parts.replanning.retry_slow(recovery.generations.plan, now_s), now_s)
+            recovery.begin_if(turn, parts.replanning.retry_slow(recovery.generations.plan, now_s))
         if self.phase is Phase.TRAINING and parts.sharding.takes_regrouping(now_s):
-            self._routing.begin(PlanCause.DATA_UNREADABLE, now_s)
-        self._do(parts.lifecycle.retry_lost(now_s), now_s)
+            recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.DATA_UNREADABLE))
+        self._lifecycle.retry_lost(turn)
 
-    def _rescale(self, now_s: float) -> None:
+    def _hold(self, turn: Turn, late_s: float) -> None:
+        """This master itself was held up: nothing is overdue until the messages that came meanwhile are read."""
+        soon_s = turn.now_s + self._job.control.heartbeat_interval_s
+        self._parts.startup.forgive(late_s, soon_s)
+        self._parts.reconfiguration.give(turn, HeldUp(until_s=soon_s))
+        self._parts.progress.give_time(turn.now_s)
+
+    def _rescale(self, turn: Turn) -> None:
         """Review how many nodes should train."""
-        if self._parts.reconfiguration.is_fencing:
-            self._parts.replanning.look_later(now_s)
+        recovery, replanning = self._parts.reconfiguration, self._parts.replanning
+        if recovery.is_fencing:
+            self._parts.scaling.look_later(turn.now_s)
         else:
-            plan = self._parts.reconfiguration.generations.plan
-            self._do(self._parts.replanning.rescale(plan, now_s), now_s)
+            recovery.begin_if(turn, replanning.rescale(turn, recovery.generations.plan))
 
-    def _follow_up(self, now_s: float) -> None:
-        """Do what has become possible after any input."""
+    def follow_up(self, turn: Turn) -> None:
         parts, generations = self._parts, self._parts.reconfiguration.generations
         if self.phase is Phase.TRAINING:
-            save = parts.saving.is_behind
-            self._do(parts.sharding.go_on(generations.current, now_s, save=save), now_s)
-        is_training = self.phase is Phase.TRAINING
-        self._do(parts.shutdown.follow_up(generations, now_s, is_training=is_training), now_s)
+            turn.do(parts.sharding.go_on(generations.current, turn.now_s, save=parts.saving.is_behind))
+        parts.shutdown.follow_up(turn, generations, is_training=self.phase is Phase.TRAINING)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def _stop_requested(self, event: events.StopRequested, now_s: float) -> None:
-        if event.now or not self._parts.reconfiguration.is_begun:
-            self._do((events.EndRun(exit_code=event.exit_code, reason=event.reason),), now_s)
+    def stop(self, turn: Turn, event: events.StopRequested) -> None:
+        if event.now or not self.is_begun:
+            turn.end(event.reason, event.exit_code)
         self._parts.shutdown.stop(event)
         self._parts.sharding.stop()
         self._parts.replanning.stop()
-        self._do((events.notice(now_s, "info", "stopping after the step in flight"),), now_s)
+        turn.note("info", "stopping after the step in flight")
 
-    def _end(self, end: events.EndRun, now_s: float) -> None:
+    def end(self, turn: Turn, end: events.EndRun) -> None:
         parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know
-        error = parts.shutdown.error_behind(end) if parts.reconfiguration.is_begun else None
+        error = parts.shutdown.error_behind(end) if self.is_begun else None
         reason = end.reason if error is None else error.text
-        stop = StopAgent(reason=reason)
-        self._do(tuple(events.Send(node=member.spec.name, message=stop) for member in parts.members.living), now_s)
-        self._do(parts.reconfiguration.give(RunEnded(), now_s), now_s)
-        self._routing.record(JobEnded(t_s=now_s, exit_code=exit_code, reason=reason, error=error))
-        self._do((events.End(exit_code=exit_code, reason=reason),), now_s)
+        for member in parts.members.living:
+            turn.send(member.spec.name, protocol.StopAgent(reason=reason))
+        parts.reconfiguration.give(turn, RunEnded())
+        turn.record(journal.JobEnded(t_s=turn.now_s, exit_code=exit_code, reason=reason, error=error))
+        turn.do((events.End(exit_code=exit_code, reason=reason),))

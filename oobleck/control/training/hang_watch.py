@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oobleck.control.events import Record, SendAll
+from oobleck.control.events import SendAll, Turn
 from oobleck.control.journal import PlanCause, StepRunsLong
 from oobleck.control.protocol import Activity, AskActivity, ProcessorUse
 from oobleck.control.recovery import BeginRecovery
 from oobleck.control.steps import HANG_FLOOR_S, Progress, stuck_workers
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
-
-from .requests import Effects, MoreTime
 
 _BUSY_SHARE = 0.1
 """A process that uses this share of a core computes. One that sleeps, and looks around now and then, uses far less."""
@@ -66,35 +64,39 @@ class HangWatch:
                 if used_s > 0 and used_s >= _BUSY_SHARE * within_s:
                     self._busy.add(worker_id)
 
-    def handle_deadline(self, asked: Sequence[WorkerId], now_s: float) -> Effects:
-        """Ask these workers, or act on what they have answered. Early calls do nothing."""
-        if now_s < self.due_s:
-            return ()
+    def handle_deadline(self, turn: Turn, asked: Sequence[WorkerId]) -> BeginRecovery | None:
+        """Ask these workers, or judge what they have answered; returns what a hang leads to. Early calls do nothing."""
+        if turn.now_s < self.due_s:
+            return None
         if self._progress.hangs_s == self._hangs_s or not asked:
-            return self._judge(now_s)
-        left_s = self._progress.hangs_s - now_s
+            return self._judge(turn)
+        left_s = self._progress.hangs_s - turn.now_s
         if left_s <= 0:  # nobody looked in time
             left_s = self._lead_s
         self._number += 1
-        self._hangs_s = max(self._progress.hangs_s, now_s + left_s)
+        self._hangs_s = max(self._progress.hangs_s, turn.now_s + left_s)
         self._answers, self._busy = {}, set()
+        self._progress.allow(self._hangs_s)
         ask = AskActivity(device=0, inquiry=self._number, patience_s=left_s / 2)
-        return (MoreTime(until_s=self._hangs_s), SendAll(worker_ids=tuple(asked), message=ask))
+        turn.do((SendAll(worker_ids=tuple(asked), message=ask),))
+        return None
 
-    def _judge(self, now_s: float) -> Effects:
-        answers, busy, running_s = self._answers, self._busy, now_s - self._progress.progressed_s
+    def _judge(self, turn: Turn) -> BeginRecovery | None:
+        answers, busy, running_s = self._answers, self._busy, turn.now_s - self._progress.progressed_s
         comes_on = busy.difference(worker_id for worker_id, answer in answers.items() if answer.waits_for)
         comes_on.update(worker_id for worker_id, answer in answers.items() if answer.has_come_on)
         if not comes_on or stuck_workers(answers, busy):
-            return (BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy))),)
+            return BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy)))
         computing = tuple(sorted(each for each in comes_on if each not in answers or not answers[each].waits_for))
         first = answers.get(computing[0]) if computing else None
-        entry = StepRunsLong(
-            t_s=now_s,
-            step=self._progress.last_step + 1,
-            running_s=running_s,
-            computing=computing,
-            microbatch=None if first is None else first.microbatches_done,
+        self._progress.allow(turn.now_s + min(max(running_s, HANG_FLOOR_S), _LONGEST_S))
+        turn.record(
+            StepRunsLong(
+                t_s=turn.now_s,
+                step=self._progress.last_step + 1,
+                running_s=running_s,
+                computing=computing,
+                microbatch=None if first is None else first.microbatches_done,
+            )
         )
-        more_s = min(max(running_s, HANG_FLOOR_S), _LONGEST_S)
-        return (MoreTime(until_s=now_s + more_s), Record(entry=entry))
+        return None

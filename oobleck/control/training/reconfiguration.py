@@ -1,33 +1,35 @@
-"""From one plan to the next: gives the recovery's state machine its inputs, and returns what it asks for.
+"""From one plan to the next: all survivors are fenced, what they answer is decided on, and orders are given.
 
-It holds the state and the generations; nothing else says where a recovery is. `deciding.py` decides, `routing.py`
-carries out what is asked for.
+It holds the state of the recovery and the generations; nothing else says where a recovery is. `recovery/` says what
+each input leads to, and `decision.py` what to do about a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, assert_never
 
-from oobleck.control import recovery
-from oobleck.control.events import EndRun, SendOrders
-from oobleck.control.journal import PlanCause
-from oobleck.control.nodes import Membership
+from oobleck.control import events, recovery
+from oobleck.control.checkpoints import Restoring, Saving
+from oobleck.control.data import Sharding
+from oobleck.control.events import SendOrders, Turn
+from oobleck.control.journal import Action, PlanAdopted, PlanCause
+from oobleck.control.nodes import Membership, NodeLifecycle, adopting_s, starting_s
 from oobleck.control.plans import PARTIAL_COMMIT_COPIES, sections_wanted
-from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate, Status
-from oobleck.control.recovery import phase, states, step
+from oobleck.control.protocol import Fence, PlanUpdate, Status
+from oobleck.control.recovery import states
+from oobleck.control.scaling import Scaling
 from oobleck.control.steps import PlanHistory, Progress, distinct, regrouped
 from oobleck.errors import PeerError
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
-from oobleck.schedule import SECTIONED_KINDS
+from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
 
-from .choice import Choice, plan_ordered
-from .deciding import Decider, committed_records
-from .going_back import Lineage
+from .decision import Choice, Decider, Lineage, committed_records
 from .planning import schedules_for
-from .requests import Effects
+from .replanning import Replanning
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -36,11 +38,28 @@ if TYPE_CHECKING:
 class Reconfiguration:
     """Knows the generations, and the state of the recovery that is under way, if there is one."""
 
-    def __init__(self, job: JobSpec, members: Membership, progress: Progress, decider: Decider) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        members: Membership,
+        lifecycle: NodeLifecycle,
+        progress: Progress,
+        saving: Saving,
+        restoring: Restoring,
+        sharding: Sharding,
+        scaling: Scaling,
+        replanning: Replanning,
+    ) -> None:
         self._job = job
         self._members = members
+        self._lifecycle = lifecycle
         self._progress = progress
-        self._decider = decider
+        self._saving = saving
+        self._restoring = restoring
+        self._sharding = sharding
+        self._scaling = scaling
+        self._replanning = replanning
+        self._decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         self.generations = PlanHistory(max_steps=job.max_steps)
         self._lineage = Lineage()
         self._regroups = (0, 0)
@@ -53,7 +72,7 @@ class Reconfiguration:
 
     @property
     def phase(self) -> recovery.Phase:
-        return phase(self._state)
+        return recovery.phase(self._state)
 
     @property
     def is_begun(self) -> bool:
@@ -97,22 +116,47 @@ class Reconfiguration:
 
     # --- what happens ----------------------------------------------------------------------------------------
 
-    def give(self, given: states.Input, now_s: float) -> Effects:
-        """Make a transition; the effects it returns are carried out before anything else happens."""
-        self._state, effects = step(self._state, given, now_s)
-        return effects
+    def give(self, turn: Turn, given: states.Input) -> None:
+        """Make a transition, and do what it asks for, each with all that follows from it before the next."""
+        self._state, effects = recovery.step(self._state, given, turn.now_s)
+        for effect in effects:
+            match effect:
+                case events.Record() | events.Send() | events.SendAll() | events.EndRun():
+                    turn.do((effect,))
+                case states.BeginRecovery():
+                    self.begin(turn, effect)
+                case states.Decide(deciding=deciding):
+                    self._decide(turn, deciding)
+                case states.GiveUp(nodes=nodes, loss=loss):
+                    for node in nodes:
+                        self._lifecycle.give_up(turn, node, loss)
+                case states.NetworkDown(nodes=nodes, waited_s=waited_s):
+                    # What the nodes have saved is there when the network is.
+                    between = f"the network between {', '.join(nodes)} and their peers"
+                    turn.end(f"{between} has been down for {waited_s:.0f} s", self._decider.exit_code)
+                case states.PlanInForce():
+                    self._replanning.trust_all()
+                    self._lifecycle.dismiss_drained(turn)
+                case states.RecoveryEnded():
+                    done = recovery.recovery_done(effect, turn.now_s, self._members)
+                    self._scaling.recovery_done(done)
+                    turn.record(done)
+                case _:
+                    assert_never(effect)
 
-    def restore(self, generations: PlanHistory, lineage: Lineage, now_s: float) -> Effects:
+    def restore(self, turn: Turn, generations: PlanHistory, lineage: Lineage) -> None:
         """Continue from the plans in a journal, which earlier masters have ordered."""
         self.generations, self._lineage = generations, lineage
-        return self.give(states.TrainingBegun(generation=generations.current), now_s)
+        self.give(turn, states.TrainingBegun(generation=generations.current))
 
-    def begin(self, wanted: states.BeginRecovery, now_s: float) -> Effects:
+    def begin(self, turn: Turn, wanted: states.BeginRecovery) -> None:
         """Fence all survivors under a new generation.
 
         Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
         survivor is fenced once. Losses later in a recovery begin it again.
         """
+        self._restoring.forget()
+        self._progress.expect_none()
         is_one_more = isinstance(self._state, states.Fencing) and wanted.cause is PlanCause.LOSS
         if not is_one_more:
             self.generations.begin()
@@ -130,7 +174,8 @@ class Reconfiguration:
             patience_s=self._job.control.lease_s / 2 if is_unexplained else 0.0,
         )
         if is_one_more:
-            return self.give(states.MoreLost(nodes=wanted.nodes, fence=fence), now_s)
+            self.give(turn, states.MoreLost(nodes=wanted.nodes, fence=fence))
+            return
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = states.RecoveryBegun(
             nodes=wanted.nodes,
@@ -141,59 +186,118 @@ class Reconfiguration:
             fault_threshold=self._job.fault_threshold,
             fence=fence,
             asked=self._members.ready_worker_ids,
-            heard_s=max(map(self._members.heard_s.__getitem__, self._members.ready_names), default=now_s),
+            heard_s=max(map(self._members.heard_s.__getitem__, self._members.ready_names), default=turn.now_s),
             busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
-        return self.give(begun, now_s)
+        self.give(turn, begun)
+
+    def begin_if(self, turn: Turn, wanted: states.BeginRecovery | None) -> None:
+        """Begin a recovery if one is wanted."""
+        if wanted is not None:
+            self.begin(turn, wanted)
 
     @property
     def _awaits_network(self) -> bool:
         return isinstance(self._state, recovery.FENCED) and self._state.recovery.awaits_network
-
-    def network_down(self, down: states.NetworkDown) -> EndRun:
-        """The network did not come back in time. What the nodes have saved is there when it does."""
-        nodes = ", ".join(down.nodes)
-        reason = f"the network between {nodes} and their peers has been down for {down.waited_s:.0f} s"
-        return EndRun(exit_code=self._decider.exit_code, reason=reason)
 
     def _lost(self) -> tuple[str, ...]:
         """The nodes of plans that survivors may have adopted that are gone, or have new workers."""
         concerned = {node for plan in self.generations.plans.values() for node in plan.nodes}
         return tuple(node for node in self._members.without_part(self.generations.newest) if node in concerned)
 
-    def status(self, worker_ids: Collection[WorkerId], status: Status, now_s: float) -> Effects:
+    def status(self, turn: Turn, worker_ids: Collection[WorkerId], status: Status) -> None:
         """Workers answer a fence. Raises PeerError for an answer that cannot be."""
         is_answer = self.is_fencing and status.generation == self.generations.current
         if is_answer and status.adopted and not self.generations.has_plan(status.adopted):
             raise PeerError(f"trains in generation {status.adopted}, which has no plan")
-        return self.give(states.Answered(worker_ids=tuple(worker_ids), status=status), now_s)
+        self.give(turn, states.Answered(worker_ids=tuple(worker_ids), status=status))
 
-    # --- from a decision to its orders -----------------------------------------------------------------------
+    # --- from the answers to orders --------------------------------------------------------------------------
 
-    def committed_records(self, deciding: states.Deciding) -> tuple[CommitRecord, ...]:
-        """Return the newest committed steps that the answers name: they are noted before anything is decided."""
-        return committed_records(self._lineage.since_restored(deciding.statuses))
-
-    def decide(self, deciding: states.Deciding, now_s: float) -> Effects:
-        """Decide what to do from the answers of all survivors."""
-        statuses = distinct(self._lineage.since_restored(deciding.statuses).values())
-        self.generations.forget_before(min([said.adopted for said in statuses if said.adopted], default=0))
-        return self._decider.decide(deciding, self.generations, self._lineage, now_s)
+    def _decide(self, turn: Turn, deciding: states.Deciding) -> None:
+        """Decide what to do from the answers of all survivors, once the steps are noted that they have committed."""
+        statuses = self._lineage.since_restored(deciding.statuses)
+        for record in committed_records(statuses):
+            turn.do(self._progress.commit(record, turn.now_s))
+        adopted = [said.adopted for said in distinct(statuses.values()) if said.adopted]
+        self.generations.forget_before(min(adopted, default=0))
+        match self._decider.decide(turn, deciding, self.generations, self._lineage):
+            case Choice() as choice:
+                self.order(turn, choice)
+            case wanted:
+                self.give(turn, wanted)
 
     def begin_generation(self, *, from_scratch: bool) -> None:
         """The first plan is about to be ordered; without `from_scratch` it begins with a checkpoint."""
         self.generations.begin()
         self._lineage = replace(self._lineage, began_from_scratch=from_scratch)
 
-    def update(self, choice: Choice, planner: Planner) -> PlanUpdate:
-        """Make a choice the newest plan, and return its orders."""
+    def order(self, turn: Turn, choice: Choice) -> None:
+        """Send everyone the orders of a new generation, and train."""
+        decision, candidate = choice.decision, choice.candidate
+        self._go_back(choice)
+        update = self._update(choice, self._replanning.planner)
+        position = None if candidate is None else candidate.position
+        placed = self._sharding.follow(update, turn.now_s, position=position, goes_back=choice.goes_back)
+        turn.do(self._saving.order_made(update, turn.now_s))
+        saves = self._saving.begins_with_save(update)
+        update = replace(update, assignment_version=self._sharding.assignment_version, saves=saves)
+        worker_ids = self._members.ready_worker_ids
+        turn.do((*placed, self._orders(choice, update, worker_ids)))
+        turn.do(self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at))
+        self._expect_adoption(turn, update, decision.predicted_step_s, is_quick=candidate is None)
+        turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
+        if not decision.redundant:
+            threshold = self._job.fault_threshold
+            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
+            turn.note("warning", text)
+        wanted = self._saving.plan_adopted(
+            decision.plan,
+            turn.now_s,
+            generation=update.generation,
+            boundary=update.boundary,
+            redundant=decision.redundant,
+            saves=saves,
+        )
+        turn.do(wanted)
+        self._replanning.plan_adopted(decision, turn.now_s)
+        if candidate is not None:
+            turn.do(self._saving.keep(candidate, turn.now_s))
+        if choice.warning:
+            turn.note("warning", choice.warning)
+        if isinstance(self._state, states.Deciding):
+            self.give(turn, _plan_ordered(self._state.recovery, choice, update, self._members))
+        else:
+            self.give(turn, states.TrainingBegun(generation=self.generations.current))
+
+    def _go_back(self, choice: Choice) -> None:
+        """Note what the choice goes back to, if it does."""
+        candidate = choice.candidate
+        if Action(choice.decision.action) in (Action.CHECKPOINT, Action.BEGIN_AGAIN):
+            self._saving.restored()
+        if candidate is not None:
+            self._restoring.begin_from(candidate.name)
+            self._saving.begin_from(candidate.name)
         if choice.goes_back:
-            self._lineage = replace(
-                self._lineage,
-                restored_generation=self.generations.current,
-                is_from_scratch=choice.candidate is None,
-            )
+            generation = self.generations.current
+            self._progress.go_back(choice.verdict.applied, generation=generation)
+            self._lineage = replace(self._lineage, restored_generation=generation, is_from_scratch=candidate is None)
+
+    def _expect_adoption(self, turn: Turn, update: PlanUpdate, step_s: float, *, is_quick: bool) -> None:
+        """Expect the first step of a plan; workers that have trained, and read no checkpoint, come to it quickly."""
+        num_workers = len(self._members.ready_worker_ids)
+        is_quick = is_quick and self._progress.last_step > 0
+        self._progress.foresee(step_s)
+        if is_quick:
+            limit_s = adopting_s(num_workers, self._progress.adoptions_s)
+        else:
+            limit_s = starting_s(self._job.control.start_timeout_s, num_workers)
+        self._progress.expect(limit_s, turn.now_s)
+        self._progress.plan_ordered(update.generation, turn.now_s)
+
+    def _update(self, choice: Choice, planner: Planner) -> PlanUpdate:
+        """Make a choice the newest plan, and return its orders."""
         adopted, candidate, plan = choice.verdict.adopted, choice.candidate, choice.decision.plan
         first = planner.profile_of(plan.nodes[0])
         schedules = schedules_for(self._job, first, plan, profile_of=planner.profile_of)
@@ -217,7 +321,7 @@ class Reconfiguration:
         state = self._state
         return state.statuses if isinstance(state, states.Deciding) and not state.recovery.explains else {}
 
-    def orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
+    def _orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
         """Return what workers are told of an update, as a change of the plan that each of them says it has."""
         answers = self._state.statuses if isinstance(self._state, states.Deciding) else {}
         adopted, generations = choice.verdict.adopted, self.generations
@@ -231,22 +335,17 @@ class Reconfiguration:
         )
         return self._newest
 
-    def order_again(self, worker_id: WorkerId, generation: int) -> Effects:
+    def order_again(self, turn: Turn, worker_id: WorkerId, generation: int) -> None:
         """A worker has another plan than the one that its order changes: tell it the whole plan.
 
         Where an earlier master has given the orders, all are asked again where they stand.
         """
         if self.is_fencing or generation != self.generations.current:
-            return ()
+            return
         if self._newest is None or self._newest.update.generation != generation:
-            return (states.BeginRecovery(cause=PlanCause.MASTER_LOST),)
-        return (replace(self._newest, worker_ids=(worker_id,), bases={}),)
-
-    def ordered(self, choice: Choice, update: PlanUpdate, now_s: float) -> Effects:
-        """All have their orders."""
-        if isinstance(self._state, states.Deciding):
-            return self.give(plan_ordered(self._state.recovery, choice, update, self._members), now_s)
-        return self.give(states.TrainingBegun(generation=self.generations.current), now_s)
+            self.begin(turn, states.BeginRecovery(cause=PlanCause.MASTER_LOST))
+        else:
+            turn.do((replace(self._newest, worker_ids=(worker_id,), bases={}),))
 
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
@@ -255,3 +354,56 @@ def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tup
         return last_step, 0
     step, count = regroups
     return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))
+
+
+def _plan_ordered(
+    recovery: states.Recovery, choice: Choice, update: PlanUpdate, members: Membership
+) -> states.PlanOrdered:
+    """Return what the recovery needs to know of its orders."""
+    action = Action(choice.decision.action)
+    if recovery.cause is PlanCause.JOINED and any(members[node].restarts for node in recovery.nodes):
+        action = Action.RESTART_WORKER
+    return states.PlanOrdered(
+        worker_ids=tuple(chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])),
+        action=action,
+        layers_moved=len({(item.layer, item.target) for item in update.transfers}),
+        microbatches_redone=choice.microbatches_redone,
+        steps_lost=choice.steps_lost,
+    )
+
+
+def _plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float, *, oldest: int) -> PlanAdopted:
+    """Return what the journal says of a plan; workers may have plans in force that are as old as `oldest`."""
+    decision = choice.decision
+    return PlanAdopted(
+        t_s=now_s,
+        generation=update.generation,
+        plan=decision.plan,
+        action=Action(decision.action),
+        reason=_with_schedules(job, decision.reason, update.schedules),
+        predicted_step_s=decision.predicted_step_s,
+        num_layers=decision.plan.num_layers,
+        redundant=decision.redundant,
+        pipeline_generations=update.pipeline_generations,
+        boundary=update.boundary,
+        partial=update.partial,
+        num_sections=update.num_sections,
+        schedules=update.schedules,
+        finish=update.finish,
+        finished_under=None if update.finish is None else choice.verdict.adopted,
+        restored=None if update.restore is None else update.restore.name,
+        restored_step=update.boundary if choice.goes_back else None,
+        segments=update.segments,
+        oldest=oldest,
+    )
+
+
+def _with_schedules(job: JobSpec, reason: str, schedules: Sequence[ScheduleKind]) -> str:
+    """A plan's reason, with the schedules of its pipelines where it chose them."""
+    if job.schedule != "auto":
+        return reason
+    for kind in (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED):
+        if number := schedules.count(kind):
+            which = "" if number == len(schedules) else f" in {number} of {len(schedules)} pipelines"
+            reason = f"{reason}; the {kind.value} schedule{which}"
+    return reason

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
-from oobleck.control.events import Record
-from oobleck.control.journal import PaceChanged, PlanCause, RecoveryDone
+from oobleck.control.events import Turn
+from oobleck.control.journal import PaceChanged, PlanCause
 from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
-from oobleck.control.protocol import CommitRecord, Pace, Status
+from oobleck.control.protocol import Pace, Status
 from oobleck.control.recovery import BeginRecovery
 from oobleck.control.scaling import Scaling, with_resting
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
@@ -49,10 +49,7 @@ class Aftermath:
 
 
 class Replanning:
-    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted.
-
-    `Scaling` says how many nodes train: it belongs to this part, and nothing else calls it.
-    """
+    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted."""
 
     def __init__(
         self,
@@ -89,14 +86,14 @@ class Replanning:
     ) -> None:
         """Plan by what an earlier master's journal knows: steps take `step_s`, on `target` nodes."""
         self._kinds, self._from_s = kinds, now_s + _FINDING_S
-        self._paces.slow = slow
+        self._paces.restore(slow)
         self._leave_out(plan, step_s, now_s)
         self._scaling.restore(target, now_s)
 
-    def begin(self, kinds: tuple[NodeKind, ...], nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
+    def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
         """Plan by the profiles of these kinds, for these nodes. Raises PlanningError."""
         self._kinds = kinds
-        return self._scaling.begin(self.planner, nodes, now_s)
+        turn.do(self._scaling.begin(self.planner, nodes, turn.now_s))
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
         """Plan for these kinds too from now on; returns those that are new. Raises PlanningError, and changes nothing.
@@ -119,10 +116,6 @@ class Replanning:
         resting = self._scaling.resting(self.planner, nodes)
         decision = self.planner.initial_plan([node for node in nodes if node not in resting])
         return with_resting(decision, resting)
-
-    def step_done(self, record: CommitRecord, *, generation: int) -> None:
-        """A step was committed; `generation` is that of the newest plan."""
-        self._scaling.step_done(record, generation=generation)
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan where nothing is lost."""
@@ -153,22 +146,22 @@ class Replanning:
         return dict(self._paces.slow)
 
     def note_pace(
-        self, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan, now_s: float
-    ) -> tuple[Record | BeginRecovery, ...]:
+        self, turn: Turn, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan
+    ) -> BeginRecovery | None:
         """Take in how fast workers compute; plan again where slow nodes make that pay."""
-        if not self.has_time(now_s):
-            return ()
+        if not self.has_time(turn.now_s):
+            return None
         profile_of, before = self.planner.profile_of, self._paces.slow
         for worker_id in worker_ids:
             self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
         if not self._paces.take_change(plan):
-            return ()
+            return None
         after = self.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
-        entries = [PaceChanged(t_s=now_s, node=node, factor=after.get(node, 1.0)) for node in changed]
-        self._scaling.paces_changed(now_s)
-        begun = self._if_it_pays(changed, PlanCause.SLOW, plan)
-        return (*(Record(entry=entry) for entry in entries), *begun)
+        for node in changed:
+            turn.record(PaceChanged(t_s=turn.now_s, node=node, factor=after.get(node, 1.0)))
+        self._scaling.paces_changed(turn.now_s)
+        return self._if_it_pays(changed, PlanCause.SLOW, plan)
 
     def forget_pace(self, node: str) -> None:
         """Discard what was known of a node's pace."""
@@ -179,10 +172,6 @@ class Replanning:
         """A plan was ordered: slow nodes that it leaves out are tried again later."""
         self._scaling.plan_adopted(decision)
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
-
-    def recovery_done(self, done: RecoveryDone) -> None:
-        """A change of plan is over: note what it cost."""
-        self._scaling.recovery_done(done)
 
     def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
         """These copies of layers differ from others: have them replaced."""
@@ -202,7 +191,7 @@ class Replanning:
         """When a slow node that was left out is to be tried again; infinity for never."""
         return self._slow_retry.due_s
 
-    def retry_slow(self, plan: ExecutionPlan, now_s: float) -> tuple[BeginRecovery, ...]:
+    def retry_slow(self, plan: ExecutionPlan, now_s: float) -> BeginRecovery | None:
         """Treat slow nodes that have waited long enough as normal; plan again if another plan pays then."""
         nodes = self._slow_retry.take_due(now_s)
         for node in nodes:
@@ -210,9 +199,9 @@ class Replanning:
         self._scaling.paces_changed(now_s)
         return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
 
-    def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> tuple[BeginRecovery, ...]:
+    def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> BeginRecovery | None:
         """Have all plan again because of nodes that have become slower or faster, if there are any."""
-        return (BeginRecovery(cause=cause, nodes=tuple(nodes)),) if nodes and self._pays(plan) else ()
+        return BeginRecovery(cause=cause, nodes=tuple(nodes)) if nodes and self._pays(plan) else None
 
     def _pays(self, plan: ExecutionPlan) -> bool:
         """Whether another plan is better for the nodes as fast as they are."""
@@ -224,34 +213,22 @@ class Replanning:
 
     # --- another number of nodes -----------------------------------------------------------------------------
 
-    @property
-    def rescales_s(self) -> float:
-        """When to look at the number of nodes again; infinity for never."""
-        return self._scaling.due_s
-
-    def rescale(self, plan: ExecutionPlan, now_s: float) -> tuple[Record | BeginRecovery, ...]:
+    def rescale(self, turn: Turn, plan: ExecutionPlan) -> BeginRecovery | None:
         """Look at how many nodes should train; plan again where that is another number now."""
-        if not self.has_time(now_s):
-            self._scaling.look_later(now_s)
-            return ()
-        is_due, recorded = self._scaling.consider(self.planner, now_s)
+        if not self.has_time(turn.now_s):
+            self._scaling.look_later(turn.now_s)
+            return None
+        is_due, recorded = self._scaling.consider(self.planner, turn.now_s)
+        turn.do(recorded)
         if not is_due:
-            return recorded
+            return None
         (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
         changed = set(plan.nodes).intersection(resting) or {
             member.spec.name
             for member in self._members.ready
             if member.spec.name not in plan.nodes and member.spec.name not in resting
         }
-        return (*recorded, BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed))))
-
-    def look_soon(self, now_s: float) -> None:
-        """A node has come that rests: the number of nodes may be another one."""
-        self._scaling.look_soon(now_s)
-
-    def look_later(self, now_s: float) -> None:
-        """The number of nodes cannot be looked at now."""
-        self._scaling.look_later(now_s)
+        return BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed)))
 
     def wants_more(self, num_used: int) -> bool:
         """Whether a node that has come is to train at once, beside `num_used` that do."""

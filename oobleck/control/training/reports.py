@@ -9,28 +9,14 @@ from dataclasses import replace
 from typing import assert_never
 
 from oobleck.control import journal, protocol
-from oobleck.control.events import (
-    BatchReceived,
-    EndRun,
-    NodesHeard,
-    Record,
-    Send,
-    notice,
-)
-from oobleck.control.nodes import (
-    Member,
-    MemberState,
-    check_device,
-    is_of_training,
-    is_of_worker_that_ends,
-)
-from oobleck.control.recovery import BeginRecovery, CheckpointReported, FailureSuspected, GiveUp, Phase, WorkersResumed
+from oobleck.control.events import BatchReceived, Turn
+from oobleck.control.nodes import Member, check_device, is_of_training, is_of_worker_that_ends
+from oobleck.control.recovery import BeginRecovery, CheckpointReported, FailureSuspected, Phase, WorkersResumed
 from oobleck.control.steps import HANG_FLOOR_S
-from oobleck.errors import ConfigError, ExitCode, PeerError, PlanningError
+from oobleck.errors import ExitCode, PeerError, PlanningError
 from oobleck.planner import WorkerId
 
 from .parts import Parts
-from .routing import Routing
 from .startup import profile_known
 
 _MAX_EARLY = 8
@@ -38,227 +24,192 @@ _MAX_EARLY = 8
 
 
 class Reports:
-    """Gives reports to the parts of the coordinator, and carries out what they return."""
+    """Gives reports to the parts of the coordinator."""
 
-    def __init__(self, parts: Parts, routing: Routing) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._routing = routing
-        self._do = routing.carry_out
         self._early: dict[int, protocol.CommitRecord] = {}
         """Steps under a plan that are told before the one that was finished under the plan before."""
 
-    def said(self, node: str, message: protocol.AgentMessage, now_s: float) -> None:
-        """Take in what a node's agent reports, or a worker through it."""
-        member, is_begun = self._parts.members[node], self._parts.reconfiguration.is_begun
-        if member.state not in (MemberState.CONNECTED, MemberState.READY):
-            return  # late messages of a node that was given up
-        self._parts.members.hear_node(node, now_s)
-        self._note_heard(now_s)
-        try:
-            check_device(member, message)
-            if not is_begun and is_of_training(message):
-                return  # from an earlier run, or nonsense: this run has no plan yet that it could belong to
-            if not is_of_worker_that_ends(member, message):
-                self._understand(member, message, now_s)
-        except PeerError as error:
-            self._do((GiveUp(nodes=(node,), loss=journal.ProtocolBroken(problem=str(error))),), now_s)
-        except ConfigError as error:
-            if not self._parts.reconfiguration.is_begun:
-                self._do((EndRun(exit_code=ExitCode.CONFIG, reason=str(error)),), now_s)
-            # A node that comes later must fit; those that train are not affected.
-            self._do((GiveUp(nodes=(node,), loss=journal.Misfit(problem=str(error))),), now_s)
+    def said(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
+        """Take in what a node's agent reports, or a worker through it. Raises PeerError and ConfigError."""
+        check_device(member, message)
+        if not self._parts.reconfiguration.is_begun and is_of_training(message):
+            return  # from an earlier run, or nonsense: this run has no plan yet that it could belong to
+        if not is_of_worker_that_ends(member, message):
+            self._understand(turn, member, message)
 
-    def heard(self, event: NodesHeard, now_s: float) -> None:
-        """Note that nodes live."""
-        self._parts.members.hear_nodes(event.heard)
-        self._note_heard(now_s)
-
-    def _note_heard(self, now_s: float) -> None:
-        heard = self._parts.silence.heard(now_s)
-        if heard:
-            self._do(heard, now_s)
-            self._parts.progress.give_time(now_s)
-
-    def all_said(self, event: BatchReceived, now_s: float) -> None:
+    def all_said(self, turn: Turn, event: BatchReceived) -> None:
         """Like `said` for each; what cannot be wrong in a worker's message is not checked again for each."""
-        speakers = self._parts.members.hear(event.worker_ids, now_s)
-        if not self._parts.reconfiguration.is_begun:
-            return  # as in `said`: all of these are of training
-        match event.message:
-            case protocol.Status() | protocol.Resumed() | protocol.Pace() as message:
-                self._understand_plan(speakers, message, now_s)
-            case _:
-                assert_never(event.message)
+        speakers = self._parts.members.hear(event.worker_ids, turn.now_s)
+        if self._parts.reconfiguration.is_begun:  # as in `said`: all of these are of training
+            self._understand_plan(turn, speakers, event.message)
 
     def _understand_plan(
-        self, worker_ids: list[WorkerId], message: protocol.Status | protocol.Resumed | protocol.Pace, now_s: float
+        self, turn: Turn, worker_ids: list[WorkerId], message: protocol.Status | protocol.Resumed | protocol.Pace
     ) -> None:
         """Workers report where they stand, that they compute under a plan, or how fast."""
         recovery = self._parts.reconfiguration
         match message:
             case protocol.Status():
-                self._do(recovery.status(worker_ids, message, now_s), now_s)
+                recovery.status(turn, worker_ids, message)
             case protocol.Resumed():
-                self._do(recovery.give(WorkersResumed(worker_ids=tuple(worker_ids), message=message), now_s), now_s)
-                self._parts.progress.give_time(now_s)  # who reports that it computes hangs in nothing
+                recovery.give(turn, WorkersResumed(worker_ids=tuple(worker_ids), message=message))
+                self._parts.progress.give_time(turn.now_s)  # who reports that it computes hangs in nothing
             case protocol.Pace():
                 if not recovery.is_fencing:
                     plan = recovery.generations.plan
-                    self._do(self._parts.replanning.note_pace(worker_ids, message, plan, now_s), now_s)
+                    recovery.begin_if(turn, self._parts.replanning.note_pace(turn, worker_ids, message, plan))
             case _:
                 assert_never(message)
 
-    def _understand(self, member: Member, message: protocol.AgentMessage, now_s: float) -> None:
-        node, parts = member.spec.name, self._parts
+    def _understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
+        node, now_s, parts = member.spec.name, turn.now_s, self._parts
         match message:
-            case protocol.Heartbeat(sequence=sequence):
-                if sequence is not None:
-                    self._do((Send(node=node, message=message),), now_s)
             case protocol.StepCommitted(record=record):
-                self._step_committed(record, now_s)
+                self._step_committed(turn, record)
             case protocol.EpochEntered():
                 if (text := parts.likeness.entered(WorkerId(node=node, device=message.device), message)) is not None:
-                    self._do((EndRun(exit_code=ExitCode.CONFIG, reason=text),), now_s)
+                    turn.end(text, ExitCode.CONFIG)
             case protocol.Evaluating() | protocol.EvaluationDone():
-                self._evaluating(message, now_s)
+                self._evaluating(turn, message)
             case protocol.Status() | protocol.Resumed() | protocol.Pace():
-                self._understand_plan([WorkerId(node=node, device=message.device)], message, now_s)
+                self._understand_plan(turn, [WorkerId(node=node, device=message.device)], message)
             case protocol.Activity() | protocol.ProcessorUse():
                 parts.hang_watch.answered(WorkerId(node=node, device=message.device), message)
             case protocol.LayersMoving():
-                self._layers_moving(node, message, now_s)
+                self._layers_moving(turn, node, message)
             case protocol.Finished():
-                if self._parts.reconfiguration.phase is Phase.TRAINING:
+                if parts.reconfiguration.phase is Phase.TRAINING:
                     finished, plans = WorkerId(node=node, device=message.device), parts.reconfiguration.generations
-                    self._do(parts.shutdown.worker_finished(finished, plans, now_s), now_s)
+                    parts.shutdown.worker_finished(finished, plans, now_s)
             case protocol.PeerFailed(generation=generation):
-                suspected = FailureSuspected(generation=generation, num_workers=len(parts.members.ready_worker_ids))
-                self._do(parts.reconfiguration.give(suspected, now_s), now_s)
+                num_workers = len(parts.members.ready_worker_ids)
+                suspected = FailureSuspected(generation=generation, num_workers=num_workers)
+                parts.reconfiguration.give(turn, suspected)
             case protocol.PlanNeeded(generation=generation):
-                asker = WorkerId(node=node, device=message.device)
-                self._do(parts.reconfiguration.order_again(asker, generation), now_s)
-            case (
-                protocol.StateSaved()
-                | protocol.StateNotSaved()
-                | protocol.LayersPersisted()
-                | protocol.CheckpointCommitted()
-            ):
-                self._saved(node, message, now_s)
+                parts.reconfiguration.order_again(turn, WorkerId(node=node, device=message.device), generation)
+            case protocol.StateSaved():
+                turn.do(parts.saving.saved(WorkerId(node=node, device=message.device), message, now_s))
+            case protocol.StateNotSaved():
+                turn.do(parts.saving.failed(node, message, now_s))
+            case protocol.LayersPersisted():
+                turn.do(parts.saving.persisted(message))
+            case protocol.CheckpointCommitted():
+                turn.do(parts.saving.committed(node, message, now_s))
             case protocol.CheckpointsFound():
-                self._checkpoints_found(WorkerId(node=node, device=message.device), message, now_s)
+                self._checkpoints_found(turn, WorkerId(node=node, device=message.device), message)
             case protocol.ReplicaDigests():
-                self._compare(WorkerId(node=node, device=message.device), message, now_s)
+                self._compare(turn, WorkerId(node=node, device=message.device), message)
             case protocol.RestoreFailed():
-                self._restore_failed(node, message, now_s)
+                self._restore_failed(turn, node, message)
             case protocol.ScanAnswer():
-                self._do(parts.sharding.surveyed(WorkerId(node=node, device=message.device), message, now_s), now_s)
+                turn.do(parts.sharding.surveyed(WorkerId(node=node, device=message.device), message, now_s))
             case protocol.RecordsFailed():
-                self._do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s), now_s)
+                turn.do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s))
             case protocol.WorkerStarted():
                 pass
             case protocol.WorkerReady():
-                self._worker_ready(member, message, now_s)
+                self._worker_ready(turn, member, message)
             case protocol.Profiled():
-                self._do(parts.preparation.take_measurement(member, message), now_s)
-                self.profile_known(now_s)
+                turn.do(parts.preparation.take_measurement(member, message))
+                self.profile_known(turn)
             case protocol.LinkTimed():
-                timer = WorkerId(node=node, device=message.device)
-                self._do(parts.link_timing.take(timer, message, now_s), now_s)
-                self.train_when_ready(now_s)
+                turn.do(parts.link_timing.take(WorkerId(node=node, device=message.device), message, now_s))
+                self.train_when_ready(turn)
             case protocol.WorkerExited():
-                is_begun = parts.reconfiguration.is_begun
-                self._do(parts.workers.worker_exited(member, message, now_s, is_begun=is_begun), now_s)
-            case protocol.Leaving(reason=reason):
-                self._routing.record(journal.TerminationNoticed(t_s=now_s, node=node, reason=reason))
-                self._do(parts.lifecycle.noticed(member, now_s, is_begun=parts.reconfiguration.is_begun), now_s)
-            case protocol.ForkServerEnded(end=end, is_restarted=is_restarted):
-                self._routing.record(journal.ForkServerDown(t_s=now_s, node=node, end=end, is_restarted=is_restarted))
-            case protocol.AgentStopped():
-                is_in_plan = parts.reconfiguration.is_in_plan(node)
-                self._do(parts.lifecycle.agent_stopped(member, message, now_s, is_in_plan=is_in_plan), now_s)
-            case protocol.Hello():
-                raise PeerError("a second hello on one connection")
+                parts.workers.worker_exited(turn, member, message)
             case protocol.FromRanks():
                 raise PeerError(f"said {type(message).__name__}, which has no meaning in training")
+            case (
+                protocol.Hello()
+                | protocol.Heartbeat()
+                | protocol.Leaving()
+                | protocol.ForkServerEnded()
+                | protocol.AgentStopped()
+            ):
+                raise AssertionError(f"{type(message).__name__} is understood for every program")
             case _:
                 assert_never(message)
 
-    def _layers_moving(self, node: str, message: protocol.LayersMoving, now_s: float) -> None:
+    def _layers_moving(self, turn: Turn, node: str, message: protocol.LayersMoving) -> None:
         if message.generation == self._parts.reconfiguration.generations.current:
             entry = journal.LayersArriving(
-                t_s=now_s,
+                t_s=turn.now_s,
                 generation=message.generation,
                 node=node,
                 device=message.device,
                 received_bytes=message.received_bytes,
                 all_bytes=message.all_bytes,
             )
-            self._routing.record(entry)
+            turn.record(entry)
 
     # --- workers become ready, and training begins -------------------------------------------------------------
 
-    def _worker_ready(self, member: Member, message: protocol.WorkerReady, now_s: float) -> None:
+    def _worker_ready(self, turn: Turn, member: Member, message: protocol.WorkerReady) -> None:
         """A worker can be given a part. Raises ConfigError if it does not fit the others."""
-        parts, recovery = self._parts, self._parts.reconfiguration
-        worker = parts.workers.worker_up(member, message, now_s)
+        parts = self._parts
+        worker = parts.workers.worker_up(member, message, turn.now_s)
         if worker is not None:
-            self._do(parts.preparation.note_ready(member, message), now_s)
+            turn.do(parts.preparation.note_ready(member, message))
             parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
-            self._do(parts.sharding.know(message.shards, now_s), now_s)
-            waits = parts.preparation.hold_back(worker) if recovery.is_begun else None
+            turn.do(parts.sharding.know(message.shards, turn.now_s))
+            waits = parts.preparation.hold_back(worker) if parts.reconfiguration.is_begun else None
             if waits is None:
-                self._take_in(worker, now_s)
+                self._take_in(turn, worker)
             else:
-                self._do(waits, now_s)
-        self.train_when_ready(now_s)
+                turn.do(waits)
+        self.train_when_ready(turn)
 
-    def _take_in(self, worker: journal.WorkerUp, now_s: float) -> None:
+    def _take_in(self, turn: Turn, worker: journal.WorkerUp) -> None:
         """Note a worker that is ready; its node joins once all of its workers are."""
         parts, recovery = self._parts, self._parts.reconfiguration
-        self._routing.record(worker)
+        turn.record(worker)
         parts.members.note_ready(worker, generation=recovery.generations.current)
         if recovery.is_begun and parts.members[worker.node].is_ready:
-            self._join(worker.node, now_s)
+            self._join(turn, worker.node)
 
-    def profile_known(self, now_s: float) -> None:
+    def profile_known(self, turn: Turn) -> None:
         """A kind's profile may be known now: begin training, or take in the nodes that waited for it."""
         parts = self._parts
         if not parts.reconfiguration.is_begun:
-            self.train_when_ready(now_s)
+            self.train_when_ready(turn)
             return
         try:
             new = parts.replanning.know(parts.preparation.kinds)
         except PlanningError as error:  # it is of another model, or the job cannot have several kinds
-            refused = parts.preparation.refuse_others(parts.replanning.kinds)
-            self._do((GiveUp(nodes=refused, loss=journal.Misfit(problem=str(error))),), now_s)
+            for node in parts.preparation.refuse_others(parts.replanning.kinds):
+                parts.lifecycle.give_up(turn, node, journal.Misfit(problem=str(error)))
             return
-        self._do(tuple(Record(entry=profile_known(kind, now_s)) for kind in new), now_s)
+        for kind in new:
+            turn.record(profile_known(kind, turn.now_s))
         for worker in parts.preparation.take_waiting():
-            self._take_in(replace(worker, t_s=now_s), now_s)
+            self._take_in(turn, replace(worker, t_s=turn.now_s))
 
-    def _join(self, node: str, now_s: float) -> None:
+    def _join(self, turn: Turn, node: str) -> None:
         """A node has become ready: it trains at once if it is wanted, else it rests."""
-        generations, members = self._parts.reconfiguration.generations, self._parts.members
+        recovery, members, replanning = self._parts.reconfiguration, self._parts.members, self._parts.replanning
+        generations = recovery.generations
         num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)
-        if self._parts.reconfiguration.is_fencing or self._parts.replanning.wants_more(num_used):
-            self._do((BeginRecovery(cause=journal.PlanCause.JOINED, nodes=(node,)),), now_s)
+        if recovery.is_fencing or replanning.wants_more(num_used):
+            recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.JOINED, nodes=(node,)))
         else:
-            self._parts.replanning.look_soon(now_s)
+            self._parts.scaling.look_soon(turn.now_s)
 
-    def train_when_ready(self, now_s: float) -> None:
+    def train_when_ready(self, turn: Turn) -> None:
         """Order the first plan once all that it needs is known."""
         if not self._parts.reconfiguration.is_begun:
-            self._do(self._parts.startup.look(now_s), now_s)
+            self._parts.startup.look(turn)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def _evaluating(self, message: protocol.Evaluating | protocol.EvaluationDone, now_s: float) -> None:
+    def _evaluating(self, turn: Turn, message: protocol.Evaluating | protocol.EvaluationDone) -> None:
         if self._parts.reconfiguration.phase is Phase.TRAINING:
-            self._parts.progress.expect(HANG_FLOOR_S, now_s)
+            self._parts.progress.expect(HANG_FLOOR_S, turn.now_s)
         if isinstance(message, protocol.EvaluationDone):
-            self._do(self._parts.progress.evaluate(message, now_s), now_s)
+            turn.do(self._parts.progress.evaluate(message, turn.now_s))
 
-    def _step_committed(self, record: protocol.CommitRecord, now_s: float) -> None:
+    def _step_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         """Take in a step, and those that came before it was heard.
 
         A newcomer may be heard sooner than those who have finished the step before its plan, of which it knows nothing.
@@ -269,58 +220,46 @@ class Reports:
             return
         early, self._early = self._early, {}
         for _, each in sorted((early | {record.step: record}).items()):
-            self._note_committed(each, now_s)
+            self._note_committed(turn, each)
 
-    def _note_committed(self, record: protocol.CommitRecord, now_s: float) -> None:
+    def _note_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         parts = self._parts
-        committed = parts.progress.commit(record, now_s)
+        committed = parts.progress.commit(record, turn.now_s)
         if not committed:
             return
-        self._do(committed, now_s)
+        turn.do(committed)
         parts.saving.step_done(record)
-        parts.replanning.step_done(record, generation=parts.reconfiguration.generations.newest)
+        parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)
-        if self._parts.reconfiguration.phase is Phase.TRAINING:
-            parts.progress.expect(HANG_FLOOR_S, now_s)
+        if parts.reconfiguration.phase is Phase.TRAINING:
+            parts.progress.expect(HANG_FLOOR_S, turn.now_s)
 
-    def _compare(self, worker_id: WorkerId, message: protocol.ReplicaDigests, now_s: float) -> None:
-        generations = self._parts.reconfiguration.generations
-        if self._parts.reconfiguration.phase is Phase.TRAINING and message.generation == generations.current:
-            worker_ids = generations.plan.worker_ids
-            self._do(self._parts.replica_check.take(worker_id, message, worker_ids, now_s), now_s)
+    def _compare(self, turn: Turn, worker_id: WorkerId, message: protocol.ReplicaDigests) -> None:
+        parts, recovery = self._parts, self._parts.reconfiguration
+        if recovery.phase is not Phase.TRAINING or message.generation != recovery.generations.current:
+            return
+        worker_ids = recovery.generations.plan.worker_ids
+        differing, distrusted = parts.replica_check.take(worker_id, message, worker_ids, turn.now_s)
+        turn.do(differing)
+        if distrusted:
+            parts.replanning.distrust(distrusted)
+            nodes = tuple(sorted({holder.node for holder in distrusted}))
+            recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.CORRUPTION, nodes=nodes))
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
-    def _saved(
-        self,
-        node: str,
-        message: protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted | protocol.CheckpointCommitted,
-        now_s: float,
-    ) -> None:
-        saving = self._parts.saving
-        match message:
-            case protocol.StateSaved():
-                self._do(saving.saved(WorkerId(node=node, device=message.device), message, now_s), now_s)
-            case protocol.LayersPersisted():
-                self._do(saving.persisted(message), now_s)
-            case protocol.CheckpointCommitted():
-                self._do(saving.committed(node, message, now_s), now_s)
-            case protocol.StateNotSaved():
-                self._do(saving.failed(node, message, now_s), now_s)
-            case _:
-                assert_never(message)
-
-    def _checkpoints_found(self, worker_id: WorkerId, message: protocol.CheckpointsFound, now_s: float) -> None:
+    def _checkpoints_found(self, turn: Turn, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
         self._parts.restoring.found(worker_id, message)
         if self._parts.reconfiguration.is_begun:
-            self._do(self._parts.reconfiguration.give(CheckpointReported(), now_s), now_s)
+            self._parts.reconfiguration.give(turn, CheckpointReported())
         else:
-            self.train_when_ready(now_s)
+            self.train_when_ready(turn)
 
-    def _restore_failed(self, node: str, message: protocol.RestoreFailed, now_s: float) -> None:
+    def _restore_failed(self, turn: Turn, node: str, message: protocol.RestoreFailed) -> None:
         """A checkpoint is broken: all go back to the one before it."""
-        if message.generation != self._parts.reconfiguration.generations.current:
+        recovery = self._parts.reconfiguration
+        if message.generation != recovery.generations.current:
             return
-        self._do((notice(now_s, "error", f"{node} cannot restore {message.name}: {message.problem}"),), now_s)
+        turn.note("error", f"{node} cannot restore {message.name}: {message.problem}")
         self._parts.restoring.note_broken(message.name)
-        self._routing.begin(journal.PlanCause.CHECKPOINT_BROKEN, now_s)
+        recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.CHECKPOINT_BROKEN))

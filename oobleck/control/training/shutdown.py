@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from oobleck.control.checkpoints import Saving
 from oobleck.control.data import Sharding
-from oobleck.control.events import EndRun, ExpectSteps, Send, StopRequested
+from oobleck.control.events import EndRun, StopRequested, Turn
 from oobleck.control.journal import WorkerError
 from oobleck.control.nodes import Membership
 from oobleck.control.protocol import FinishStep, Raised
@@ -77,17 +77,17 @@ class Shutdown:
         self._stop = event
         self._asked_to_finish = 0
 
-    def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> tuple[ExpectSteps, ...]:
+    def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> None:
         """A worker has finished. Workers repeat this after a fence."""
         if self._finished[0] != generations.current:
             self._finished = generations.current, set()
         finished, awaited = self._finished[1], generations.plan.worker_ids
         finished.add(worker_id)
         if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have
-            return ()
+            return
         self._over, self._over_step = self._outcome(), self._progress.last_step
         self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)
-        return (ExpectSteps(within_s=math.inf),)
+        self._progress.expect(math.inf, now_s)  # no step can be committed now
 
     def _outcome(self) -> EndRun:
         """How a run ends whose workers have all finished."""
@@ -102,7 +102,7 @@ class Shutdown:
             return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
         return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
-    def follow_up(self, generations: PlanHistory, now_s: float, *, is_training: bool) -> tuple[EndRun | Send, ...]:
+    def follow_up(self, turn: Turn, generations: PlanHistory, *, is_training: bool) -> None:
         """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for.
 
         Unless `is_training`, a new plan is on its way, under which what is not on disk is saved again.
@@ -111,16 +111,14 @@ class Shutdown:
             self._over, self._over_step, self.due_s = None, 0, math.inf
         if self._over is not None:  # else there is nothing to look at, and this is called for each heartbeat
             is_settled = self._is_settled and (is_training or self._saving.lacking is None)
-            if (is_settled or now_s >= self.due_s) and self._is_heard_out(now_s):
-                return (self._settled(self._over),)
+            if (is_settled or turn.now_s >= self.due_s) and self._is_heard_out(turn.now_s):
+                turn.do((self._settled(self._over),))
         if self._stop is None or self._asked_to_finish == generations.newest:
-            return ()
+            return
         self._asked_to_finish = generations.newest
-        return tuple(
-            Send(node=worker_id.node, message=FinishStep(device=worker_id.device))
-            for worker_id in generations.plan.worker_ids
-            if self._members[worker_id.node].is_ready
-        )
+        for worker_id in generations.plan.worker_ids:
+            if self._members[worker_id.node].is_ready:
+                turn.send(worker_id.node, FinishStep(device=worker_id.device))
 
     @property
     def _is_settled(self) -> bool:

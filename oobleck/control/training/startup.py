@@ -1,4 +1,4 @@
-"""How a run begins: once all workers are ready and the profile is known, with what a checkpoint holds, if there is one.
+"""How a run begins: once all workers are ready and the profile is known, from a checkpoint or from initial values.
 
 Until then every failure of a node ends the run, as nothing is lost by it. It ends a moment later, so that all failures
 are reported together.
@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import EndRun, Record
-from oobleck.control.journal import Loss, ProfileKnown
-from oobleck.control.nodes import Membership, StartupFailures, starting_s
+from oobleck.control.checkpoints import Candidate, Restoring, Saving
+from oobleck.control.data import Sharding
+from oobleck.control.events import Turn
+from oobleck.control.journal import Loss, ProfileKnown, WorkerEnded
+from oobleck.control.nodes import Membership, starting_s
 from oobleck.control.speed import LinkTiming
-from oobleck.errors import ExitCode
+from oobleck.control.steps import Verdict
+from oobleck.errors import ExitCode, PlanningError
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
 from oobleck.planner import NodeKind, profile_to_json
 
+from .decision import Choice, to_checkpoint
 from .preparation import Preparation
-from .requests import Effects, LinksWanted
-from .resuming import Resuming
+from .reconfiguration import Reconfiguration
+from .replanning import Replanning
 
 _SETTLE_S = 1.0
 """How long other nodes' failures to start are waited for, so that all are told at once."""
+_NAMES_SHOWN = 8
+
+
+def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
+    """Return what to say when there is nothing left to train."""
+    what = f"all data is read, in {step} steps" if has_read_all else f"all {step} steps are committed"
+    more = "data.epochs" if has_read_all else "--steps"
+    return (
+        f"already finished: {what}, and saved as {name}. Raise {more} to continue from it, use another --tag to train "
+        "another model, or --resume never to start over; what is saved stays"
+    )
 
 
 class Startup:
@@ -36,14 +51,26 @@ class Startup:
         members: Membership,
         preparation: Preparation,
         link_timing: LinkTiming,
-        resuming: Resuming,
+        saving: Saving,
+        restoring: Restoring,
+        sharding: Sharding,
+        replanning: Replanning,
+        reconfiguration: Reconfiguration,
+        *,
+        resume: str,
     ) -> None:
+        """`resume` as in `Coordinator`."""
         self._job = job
         self._nodes = nodes
         self._members = members
         self._preparation = preparation
         self._link_timing = link_timing
-        self._resuming = resuming
+        self._saving = saving
+        self._restoring = restoring
+        self._sharding = sharding
+        self._replanning = replanning
+        self._reconfiguration = reconfiguration
+        self._resume = resume
         self._failures = StartupFailures(len(nodes))
         self.deadline_s = math.inf
 
@@ -64,14 +91,14 @@ class Startup:
         self._failures.note(node, loss)
         self.deadline_s = min(self.deadline_s, now_s + _SETTLE_S)
 
-    def handle_deadline(self, now_s: float) -> tuple[EndRun, ...]:
+    def handle_deadline(self, turn: Turn) -> None:
         """End a run that cannot begin in time."""
-        if now_s < self.deadline_s:
-            return ()
+        if turn.now_s < self.deadline_s:
+            return
         if self._failures:
-            return (EndRun(exit_code=self._failures.exit_code, reason=str(self._failures)),)
+            turn.end(str(self._failures), self._failures.exit_code)
         limit_s, missing = self._limit_s, self._preparation.waiting_for()
-        return (EndRun(reason=f"not ready within {limit_s:g} s: {missing}{self._silence(now_s)}"),)
+        turn.end(f"not ready within {limit_s:g} s: {missing}{self._silence(turn.now_s)}")
 
     def _silence(self, now_s: float) -> str:
         """Which nodes are silent, for an error message; during a start no node is lost by that."""
@@ -79,23 +106,135 @@ class Startup:
         silent = [node for node in self._members.living_names if heard_s[node] < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
-    def look(self, now_s: float) -> Effects:
+    def look(self, turn: Turn) -> None:
         """Begin training once all that the first plan needs is known; ask for what is not."""
         kinds = self._preparation.kinds
         if not kinds or not self._preparation.is_complete or self._failures:
-            return ()
+            return
         if len(kinds) > MAX_KINDS:
             names = ", ".join(kind.name for kind in kinds)
             text = f"the nodes are of {len(kinds)} kinds: {names}; a run may have {MAX_KINDS}: change device= or slots="
-            return (EndRun(exit_code=ExitCode.CONFIG, reason=text),)
-        if not self._resuming.is_known(self._members):
-            return self._resuming.questions(self._members)
+            turn.end(text, ExitCode.CONFIG)
+        worker_ids = self._members.ready_worker_ids
+        if self._saving.is_enabled and not self._restoring.is_answered(worker_ids):
+            if not self._restoring.is_asked(worker_ids):
+                turn.do(self._restoring.ask(worker_ids))
+            return
         network = kinds[0].profile.network
         if self._link_timing.is_needed(network):
-            return (LinksWanted(network=network),)
+            turn.do(self._link_timing.go_on(network))
+            if self._link_timing.is_needed(network):
+                return
         kinds = tuple(replace(kind, profile=self._link_timing.applied_to(kind.profile)) for kind in kinds)
         self.deadline_s = math.inf
-        return (*(Record(entry=profile_known(kind, now_s)) for kind in kinds), *self._resuming.begin(kinds, now_s))
+        for kind in kinds:
+            turn.record(profile_known(kind, turn.now_s))
+        self._begin(turn, kinds, self._candidate(turn, kinds[0].profile.num_layers))
+
+    # --- what it begins from -----------------------------------------------------------------------------------
+
+    def _candidate(self, turn: Turn, num_layers: int) -> Candidate | None:
+        """The checkpoint to begin with; None for the model's initial values. Ends a run that has nothing to do."""
+        candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
+        turn.do(self._restoring.report_problems(turn.now_s))
+        if candidate is None:
+            self._check_scratch(turn)
+        else:
+            self._check_fits(turn, candidate)
+            if candidate.position is None and self._sharding.is_on:
+                text = f"the checkpoint of step {candidate.step} knows no place in the shards"
+                turn.note("warning", f"{text}: they are read from their beginning")
+        self._look_after_others(turn, candidate)
+        return candidate
+
+    def _check_scratch(self, turn: Turn) -> None:
+        """End a run that is to begin with a checkpoint, and has none."""
+        if self._resume == "never":
+            return
+        if self._resume != "auto":
+            turn.end(f"--resume {self._resume}: there is no checkpoint that can be used", ExitCode.CONFIG)
+        if misfits := self._restoring.misfits():
+            text = f"this tag has trained another model: {misfits[0]}"
+            keep = "--resume never trains from the beginning and keeps what is there"
+            turn.end(f"{text}; choose another --tag, or {keep}", ExitCode.CONFIG)
+
+    def _check_fits(self, turn: Turn, candidate: Candidate) -> None:
+        """End a run whose checkpoint does not fit its data.
+
+        There is nothing to do if an earlier run has done all that is asked for, and its model is on disk.
+        """
+        has_read_all = self._sharding.has_read_all(candidate.position)
+        if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):
+            turn.end(finished_text(candidate.name, candidate.step, has_read_all=has_read_all), ExitCode.DONE)
+        misfit = self._sharding.misfit(candidate.position)
+        if misfit is not None:
+            text = f"the checkpoint of step {candidate.step} cannot be resumed: {misfit}"
+            turn.end(f"{text}; --resume never starts from scratch", ExitCode.CONFIG)
+
+    def _look_after_others(self, turn: Turn, candidate: Candidate | None) -> None:
+        """Say which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""
+        is_private = self._job.checkpoint.directory is None
+        complete, others = self._restoring.known(candidate), self._restoring.others(candidate)
+        turn.do(self._saving.know(complete, self._restoring.unfinished(candidate, is_private=is_private)))
+        if others:
+            text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
+            turn.note("info", f"{text} to {others[-1]}; remove by hand what you do not need")
+
+    # --- the first plan ----------------------------------------------------------------------------------------
+
+    def _begin(self, turn: Turn, kinds: tuple[NodeKind, ...], candidate: Candidate | None) -> None:
+        """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
+        nodes = [member.spec.name for member in self._members.ready]
+        self._saving.begin([layer.name for layer in kinds[0].profile.layers])
+        try:
+            self._replanning.begin(turn, kinds, nodes)
+            decision = self._replanning.first_plan(nodes)
+            self._reconfiguration.begin_generation(from_scratch=candidate is None)
+            if candidate is None:
+                choice = Choice(decision=decision, verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}))
+            else:
+                moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
+                reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
+                choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
+            self._reconfiguration.order(turn, choice)
+        except PlanningError as error:
+            turn.end(str(error), ExitCode.CONFIG)
+
+
+@dataclass(slots=True)
+class StartupFailures:
+    """Nodes that failed before training began, reported together: the same reason once, with all who gave it."""
+
+    num_nodes: int
+    """Of the job."""
+    _losses: dict[str, Loss] = field(default_factory=dict)
+    """By node."""
+
+    def __bool__(self) -> bool:
+        return bool(self._losses)
+
+    def note(self, node: str, loss: Loss) -> None:
+        """Note why a node failed."""
+        self._losses[node] = loss
+
+    @property
+    def exit_code(self) -> int:
+        """That of a bad configuration when nothing else went wrong."""
+        is_users = all(isinstance(loss, WorkerEnded) and loss.is_users for loss in self._losses.values())
+        return ExitCode.CONFIG if is_users else ExitCode.FAILED
+
+    def __str__(self) -> str:
+        nodes_of: dict[str, list[str]] = {}
+        for node, loss in sorted(self._losses.items()):
+            nodes_of.setdefault(loss.text, []).append(node)
+        return "\n".join(("cannot start:", *(f"{self._named(nodes)}: {why}" for why, nodes in nodes_of.items())))
+
+    def _named(self, nodes: list[str]) -> str:
+        if len(nodes) == self.num_nodes > 1:
+            return f"all {len(nodes)} nodes"
+        if len(nodes) > _NAMES_SHOWN:
+            return f"{', '.join(nodes[:_NAMES_SHOWN])} and {len(nodes) - _NAMES_SHOWN} more nodes"
+        return ", ".join(nodes)
 
 
 def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:

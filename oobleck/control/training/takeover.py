@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from oobleck.control.events import Connect, Record
+from oobleck.control.events import Connect, Turn
 from oobleck.control.journal import MasterResumed, PlanCause
 from oobleck.control.nodes import attaching_s, starting_s
 from oobleck.control.recovery import BeginRecovery
 from oobleck.job import JobSpec, NodeSpec
 
-from .going_back import Lineage
+from .decision import Lineage
 from .parts import Parts
 from .replayed_run import ReplayedRun
-from .routing import Routing
 
 
-def take_over(
-    parts: Parts, routing: Routing, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun, now_s: float
-) -> None:
+def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun) -> None:
     """Give each part what the journal knows of it, and reach all nodes again."""
-    routing.carry_out((Record(entry=MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s)),), now_s)
+    now_s = turn.now_s
+    turn.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
     _restore_steps(parts, replayed)
     parts.preparation.restore(replayed.kinds)
     parts.replanning.take_over(
@@ -29,22 +27,21 @@ def take_over(
         slow=replayed.slow,
         target=replayed.target,
     )
-    routing.carry_out(parts.reconfiguration.restore(replayed.generations, _lineage(replayed), now_s), now_s)
-    _restore_checkpoints(parts, routing, replayed, now_s)
+    parts.reconfiguration.restore(turn, replayed.generations, _lineage(replayed))
+    _restore_checkpoints(parts, turn, replayed)
     parts.sharding.restore(replayed.shards)
     num_nodes = len(parts.members.living)
     parts.progress.expect(starting_s(job.control.start_timeout_s, num_nodes), now_s)
     parts.members.expect_words(now_s + attaching_s(job.control.connect_timeout_s, num_nodes))
-    for member in parts.members.living:
-        routing.carry_out((Connect(node=member.spec, attach=True),), now_s)
+    turn.do(Connect(node=member.spec, attach=True) for member in parts.members.living)
     if not replayed.is_settled:
         parts.saving.take_over(replayed.generations.newest)
-        routing.carry_out((BeginRecovery(cause=PlanCause.MASTER_LOST),), now_s)
+        parts.reconfiguration.begin(turn, BeginRecovery(cause=PlanCause.MASTER_LOST))
     for spec in replayed.interrupted:
-        routing.carry_out(parts.lifecycle.add(spec, now_s), now_s)
+        parts.lifecycle.add(turn, spec)
     for spec in nodes:
         if spec.name not in parts.members:
-            routing.carry_out(parts.lifecycle.add(spec, now_s), now_s)
+            parts.lifecycle.add(turn, spec)
 
 
 def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
@@ -67,16 +64,15 @@ def _lineage(replayed: ReplayedRun) -> Lineage:
     )
 
 
-def _restore_checkpoints(parts: Parts, routing: Routing, replayed: ReplayedRun, now_s: float) -> None:
+def _restore_checkpoints(parts: Parts, turn: Turn, replayed: ReplayedRun) -> None:
     saving, origin, plan = parts.saving, replayed.origin, replayed.generations.plan
     if origin is not None:
         parts.restoring.begin_from(origin)
     saving.begin([layer.name for layer in replayed.kinds[0].profile.layers])
-    routing.carry_out(saving.know(replayed.saved), now_s)
+    turn.do(saving.know(replayed.saved))
     boundary = parts.progress.last_step
     generation = replayed.generations.newest
-    adopted = saving.plan_adopted(plan, now_s, generation=generation, boundary=boundary, redundant=True)
-    routing.carry_out(adopted, now_s)
+    turn.do(saving.plan_adopted(plan, turn.now_s, generation=generation, boundary=boundary, redundant=True))
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:

@@ -1,4 +1,4 @@
-"""What a session makes of nodes that a launcher reports, and of notices that reach all of them."""
+"""What a session makes of nodes that a launcher reports, and of signals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import trio.testing
 
 from oobleck.cli.wiring.session import MasterLeaves, Session
 from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
-from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost, TerminationNoticed
+from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost
 from oobleck.control.replay import RunBooks
-from oobleck.errors import ExitCode
 from oobleck.job import NodeSpec
 from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, Reported
 
@@ -63,10 +62,6 @@ async def desk(nursery: trio.Nursery) -> Desk:
     return desk
 
 
-def notice(node: str) -> TerminationNoticed:
-    return TerminationNoticed(t_s=1.0, node=node, reason="SIGTERM")
-
-
 def lost(node: str) -> NodeLost:
     return NodeLost(t_s=1.0, node=node, loss=ConnectionLost())
 
@@ -82,41 +77,16 @@ async def test_what_a_launcher_reports_becomes_what_the_run_is_asked_for(desk: D
         await desk.report.send(change)
     await trio.testing.wait_all_tasks_blocked()
     assert desk.done == [
-        AddRequested(spec=new),
-        AddRequested(spec=old, by_itself=True),
+        AddRequested(spec=new, has_arrived=True),
+        AddRequested(spec=old, by_itself=True, has_arrived=True),
         DrainRequested(node="a"),
         Remark(level="warning", text="no more are listed"),
     ]
 
 
-async def test_a_node_that_is_back_before_its_loss_is_known_joins_when_it_is(desk: Desk) -> None:
-    await desk.report.send(Arrived(node=NODES[1], by_itself=True))
-    await trio.testing.wait_all_tasks_blocked()
-    assert desk.done == []
-    desk.write(lost("b"))
-    assert desk.done == [AddRequested(spec=NODES[1], by_itself=True)]
-    desk.write(lost("b"))
-    assert len(desk.done) == 1, "once for each time that it arrives"
-
-
 async def test_a_node_that_has_left_is_given_back_and_a_lost_one_is_not(desk: Desk) -> None:
     desk.write(lost("a"), NodeLeft(t_s=1.0, node="b"))
     assert desk.released == ["b"]
-
-
-@pytest.mark.parametrize("before", [(), (lost("c"),), (NodeLeft(t_s=1.0, node="c"),)])
-async def test_a_run_whose_nodes_all_have_notice_saves_and_ends(desk: Desk, before: tuple[JournalEntry, ...]) -> None:
-    desk.write(*before, notice("a"))
-    assert desk.done == []
-    desk.write(notice("b"), *([] if before else [notice("c")]), notice("a"))
-    (stop,) = desk.done
-    assert isinstance(stop, StopRequested)
-    assert (stop.now, stop.exit_code) == (False, ExitCode.RESUMABLE)
-
-
-async def test_nodes_that_are_lost_without_notice_end_nothing(desk: Desk) -> None:
-    desk.write(lost("a"), lost("b"), lost("c"))
-    assert desk.done == []
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

@@ -230,6 +230,17 @@ def test_a_node_that_has_notice_is_drained():
     assert [entry.nodes for entry in world.entries(GenerationEnded)] == [("c",)]
 
 
+def test_a_run_whose_nodes_all_have_notice_ends_and_can_be_continued():
+    world = World()
+    world.begin(*NODES)
+    for node in NODES:
+        world.say(node, Leaving(reason="time limit"))
+    for node in NODES:
+        world.ready(node, 1)
+    assert world.end.exit_code == ExitCode.RESUMABLE
+    assert world.end.reason == "all nodes are to be taken away; the same command continues from here"
+
+
 def test_all_ranks_that_end_well_end_the_run_well():
     world = World(num_nodes=2)
     world.begin("a", "b")

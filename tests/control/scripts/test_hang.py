@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.protocol import RanksQuiet, RankStacks
-from oobleck.control.scripts import hung_rank
-from oobleck.control.scripts.hang import HangWatch
+from oobleck.control.scripts.hang import HangWatch, hung_rank
 
 SLEEPING = """\
 Thread 0x00007f00 (most recent call first):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from oobleck.control.events import EndRun
 from oobleck.control.journal import GenerationCause
-from oobleck.control.scripts import (
-    TRANSITIONS,
+from oobleck.control.scripts.machine import TRANSITIONS, deadline, start, step
+from oobleck.control.scripts.states import (
     Begin,
     Candidate,
     Clear,
@@ -33,11 +33,8 @@ from oobleck.control.scripts import (
     State,
     StopAsked,
     TimePassed,
-    deadline,
-    step,
+    TooFew,
 )
-from oobleck.control.scripts.machine import start
-from oobleck.control.scripts.states import TooFew
 
 NODES = ("a", "b", "c", "d")
 RULES = Rules(

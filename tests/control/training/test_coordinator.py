@@ -911,13 +911,13 @@ def test_a_run_whose_nodes_are_all_drained_and_have_notice_stops_with_all_of_the
         bench.feed(DrainRequested(node=node))
     for node in ("n0", "n1", "n2"):
         bench.say(node, Leaving(reason="SIGTERM"))
-    bench.feed(stop())
     answer_all(bench, "n0", "n1", "n2")
     assert set(bench.updates[-1].plan.nodes) == {"n0", "n1", "n2"}
     assert bench.messages(bench.commands)[-3:] == [FinishStep(device=0)] * 3
     for node in ("n0", "n1", "n2"):
         bench.say(node, Finished(device=0, applied=1))
     assert bench.ended is not None
+    assert bench.ended.exit_code == ExitCode.RESUMABLE
 
 
 @pytest.mark.parametrize("node", ["nobody", "n9"])

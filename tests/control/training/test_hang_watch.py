@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.events import Record, SendAll
+from oobleck.control.events import Command, Record, SendAll, Turn
 from oobleck.control.journal import JobEnded, PlanCause, RecoveryStarted, StepRunsLong
 from oobleck.control.protocol import Activity, AskActivity, ProcessorUse
 from oobleck.control.recovery.states import BeginRecovery
 from oobleck.control.steps import HANG_FLOOR_S, Progress
 from oobleck.control.training.hang_watch import HangWatch
-from oobleck.control.training.requests import MoreTime
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 from tests.control.bench import Bench
@@ -59,24 +59,25 @@ class Watched:
         self.watch = HangWatch(CONTROL, self.progress)
         self.inquiry = 0
 
+    def look(self, now_s: float, asked: Sequence[WorkerId] = ALL) -> tuple[BeginRecovery | None, list[Command]]:
+        turn = Turn(now_s)
+        return self.watch.handle_deadline(turn, asked), turn.commands
+
     def ask(self) -> float:
         """Let the watch ask when it wants to; returns when that is."""
         now_s = self.watch.due_s
-        more, sent = self.watch.handle_deadline(ALL, now_s)
+        begun, (sent,) = self.look(now_s)
+        assert begun is None
         assert isinstance(sent, SendAll)
         assert isinstance(sent.message, AskActivity)
-        assert isinstance(more, MoreTime)
-        self.progress.allow(more.until_s)
         self.inquiry = sent.message.inquiry
         return now_s
 
     def judge(self) -> BeginRecovery | StepRunsLong:
-        now_s = self.watch.due_s
-        match self.watch.handle_deadline(ALL, now_s):
-            case (BeginRecovery() as begun,):
+        match self.look(self.watch.due_s):
+            case (BeginRecovery() as begun, []):
                 return begun
-            case (MoreTime(until_s=until_s), Record(entry=StepRunsLong() as entry)):
-                self.progress.allow(until_s)
+            case (None, [Record(entry=StepRunsLong() as entry)]):
                 return entry
             case other:
                 raise AssertionError(other)
@@ -88,7 +89,7 @@ class Watched:
 
 def test_all_are_asked_a_lease_before_it_would_be_a_hang_and_have_half_of_that_to_come_on():
     watched = Watched()
-    assert watched.watch.handle_deadline(ALL, LIMIT_S - CONTROL.lease_s - 0.1) == ()
+    assert watched.look(LIMIT_S - CONTROL.lease_s - 0.1) == (None, [])
     assert watched.ask() == LIMIT_S - CONTROL.lease_s
     assert watched.watch.due_s == LIMIT_S
 
@@ -101,14 +102,15 @@ def test_nothing_is_asked_while_no_step_can_be_committed():
 
 def test_a_watch_that_is_called_late_asks_before_it_judges():
     watched = Watched()
-    more, sent = watched.watch.handle_deadline(ALL, LIMIT_S + 50.0)
+    begun, (sent,) = watched.look(LIMIT_S + 50.0)
+    assert begun is None
     assert isinstance(sent, SendAll)
-    assert more == MoreTime(until_s=LIMIT_S + 50.0 + CONTROL.lease_s)
+    assert watched.progress.hangs_s == LIMIT_S + 50.0 + CONTROL.lease_s
 
 
 def test_where_nobody_can_be_asked_it_is_a_hang():
     watched = Watched()
-    (begun,) = watched.watch.handle_deadline((), LIMIT_S)
+    begun, _ = watched.look(LIMIT_S, ())
     assert isinstance(begun, BeginRecovery)
 
 

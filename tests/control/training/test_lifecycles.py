@@ -1,26 +1,16 @@
-"""Who takes part, decided by each part alone: values in, effects out."""
+"""Who takes part, decided by each part alone: what it notes and commands, and what it tells the program."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
-from oobleck.control.events import Connect, Disconnect, NodeUp, Record
-from oobleck.control.journal import ConnectionLost, LossCause, Misfit, NodeLost, PlanCause, WorkerEnded
-from oobleck.control.nodes import Membership, NodeRetry
-from oobleck.control.protocol import ErrorKind, Killed, Raised, WorkerExited
-from oobleck.control.recovery.states import BeginRecovery, GiveUp, NodeGone
-from oobleck.control.steps import Progress
-from oobleck.control.training.node_lifecycle import NodeLifecycle
-from oobleck.control.training.requests import (
-    NodeDropped,
-    PlanWithout,
-    StartAgain,
-    WorkerDropped,
-    WorkerRaised,
-    WorkerRestarted,
-    WorkersFail,
-)
-from oobleck.control.training.worker_lifecycle import WorkerLifecycle
+from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send, StopRequested, Turn
+from oobleck.control.journal import ConnectionLost, Loss, LossCause, Misfit, NodeLost, WorkerDown, WorkerEnded
+from oobleck.control.nodes import Member, Membership, MemberState, NodeLifecycle, Program, WorkerLifecycle
+from oobleck.control.nodes.node_retry import NodeRetry
+from oobleck.control.protocol import ErrorKind, Killed, Raised, StartWorker, WorkerExited
 from oobleck.planner import WorkerId
 from tests.control.bench import hello, ready
 from tests.control.model import Shape
@@ -28,74 +18,150 @@ from tests.control.model import Shape
 LOST = ConnectionLost()
 
 
-@pytest.fixture
-def members() -> Membership:
+class Noted(Program):
+    """A program that notes what it is told, and does nothing about it."""
+
+    work: ClassVar[str] = "training"
+    is_begun = True
+    generation = 1
+    furthest_step = 0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def is_at_work(self, member: Member) -> bool:
+        return member.is_ready
+
+    def needs(self, node: str) -> bool:
+        return False
+
+    def configure(self, turn: Turn, node: str) -> None:
+        self.told.append(("configure", node))
+
+    def node_back(self, turn: Turn, event: NodeUp) -> None:
+        self.told.append(("back", event.node))
+
+    def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
+        self.told.append(("met", node, is_again))
+
+    def drop_node(self, turn: Turn, node: str, loss: Loss) -> None:
+        self.told.append(("drop", node, loss))
+
+    def go_on_without(self, turn: Turn, member: Member, loss: LossCause, silent_s: float) -> None:
+        self.told.append(("go on without", member.spec.name, member.is_ready, loss, silent_s))
+
+    def node_draining(self, turn: Turn, node: str) -> None:
+        self.told.append(("draining", node))
+
+    def node_left(self, turn: Turn, node: str) -> None:
+        self.told.append(("left", node))
+
+    def stop(self, turn: Turn, event: StopRequested) -> None:
+        self.told.append(("stop", event.exit_code))
+
+    def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
+        self.told.append(("raised", worker_id, error))
+
+    def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
+        self.told.append(("drop worker", worker_id))
+
+
+class Nodes:
     """Three nodes that train, heard of at second 10."""
-    members = Membership(Shape(num_nodes=3).nodes)
-    workers = WorkerLifecycle(members, Progress(Shape().job))
-    for member in members.all:
-        members.meet(member.spec.name, hello(member.spec.name), address="10.0.0.1", now_s=10.0)
-        worker = workers.worker_up(member, ready(), 10.0)
+
+    def __init__(self) -> None:
+        self.program = Noted()
+        self.members = Membership(Shape(num_nodes=3).nodes)
+        self.lifecycle = NodeLifecycle(
+            self.members, NodeRetry(first_wait_s=5.0), self.program, python_version="3.11.2", most_kinds=1
+        )
+        self.workers = WorkerLifecycle(self.members, self.lifecycle, self.program)
+        for member in self.members.all:
+            self.members.meet(member.spec.name, hello(member.spec.name), address="10.0.0.1", now_s=10.0)
+            self.note_ready(member.spec.name)
+
+    def note_ready(self, node: str, **fields: int) -> None:
+        worker = self.workers.worker_up(self.members[node], ready(**fields), 10.0)
         assert worker is not None
-        members.note_ready(worker, generation=0)
-    return members
+        self.members.note_ready(worker, generation=0)
 
 
-def lifecycle(members: Membership) -> NodeLifecycle:
-    return NodeLifecycle(members, NodeRetry(first_wait_s=5.0), most_kinds=1)
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
 
 
-def test_a_lost_node_is_dropped_and_planned_without(members: Membership):
-    nodes = lifecycle(members)
-    assert nodes.give_up("n1", LOST, 12.0, is_begun=True) == (
+def test_a_lost_node_is_dropped_and_gone_on_without(nodes: Nodes):
+    turn = Turn(12.0)
+    nodes.lifecycle.give_up(turn, "n1", LOST)
+    assert turn.commands == [
         Disconnect(node="n1"),
         Record(entry=NodeLost(t_s=12.0, node="n1", loss=LOST, is_requested=False, is_tried_again=True)),
-        NodeDropped(node="n1", loss=LOST),
-        PlanWithout(node="n1", loss=LossCause.CONNECTION_LOST, detect_s=2.0),
-    )
-    assert nodes.give_up("n1", LOST, 13.0, is_begun=True) == ()
-    assert nodes.retries_s == 17.0
-    assert nodes.retry_lost(17.0) == (Connect(node=members["n1"].spec),)
+    ]
+    assert nodes.program.told == [
+        ("drop", "n1", LOST),
+        ("go on without", "n1", True, LossCause.CONNECTION_LOST, 2.0),
+    ]
 
 
-def test_a_node_that_never_trained_is_not_planned_without(members: Membership):
-    members.note_restart(WorkerId(node="n1", device=0), 7, now_s=11.0, step=0)
-    assert lifecycle(members).give_up("n1", LOST, 12.0, is_begun=True)[-1] == NodeGone()
+def test_a_lost_node_is_lost_once_and_tried_again(nodes: Nodes):
+    nodes.lifecycle.give_up(Turn(12.0), "n1", LOST)
+    nodes.program.told.clear()
+    again = Turn(13.0)
+    nodes.lifecycle.give_up(again, "n1", LOST)
+    assert (again.commands, nodes.program.told) == ([], [])
+    assert nodes.lifecycle.retries_s == 17.0
+    later = Turn(17.0)
+    nodes.lifecycle.retry_lost(later)
+    assert later.commands == [Connect(node=nodes.members["n1"].spec)]
 
 
-def test_a_node_that_fails_before_training_is_dropped_and_nothing_else(members: Membership):
-    effects = lifecycle(members).give_up("n1", LOST, 12.0, is_begun=False)
-    assert effects[-1] == NodeDropped(node="n1", loss=LOST)
+def test_the_program_is_told_that_a_lost_node_did_not_train(nodes: Nodes):
+    nodes.members.note_restart(WorkerId(node="n1", device=0), 7, now_s=11.0, step=0)
+    nodes.lifecycle.give_up(Turn(12.0), "n1", LOST)
+    assert nodes.program.told[-1][:3] == ("go on without", "n1", False)
 
 
-def test_a_drain_begins_a_recovery_once(members: Membership):
-    nodes = lifecycle(members)
-    assert nodes.drain("n1", 12.0, is_begun=True) == (BeginRecovery(cause=PlanCause.DRAINED, nodes=("n1",)),)
-    assert nodes.drain("n1", 12.0, is_begun=True) == ()
+def test_a_node_that_fails_before_training_is_dropped_and_nothing_else(nodes: Nodes):
+    nodes.program.is_begun = False
+    nodes.lifecycle.give_up(Turn(12.0), "n1", LOST)
+    assert nodes.program.told == [("drop", "n1", LOST)]
 
 
-def test_an_agent_that_does_not_fit_is_given_up(members: Membership):
-    event = NodeUp(node="n1", hello=hello("n1"), address="10.0.0.1")
-    (effect,) = lifecycle(members).node_up(event, 12.0, misfit="another version", generation=1)
-    assert effect == GiveUp(nodes=("n1",), loss=Misfit(problem="another version"))
+def test_a_node_is_drained_once(nodes: Nodes):
+    for now_s in (12.0, 13.0):
+        nodes.lifecycle.drain(Turn(now_s), "n1")
+    assert nodes.members["n1"].is_draining
+    assert nodes.program.told == [("draining", "n1")]
 
 
-def test_a_worker_that_ends_is_started_again_and_given_up_when_it_ends_too_often(members: Membership):
-    workers = WorkerLifecycle(members, Progress(Shape().job))
+def test_an_agent_that_does_not_fit_is_given_up(nodes: Nodes):
+    turn = Turn(12.0)
+    nodes.lifecycle.node_up(turn, NodeUp(node="n1", hello=hello("n1", python_version="3.9.1"), address="10.0.0.1"))
+    (entry,) = [command.entry for command in turn.commands if isinstance(command, Record)]
+    assert isinstance(entry, NodeLost)
+    assert isinstance(entry.loss, Misfit)
+    assert nodes.members["n1"].state is MemberState.LOST
+
+
+def test_a_worker_that_ends_is_started_again_and_its_node_given_up_when_it_ends_too_often(nodes: Nodes):
     worker_id = WorkerId(node="n1", device=0)
     for pid in range(8, 11):
+        turn = Turn(12.0)
         exited = WorkerExited(device=0, pid=pid, end=Killed(signal=9))
-        restarted, *effects = workers.worker_exited(members["n1"], exited, 12.0, is_begun=True)
-        assert restarted == WorkerRestarted(worker_id=worker_id, pid=pid, also=())
-        assert [type(effect) for effect in effects] == [Record, StartAgain, WorkerDropped, PlanWithout]
-        assert members["n1"].is_ready, "what is known of it is for the coordinator to change"
-        members.note_restart(worker_id, pid, now_s=12.0, step=0)
-        worker = workers.worker_up(members["n1"], ready(pid=pid + 1), 12.0)
-        assert worker is not None
-        members.note_ready(worker, generation=0)
+        nodes.workers.worker_exited(turn, nodes.members["n1"], exited)
+        assert turn.commands == [
+            Record(entry=WorkerDown(t_s=12.0, node="n1", device=0, pid=pid, end=Killed(signal=9), also=())),
+            Send(node="n1", message=StartWorker(device=0)),
+        ]
+        assert nodes.program.told == [
+            ("drop worker", worker_id),
+            ("go on without", "n1", True, LossCause.WORKER_EXITED, 2.0),
+        ]
+        nodes.program.told.clear()
+        nodes.note_ready("n1", pid=pid + 1)
     error = Raised(kind=ErrorKind.CODE, message="broken")
-    exited = WorkerExited(device=0, pid=11, end=error)
-    raised, said, given_up = workers.worker_exited(members["n1"], exited, 12.0, is_begun=True)
-    assert isinstance(raised, WorkerRaised)
-    assert isinstance(said, WorkersFail)
-    assert given_up == GiveUp(nodes=("n1",), loss=WorkerEnded(pid=11, end=error))
+    nodes.workers.worker_exited(Turn(12.0), nodes.members["n1"], WorkerExited(device=0, pid=11, end=error))
+    loss = WorkerEnded(pid=11, end=error)
+    assert nodes.program.told[:2] == [("raised", worker_id, error), ("drop", "n1", loss)]
+    assert nodes.members["n1"].last_words

@@ -1,10 +1,11 @@
-"""Parts of the coordinator take values and the time, and return effects: none changes another, or keeps the time."""
+"""Parts of the coordinators change what is theirs, and call those alone that the table says; none keeps the time."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import typing
+import inspect
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,31 +18,36 @@ from oobleck.control.training.parts import Parts
 from oobleck.job import NodeSpec
 
 CONTROL = Path(training.__file__).parents[1]
-ROUTERS = {
-    *(f"training/{name}.py" for name in ("coordinator", "reports", "routing", "takeover", "parts")),
+HAVE_ALL = {
+    *(f"training/{name}.py" for name in ("coordinator", "reports", "takeover", "parts")),
+    "nodes/coordinator.py",
     "scripts/coordinator.py",
 }
-"""The modules of the coordinators themselves: what parts ask of each other goes through them."""
-OWNERS = {
-    "Decider": "Reconfiguration",
-    "PlanHistory": "Reconfiguration",
-    "GoingBack": "Decider",
-    "Leases": "Silence",
-    "NodeRetry": "NodeLifecycle",
-    "Resuming": "Startup",
-    "Scaling": "Replanning",
-    "SlowNodeRetry": "Replanning",
-    "SpeedTracker": "Replanning",
-    "StartupFailures": "Startup",
-    # Who is there is the one table that all read; who comes is the lifecycle's to say.
-    "Membership": "NodeLifecycle",
-}
-"""Parts of parts, each with the only one that changes it."""
-LENT = {("Replanning", "PlanHistory")}
-"""What its owner passes on to be changed: a decision to finish a step deals the step's microbatches."""
+"""The modules of the coordinators themselves, which may call every part."""
+CHANGES = {
+    # Who is there is the one table that all read; who comes is the lifecycles' to say.
+    "NodeLifecycle": {"Membership", "NodeRetry"},
+    "WorkerLifecycle": {"Membership", "NodeLifecycle"},
+    "Replanning": {"PlanHistory", "Scaling", "SlowNodeRetry", "SpeedTracker"},
+    "Decider": {"NodeLifecycle", "Restoring"},
+    "Reconfiguration": {
+        "Decider", "NodeLifecycle", "PlanHistory", "Progress", "Replanning", "Restoring", "Saving", "Scaling",
+        "Sharding",
+    },
+    "Startup": {"LinkTiming", "Reconfiguration", "Replanning", "Restoring", "Saving", "StartupFailures"},
+    "HangWatch": {"Progress"},
+    "Sharding": {"Progress"},
+    "Shutdown": {"Progress"},
+}  # fmt: skip
+"""By part: the others that it changes, by calling them. To decide to finish a step deals the step's microbatches: so
+`Replanning` changes the history of plans that it is given."""
 REMEMBERED = {"in_state", "living_names", "ready_names", "all_save", "without_part", "_near"}
 """Methods of `Membership` that keep an answer for the next time, which changes nothing."""
-PARTS = {kind.__name__ for kind in typing.get_type_hints(Parts).values()} | OWNERS.keys()
+PARTS = {
+    node.value.func.id
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Parts.__init__))))
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+}.union(CHANGES, *CHANGES.values()) - {"partial"}
 CHANGING = {"add", "append", "appendleft", "clear", "discard", "extend", "pop", "remove", "setdefault", "update"}
 """What changes a container."""
 
@@ -90,6 +96,7 @@ def held(kind: ast.ClassDef) -> dict[str, str]:
                     value=ast.Call(func=ast.Name(id=name)),
                 ):
                     found |= {attr: name} if name in PARTS else {}
+                    found |= {attr: "Parts"} if name == "Parts" else {}
     return found
 
 
@@ -166,8 +173,14 @@ def changes(function: Function, name: str, parts: dict[str, str], known: dict[st
     return False
 
 
+@cache
+def used() -> set[tuple[str, str]]:
+    """The rows of the table that were needed, as (part, the other)."""
+    return set()
+
+
 def written(module: str, name: str, function: Function, parts: dict[str, str]) -> Iterator[str]:
-    """Where a function changes a part that it was given, or that its class keeps, and is not the one it belongs to."""
+    """Where a function changes what is inside of a part, or calls one to change it that the table does not have."""
     given = {("self", attr): kind for attr, kind in parts.items()} | {
         (argument,): kind for argument, kind in parameters(function).items()
     }
@@ -176,20 +189,19 @@ def written(module: str, name: str, function: Function, parts: dict[str, str]) -
         paths += [path_of(node.func)] if isinstance(node, ast.Call) else []
         for path in paths:
             for prefix, kind in given.items():
-                size = len(prefix)
-                if tuple(path[:size]) != prefix or len(path) == size:
-                    continue
-                if OWNERS.get(kind) == name or (name, kind) in LENT:
+                size = len(prefix) + (kind == "Parts")
+                if tuple(path[: len(prefix)]) != prefix or len(path) <= size:
                     continue
                 is_call, is_inside = isinstance(node, ast.Call), len(path) > size + 1
-                if not is_call or path[size] in changing().get(kind, ()) or (is_inside and path[-1] in CHANGING):
+                is_told = is_call and not is_inside and path[size] in changing().get(kind, ())
+                if is_told and (module in HAVE_ALL or kind in CHANGES.get(name, ())):
+                    used().add((name, kind))
+                elif not is_call or path[size] in changing().get(kind, ()) or (is_inside and path[-1] in CHANGING):
                     yield f"{module}:{node.lineno}: {name} changes {kind}: {ast.unparse(node)}"
 
 
 def written_anywhere(trees: dict[str, ast.Module]) -> Iterator[str]:
     for module, tree in trees.items():
-        if module in ROUTERS:
-            continue
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 for method in methods(node):
@@ -210,8 +222,22 @@ def changed_members(trees: dict[str, ast.Module]) -> Iterator[str]:
                 yield f"{module}:{node.lineno}: a member is changed: {ast.unparse(node)}"
 
 
-def test_no_part_changes_another():
+def test_a_part_is_changed_by_itself_or_by_those_that_may_call_it():
     assert list(written_anywhere(modules())) == []
+
+
+def test_the_table_has_what_is_called_and_nothing_else():
+    assert not list(written_anywhere(modules()))
+    assert {(name, kind) for name, kinds in CHANGES.items() for kind in kinds} <= used()
+
+
+def test_calls_go_one_way():
+    """Only a program is called back, and by the lifecycles of nodes and workers alone."""
+    left = {name: set(kinds) for name, kinds in CHANGES.items()}
+    while ready := [name for name, kinds in left.items() if not kinds & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left
 
 
 def test_a_member_is_a_value_that_nobody_changes():
@@ -243,17 +269,31 @@ def test_the_coordinator_alone_has_all_parts():
         for node in ast.walk(tree)
         if isinstance(node, Function) and "Parts" in parameters(node).values()
     }
-    assert users <= ROUTERS
+    assert users <= HAVE_ALL
+
+
+def kept_times(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """Where anything but a turn has the time, or anything keeps a turn."""
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(attr=attr) if attr.strip("_") in ("now_s", "turn"):
+                    is_turns = path_of(node)[0] == "turn" or (module, path_of(node)[0]) == ("events/turn.py", "self")
+                    if not is_turns or attr != "now_s":
+                        yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+                case ast.Assign(targets=[ast.Attribute()], value=ast.Name(id="turn")):
+                    yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+                case _:
+                    pass
 
 
 def test_nobody_keeps_the_time_of_the_event():
-    kept = [
-        f"{module}:{node.lineno}"
-        for module, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr.strip("_") == "now_s"
-    ]
-    assert kept == []
+    assert list(kept_times(modules())) == []
+
+
+@pytest.mark.parametrize("line", ["self._now_s = turn.now_s", "self._cause = turn", "part.turn.do(())"])
+def test_a_time_that_is_kept_is_found(line: str):
+    assert list(kept_times({"other.py": ast.parse(line)}))
 
 
 def test_what_changes_a_part_is_found():
@@ -262,7 +302,7 @@ def test_what_changes_a_part_is_found():
     assert not {"last_step", "owes_evaluation"} & found["Progress"]
     assert {"node_lost", "keep", "know", "save_now"} <= found["Saving"], "what it calls changes it"
     assert not {"is_enabled", "lacking"} & found["Saving"]
-    assert {"note_pace", "rescale"} <= found["Replanning"], "what belongs to it is changed"
+    assert {"note_pace", "rescale"} <= found["Replanning"], "what it alone changes is its own"
     assert not {"choose", "replan", "wants_more"} & found["Replanning"]
     assert {"meet", "note_ready", "lose", "hear", "hear_nodes", "forgive"} <= found["Membership"]
     assert not {"living", "took_part", "first_ready_worker", "share"} & found["Membership"]

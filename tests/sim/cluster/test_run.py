@@ -29,6 +29,7 @@ from oobleck.control.journal import (
 )
 from oobleck.control.protocol import Killed
 from oobleck.control.steps import hops_up
+from oobleck.errors import ExitCode
 from oobleck.job import ScheduleName
 from oobleck.planner import profile_from_json
 from oobleck.schedule import ScheduleKind
@@ -170,6 +171,16 @@ def test_a_noticed_node_leaves_before_it_is_lost():
     (left,) = entries(played, NodeLeft)
     assert left.t_s < 11.0
     assert entries(played, NodeLost) == []
+
+
+def test_a_run_whose_nodes_all_have_notice_saves_and_ends_before_they_are_gone():
+    notices = [Noticed(t_s=10.0 + index / 100, node=f"n{index}", grace_s=30.0) for index in range(4)]
+    played = run(*notices, duration_s=60.0)
+    assert played.end.exit_code == ExitCode.RESUMABLE
+    assert played.entries[-1].t_s < 20.0, "it did not wait for the losses"
+    assert entries(played, NodeLost) == []
+    newest = entries(played, StepDone)[-1].record.step
+    assert played.end.reason.endswith(f"{newest} steps are committed")
 
 
 def test_a_node_cut_off_is_lost_and_may_come_back():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from oobleck.control.events import Turn
 from oobleck.job import ControlSpec
 
 from .membership import Membership
@@ -41,7 +42,7 @@ def patience_s(*, lease_s: float, orphan_timeout_s: float, has_others: bool) -> 
     return max(lease_s, min(orphan_timeout_s, _MOST_SILENT_S) if has_others else orphan_timeout_s)
 
 
-class Leases:
+class Silence:
     """The nodes to look at again, and whether the master suspects itself. A look costs O(nodes)."""
 
     def __init__(self, control: ControlSpec, members: Membership) -> None:
@@ -59,6 +60,27 @@ class Leases:
         """When the first of `_living` was heard of, or an earlier time."""
         self._waited_for_s = math.inf
         """While it suspects itself: when the first of the silent nodes has been silent for too long."""
+        self._called_s = 0.0
+        """When this master has heard something, or acted, last."""
+        self._unheard_s = 0.0
+        """How long it had not, up to the newest event, where that was longer than a lease."""
+
+    def note_call(self, now_s: float) -> None:
+        """This master acts: it is not held up."""
+        if now_s - self._called_s > self._control.lease_s:
+            self._unheard_s = now_s - self._called_s
+        self._called_s = now_s
+
+    def forgive(self, now_s: float, late_s: float) -> float:
+        """Return how long this master was held up, if it acts `late_s` after it should have; else 0.
+
+        The messages of that time are still to be read, and no node had our answers: no lease has lapsed.
+        """
+        unheard_s, self._unheard_s = self._unheard_s, 0.0
+        if late_s <= self._control.heartbeat_interval_s:
+            return 0.0
+        self._looks.clear()
+        return max(late_s, unheard_s)
 
     @property
     def is_suspicious(self) -> bool:
@@ -85,16 +107,28 @@ class Leases:
         self._living = self._members.living_names
         self._first_heard_s = self._first_of(self._living)
 
-    def heard(self, now_s: float) -> float | None:
-        """Somebody was heard of. Returns how long most were silent, where they are not any more."""
-        if not self.is_suspicious or self._suspects(self._silent(now_s)):
-            return None
-        silent_s = now_s - self._silent_since_s
-        self._trust_again(now_s, silent_s)
-        return silent_s
+    def heard(self, turn: Turn) -> bool:
+        """A node sent something. Returns whether most nodes were silent until now."""
+        if not self.is_suspicious or self._suspects(self._silent(turn.now_s)):
+            return False
+        silent_s = turn.now_s - self._silent_since_s
+        self._trust_again(turn.now_s, silent_s)
+        turn.note("info", f"nodes are heard of again, after {silent_s:.1f} s")
+        return True
 
-    def take_lapsed(self, now_s: float) -> dict[str, float]:
-        """Judge the silence of all: return the nodes that are lost by it, each with how long it has been silent."""
+    def take_silent(self, turn: Turn) -> dict[str, float]:
+        """Judge the silence of all: return the nodes that are lost by it, each with how long it has been silent.
+
+        There are none if this master may be the one that hears nothing.
+        """
+        was_suspicious = self.is_suspicious
+        lapsed = self._take_lapsed(turn.now_s)
+        if self.is_suspicious and not was_suspicious:
+            text = "most nodes have fallen silent at once; this master may be cut off itself, so they are waited for"
+            turn.note("warning", text)
+        return lapsed
+
+    def _take_lapsed(self, now_s: float) -> dict[str, float]:
         living, heard_s = self._members.living_names, self._members.heard_s
         if self._looks:
             heard = {node: heard_s[node] for node in living}
@@ -126,10 +160,6 @@ class Leases:
             return {}
         self._trust_again(now_s, 0.0)
         return {node: now_s - heard_s[node] for node in silent if now_s >= heard_s[node] + self._control.lease_s}
-
-    def forgive(self) -> None:
-        """We ourselves were held up: no lease has lapsed."""
-        self._looks.clear()
 
     def _first_of(self, nodes: Iterable[str]) -> float:
         """When the one of them that has been silent longest was heard of; infinity for none."""

@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 
-from oobleck.control.nodes import Leases, Membership
+from oobleck.control.events import Turn
+from oobleck.control.nodes import Membership
+from oobleck.control.nodes.silence import Silence
 from oobleck.job import ControlSpec, NodeSpec
 from tests.control.bench import hello
 
@@ -27,27 +29,27 @@ def exactly(members: Membership) -> float:
 
 
 def test_one_who_speaks_makes_no_judgement_later_before_all_are_counted_again(members: Membership):
-    leases = Leases(CONTROL, members)
-    assert leases.due_s == 15.0
+    silence = Silence(CONTROL, members)
+    assert silence.due_s == 15.0
     for name in NAMES:
         members.hear_node(name, 12.0)
-    assert leases.due_s == 15.0
-    assert leases.take_lapsed(15.0) == {}
-    assert leases.due_s == 17.0
+    assert silence.due_s == 15.0
+    assert silence.take_silent(Turn(15.0)) == {}
+    assert silence.due_s == 17.0
 
 
 def test_one_who_is_met_again_by_a_new_master_may_be_the_first_to_lapse(members: Membership):
-    leases = Leases(CONTROL, members)
+    silence = Silence(CONTROL, members)
     members.expect_words(60.0)
-    leases.recount()
-    assert leases.due_s == 65.0
+    silence.recount()
+    assert silence.due_s == 65.0
     members.meet("b", hello("b"), address="b", now_s=20.0)
-    assert leases.due_s == 25.0
+    assert silence.due_s == 25.0
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_no_silence_is_judged_late(members: Membership, seed: int):
-    rng, leases, now_s = Random(seed), Leases(CONTROL, members), 10.0
+    rng, silence, now_s = Random(seed), Silence(CONTROL, members), 10.0
     for _ in range(100):
         now_s += rng.random()
         name = rng.choice(NAMES)
@@ -63,7 +65,7 @@ def test_whatever_happens_no_silence_is_judged_late(members: Membership, seed: i
                 members.add(NodeSpec(name=name, host=name))
             case 5 if name not in members.living_names:
                 members.meet(name, hello(name), address=name, now_s=now_s)
-        assert leases.due_s <= exactly(members)
+        assert silence.due_s <= exactly(members)
         if rng.random() < 0.3:
-            leases.recount()
-            assert leases.due_s == exactly(members)
+            silence.recount()
+            assert silence.due_s == exactly(members)

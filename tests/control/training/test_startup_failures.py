@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from oobleck.control.journal import Unreachable, WorkerEnded
-from oobleck.control.nodes.startup_failures import StartupFailures
 from oobleck.control.protocol import ErrorKind, Raised
+from oobleck.control.training.startup import StartupFailures
 
 
 def failures(num_nodes: int, *noted: tuple[str, str, bool]) -> StartupFailures:

@@ -1,0 +1,68 @@
+"""What one event, or one deadline, leads to: the time, and the commands so far. Parts pass it along in their calls.
+
+A turn belongs to the call that it was made for: no part keeps it, or the time in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from oobleck.control.journal import JournalEntry, Notice
+from oobleck.control.protocol import MasterMessage
+from oobleck.errors import ExitCode
+
+from .inputs import Command, Record, Send
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """The run is finished, or cannot continue."""
+
+    reason: str
+    exit_code: int = ExitCode.FAILED
+
+
+class RunOver(Exception):
+    """Nothing of this turn is to follow: the run ends. What it has commanded so far stays."""
+
+    def __init__(self, end: EndRun) -> None:
+        super().__init__(end.reason)
+        self.end = end
+
+
+class Turn:
+    """Collects commands, in their order."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.commands: list[Command] = []
+
+    def do(self, effects: Iterable[Command | EndRun]) -> None:
+        """Command what a part has returned. Raises RunOver where that ends the run."""
+        for effect in effects:
+            if isinstance(effect, EndRun):
+                raise RunOver(effect)
+            self.commands.append(effect)
+
+    def record(self, entry: JournalEntry) -> None:
+        """Append to the journal."""
+        self.commands.append(Record(entry=entry))
+
+    def send(self, node: str, message: MasterMessage) -> None:
+        """Send a node's agent, or a worker through it, a message."""
+        self.commands.append(Send(node=node, message=message))
+
+    def note(self, level: str, text: str) -> None:
+        """Have people told something."""
+        self.commands.append(notice(self.now_s, level, text))
+
+    def end(self, reason: str, exit_code: int = ExitCode.FAILED) -> NoReturn:
+        """End the run: raises RunOver."""
+        raise RunOver(EndRun(reason=reason, exit_code=exit_code))
+
+
+def notice(now_s: float, level: str, text: str) -> Record:
+    """Have people told something."""
+    return Record(entry=Notice(t_s=now_s, level=level, text=text))

@@ -1,0 +1,89 @@
+"""What the nodes of a run carry out, as far as the parts that know the nodes ask it: training, or a script's ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+from oobleck.control.events import NodeUp, StopRequested, Turn
+from oobleck.control.journal import Loss, LossCause
+from oobleck.control.protocol import Raised
+from oobleck.planner import WorkerId
+
+from .membership import Member
+
+
+class Program(ABC):
+    """Is called when nodes come and go, once `Membership` has it, in the turn of the cause."""
+
+    work: ClassVar[str]
+    """What a node does that can be drained, for people."""
+
+    @property
+    @abstractmethod
+    def is_begun(self) -> bool:
+        """Whether the loss of a node is to be survived; before, it ends the start."""
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """The newest one known here."""
+
+    @abstractmethod
+    def is_at_work(self, member: Member) -> bool:
+        """Whether a node has a part in what runs, or could have: it can be drained."""
+
+    @abstractmethod
+    def needs(self, node: str) -> bool:
+        """Whether what runs counts on a node, although it is to leave."""
+
+    @abstractmethod
+    def configure(self, turn: Turn, node: str) -> None:
+        """Tell a node's agent what it is to run: it is new, or may not have heard it."""
+
+    @abstractmethod
+    def node_back(self, turn: Turn, event: NodeUp) -> None:
+        """An agent that we knew is reached again, or meets its next master."""
+
+    @abstractmethod
+    def drop_node(self, turn: Turn, node: str, loss: Loss) -> None:
+        """A node is lost: discard what it was asked, or ask others."""
+
+    @abstractmethod
+    def go_on_without(self, turn: Turn, member: Member, loss: LossCause, silent_s: float) -> None:
+        """Go on without a node, which was as `member` says, and was last heard `silent_s` ago."""
+
+    @abstractmethod
+    def node_draining(self, turn: Turn, node: str) -> None:
+        """A node that is at work is to leave."""
+
+    @abstractmethod
+    def node_left(self, turn: Turn, node: str) -> None:
+        """A node was drained, and is gone."""
+
+    @abstractmethod
+    def stop(self, turn: Turn, event: StopRequested) -> None:
+        """End what runs: the user wants it, or nothing is left to run on."""
+
+
+class WorkerProgram(Protocol):
+    """A program whose nodes have workers, which can be started again."""
+
+    @property
+    def is_begun(self) -> bool: ...
+
+    @property
+    def furthest_step(self) -> int:
+        """The newest step that was ever committed."""
+
+    def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
+        """A node with workers has reached us; `is_again`: so it had before, and our messages may be lost."""
+
+    def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
+        """An exception has ended a worker."""
+
+    def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
+        """A worker has ended, and is started again: discard what it was asked, or ask others."""
+
+    def go_on_without(self, turn: Turn, member: Member, loss: LossCause, silent_s: float) -> None:
+        """As in `Program`."""

@@ -1,0 +1,135 @@
+"""Which workers take part: they become ready, end, and are started again; and which of their messages count."""
+
+from __future__ import annotations
+
+from oobleck.control import protocol
+from oobleck.control.events import NodeUp, Turn
+from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp
+from oobleck.control.protocol import end_text
+from oobleck.errors import PeerError
+from oobleck.planner import WorkerId
+
+from .membership import Member, Membership
+from .node_lifecycle import NodeLifecycle
+from .program import WorkerProgram
+
+_MAX_RESTARTS = 3
+_RESTARTS_WITHIN_S = 600.0
+"""A node is given up where its workers end again after so many restarts within this time, or without a step that was
+never committed before: then something there, or in the job, ends them."""
+
+
+class WorkerLifecycle:
+    """Decides which workers are started again. `members` knows which are ready and which have ended."""
+
+    def __init__(self, members: Membership, nodes: NodeLifecycle, program: WorkerProgram) -> None:
+        self._members = members
+        self._nodes = nodes
+        self._program = program
+
+    def meet(self, turn: Turn, event: NodeUp) -> None:
+        """An agent that has workers meets its next master, or is reached again: messages to it may be lost."""
+        node, before = event.node, self._members[event.node]
+        if before.hello is not None and not before.ready and not before.gone:  # it may not have heard from us yet
+            self._nodes.meet(turn, event)
+            return
+        self._members.meet(node, event.hello, address=event.address, now_s=turn.now_s)
+        member, living = self._members[node], {worker.device for worker in event.hello.workers}
+        missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - living)
+        if before.hello is not None:
+            turn.note("info", f"{node} is reached again")
+            if before.is_dismissed:
+                turn.send(node, protocol.StopAgent(reason="drained", is_dismissal=True))
+        self._program.node_met(turn, node, is_again=before.hello is not None)
+        for device in missing:
+            self._start(turn, WorkerId(node=node, device=device))
+        for device in sorted(member.shutdown & living):  # sent before, and perhaps lost
+            turn.send(node, protocol.KillWorker(device=device))
+
+    def worker_up(self, member: Member, message: protocol.WorkerReady, now_s: float) -> WorkerUp | None:
+        """Return what is known of a worker that is ready; None if it repeats this to a new master."""
+        known = member.ready.get(message.device)
+        if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
+            return None
+        return WorkerUp(
+            t_s=now_s,
+            node=member.spec.name,
+            device=message.device,
+            pid=message.pid,
+            data_digest=message.data_digest,
+            alike=message.alike,
+            address=message.address,
+            saves=message.saves,
+        )
+
+    def worker_exited(self, turn: Turn, member: Member, message: protocol.WorkerExited) -> None:
+        """A worker has ended: start it again, or give its node up."""
+        node, known = member.spec.name, member.ready.get(message.device)
+        if member.is_dismissed or (known is not None and known.pid != message.pid):
+            return
+        worker_id = WorkerId(node=node, device=message.device)
+        if message.pid in (gone := member.gone.get(message.device, ())):  # else repeated to a new master
+            if message.device in member.shutdown and message.pid == gone[-1]:
+                self._start(turn, worker_id)
+            return
+        if isinstance(message.end, protocol.Raised):
+            self._program.worker_raised(worker_id, message.end)
+        num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
+        # Before training, only one that was ended from outside is started again.
+        is_worth_it = not member.is_draining and (self._program.is_begun or message.was_ended_from_outside)
+        if is_worth_it and num_restarts < _MAX_RESTARTS:
+            self._restart(turn, member, worker_id, message)
+            return
+        if num_restarts >= _MAX_RESTARTS:
+            words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {end_text(message.end)}"
+            self._members.note_last_words(node, words)
+        self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end))
+
+    def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
+        """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
+
+        The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
+        pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
+        the workers that are started again.
+        """
+        node, has_trained = worker_id.node, self._program.is_begun and member.is_ready
+        also = tuple(device for device in member.taken_along if device != worker_id.device)
+        step = self._program.furthest_step
+        self._members.note_restart(worker_id, message.pid, now_s=turn.now_s, step=step, also=also)
+        turn.record(
+            WorkerDown(t_s=turn.now_s, node=node, device=worker_id.device, pid=message.pid, end=message.end, also=also)
+        )
+        for device in also:
+            turn.send(node, protocol.KillWorker(device=device))
+        self._start(turn, worker_id)
+        self._program.drop_worker(turn, worker_id)
+        if has_trained:
+            silent_s = turn.now_s - self._members.heard_s[node]
+            self._program.go_on_without(turn, member, LossCause.WORKER_EXITED, silent_s)
+
+    def _start(self, turn: Turn, worker_id: WorkerId) -> None:
+        """Have a worker started, in the place of one that has ended."""
+        self._members.note_started(worker_id)
+        turn.send(worker_id.node, protocol.StartWorker(device=worker_id.device))
+
+
+def is_of_training(message: protocol.AgentMessage) -> bool:
+    """Whether only a worker that has had a plan, or its agent, can say this."""
+    if isinstance(message, protocol.FromWorker):
+        return message.needs_orders
+    return isinstance(message, protocol.CheckpointCommitted)
+
+
+def is_of_worker_that_ends(member: Member, message: protocol.AgentMessage) -> bool:
+    """Whether this comes from a worker that was asked to end: what it does has no part in the run any more."""
+    return (
+        isinstance(message, protocol.FromWorker) and not message.outlives_worker and message.device in member.shutdown
+    )
+
+
+def check_device(member: Member, message: protocol.AgentMessage) -> None:
+    """Raise PeerError for a message of a worker that the node does not have."""
+    if isinstance(message, protocol.FromWorker) and message.device not in range(member.spec.num_devices):
+        raise PeerError(f"speaks for device {message.device}; it has {member.spec.num_devices}")
+    if isinstance(message, protocol.ReplicaDigests) and len(message.layers) != len(message.digests):
+        raise PeerError(f"sends {len(message.digests)} digests of {len(message.layers)} layers")

@@ -1,0 +1,251 @@
+"""What to do once all survivors have answered: a new plan, a checkpoint, or what has to be known first.
+
+It decides, and orders nothing. `recovery/` holds the state that a recovery is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from oobleck.control.checkpoints import Candidate, Restoring, Saving
+from oobleck.control.events import Turn
+from oobleck.control.journal import Action
+from oobleck.control.nodes import Membership, NodeLifecycle
+from oobleck.control.protocol import CommitRecord, Status
+from oobleck.control.recovery import CheckpointWanted, Deciding, Recovery, WorkersWanted
+from oobleck.control.steps import PlanHistory, Progress, Verdict, distinct, judge, microbatches_redone
+from oobleck.errors import ExitCode, PlanningError, Unrecoverable
+from oobleck.planner import Decision, ExecutionPlan, WorkerId
+
+from .replanning import Aftermath, Replanning
+
+_NOBODY: frozenset[str] = frozenset()
+"""The nodes whose state is lost when all go back: none, for all can read what they go back to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan to order, and how the survivors come to it."""
+
+    decision: Decision
+    verdict: Verdict
+    finish: int | None = None
+    """The step in flight, where it is finished before."""
+    goes_back: bool = False
+    """All go back to a checkpoint, or, without a candidate, to the model's initial values."""
+    candidate: Candidate | None = None
+    steps_lost: int = 0
+    microbatches_redone: int = 0
+    warning: str = ""
+    """What people should know of it."""
+
+
+def to_checkpoint(decision: Decision, candidate: Candidate, *, steps_lost: int = 0) -> Choice:
+    """Send all workers back to a checkpoint, under this plan."""
+    verdict = Verdict(applied=candidate.step, catch_up=None, adopted=None, held=candidate.held)
+    return Choice(decision=decision, verdict=verdict, goes_back=True, candidate=candidate, steps_lost=steps_lost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Where what is trained comes from."""
+
+    restored_generation: int = 0
+    """The generation in which the run last went back; what was adopted before is ignored."""
+    is_from_scratch: bool = True
+    """What is trained comes from the model's initial values, not from a checkpoint."""
+    began_from_scratch: bool = True
+    """So the run began. Then nothing is lost for good if all start from those values again."""
+
+    def since_restored(self, statuses: Mapping[WorkerId, Status]) -> Mapping[WorkerId, Status]:
+        """Ignore what workers hold from before the run went back to a checkpoint."""
+        if not self.restored_generation:
+            return statuses
+        return {
+            worker_id: status if status.adopted >= self.restored_generation else _emptied(status)
+            for worker_id, status in statuses.items()
+        }
+
+
+def _emptied(status: Status) -> Status:
+    return replace(
+        status, applied=0, last_record=None, reduced=None, adopted=0, layers=(), partial=None, section_reduced=None
+    )
+
+
+class Decider:
+    """Decides, and asks workers for what it needs to know."""
+
+    def __init__(
+        self,
+        members: Membership,
+        lifecycle: NodeLifecycle,
+        progress: Progress,
+        saving: Saving,
+        restoring: Restoring,
+        replanning: Replanning,
+    ) -> None:
+        self._members = members
+        self._lifecycle = lifecycle
+        self._progress = progress
+        self._saving = saving
+        self._restoring = restoring
+        self._replanning = replanning
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that cannot go on now: it can be resumed with a checkpoint, or if its nodes were taken away."""
+        can_resume = bool(self._saving.complete) or self._members.are_taken_away
+        return ExitCode.RESUMABLE if can_resume else ExitCode.FAILED
+
+    def decide(
+        self, turn: Turn, deciding: Deciding, generations: PlanHistory, lineage: Lineage
+    ) -> Choice | WorkersWanted | CheckpointWanted:
+        """Find what is committed, and a plan for the nodes that are left, or what a plan needs first."""
+        recovery = deciding.recovery
+        may_wait = bool(self._members.returning) and turn.now_s < recovery.returns_by_s
+        if not recovery.asked:
+            if may_wait or (bool(self._members.connecting) and turn.now_s < recovery.returns_by_s):
+                return WorkersWanted()
+            self._end_without_nodes(turn, recovery.control.start_timeout_s)
+        statuses = lineage.since_restored(deciding.statuses)
+        found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
+        verdict = self._confirm(found, statuses, generations)
+        in_force = generations.in_force(verdict)
+        after = Aftermath(
+            verdict=verdict,
+            statuses=statuses,
+            base=generations.plans[in_force],
+            lost=frozenset(self._members.without_part(in_force)),
+            is_from_scratch=lineage.is_from_scratch,
+            is_unexplained=deciding.is_unexplained,
+        )
+        try:
+            decision, finish = self._replanning.choose(after, generations)
+        except (PlanningError, Unrecoverable) as error:
+            if may_wait:
+                return WorkersWanted()  # each of them that is ready begins the recovery again
+            if draining := [member.spec.name for member in self._members.ready if member.is_draining]:
+                self._lifecycle.keep(turn, draining)
+                return self.decide(turn, deciding, generations, lineage)
+            if isinstance(error, PlanningError):
+                self._end(turn, recovery, error)
+            return self._go_back(turn, after.base, error, recovery, lineage)
+        return Choice(
+            decision=decision,
+            verdict=verdict,
+            finish=finish,
+            steps_lost=max(0, self._progress.last_step - verdict.applied),
+            microbatches_redone=_redone(after, finish, generations),
+        )
+
+    def _confirm(self, verdict: Verdict, statuses: Mapping[WorkerId, Status], generations: PlanHistory) -> Verdict:
+        """Treat a plan as in force only if all its living workers have adopted it."""
+        if verdict.adopted is None:
+            return verdict
+        plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
+        others = [worker_id for worker_id, status in statuses.items() if status.adopted != verdict.adopted]
+        is_in_force = all(worker_id not in plan.layers_at or worker_id.node in lost for worker_id in others)
+        return verdict if is_in_force else replace(verdict, adopted=None)
+
+    def _end_without_nodes(self, turn: Turn, limit_s: float) -> NoReturn:
+        if returning := (*self._members.connecting, *self._members.returning):
+            names = ", ".join(member.spec.name for member in returning)
+            turn.end(f"no worker is left, and none was ready again within {limit_s:g} s: {names}", self.exit_code)
+        if self._members.are_taken_away:
+            turn.end("all nodes were taken away", self.exit_code)
+        given_up = [member for member in self._members.all if member.last_words]
+        if not given_up:
+            turn.end("all nodes are lost", self.exit_code)
+        words = "; ".join(f"{member.spec.name}: {member.last_words}" for member in given_up)
+        turn.end(f"all nodes are lost: {words}")
+
+    def _end(self, turn: Turn, recovery: Recovery, error: Exception, more: str = "") -> NoReturn:
+        turn.end(f"cannot continue after losing {', '.join(recovery.nodes)}: {error}{more}", self.exit_code)
+
+    # --- a layer has no living copy ----------------------------------------------------------------------------
+
+    def _go_back(
+        self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
+    ) -> Choice | CheckpointWanted:
+        """Go back to the newest checkpoint, once workers have reported what they can read."""
+        if not self._saving.is_enabled:
+            return self._begin_again(turn, base, error, recovery, lineage)
+        if not self._restoring.is_answered(recovery.asked):
+            if math.isinf(recovery.found_by_s):
+                turn.do(self._restoring.ask(recovery.asked))
+                return CheckpointWanted()
+            if turn.now_s < recovery.found_by_s:
+                return CheckpointWanted()
+        candidate = self._restoring.newest_of_this_run(base.num_layers)
+        turn.do(self._restoring.report_problems(turn.now_s))
+        if candidate is None:
+            return self._begin_again(turn, base, error, recovery, lineage)
+        held = {worker_id: layers for worker_id, layers in candidate.held.items() if worker_id in recovery.asked}
+        decision = self._replan(turn, base, held, recovery)
+        reason = f"{error}; back to the checkpoint of step {candidate.step}: {decision.reason}"
+        steps_lost = max(0, self._progress.last_step - candidate.step)
+        decision = replace(decision, action=Action.CHECKPOINT, reason=reason)
+        return to_checkpoint(decision, candidate, steps_lost=steps_lost)
+
+    def _begin_again(
+        self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
+    ) -> Choice:
+        """Nothing is saved: start from the model's initial values, if the state was lost with workers only.
+
+        The run ends if a lost node held the last copy of a layer, or if the run began from a checkpoint that is
+        gone.
+        """
+        living = {member.spec.name for member in self._members.living}
+        here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
+        if not lineage.began_from_scratch or not here.issuperset(error.layers):
+            nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
+            self._end(turn, recovery, error, nothing)
+        held = dict.fromkeys(recovery.asked, frozenset(range(base.num_layers)))
+        decision = self._replan(turn, base, held, recovery)
+        step = self._progress.last_step
+        what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
+        reason = f"{error}; {what}: {decision.reason}"
+        return Choice(
+            decision=replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=()),
+            verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}),
+            goes_back=True,
+            steps_lost=step,
+            warning=f"{error}, and there is {what}",
+        )
+
+    def _replan(
+        self, turn: Turn, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], recovery: Recovery
+    ) -> Decision:
+        try:
+            return self._replanning.replan(base, held, lost=_NOBODY)
+        except (PlanningError, Unrecoverable) as error:
+            self._end(turn, recovery, error)
+
+
+def committed_records(statuses: Mapping[WorkerId, Status]) -> tuple[CommitRecord, ...]:
+    """Return the newest committed steps that answers name, in their order.
+
+    They are noted once all have answered. By then everything that was reported earlier has arrived, so no step is noted
+    out of turn.
+    """
+    said = distinct(statuses.values())
+    records = {status.last_record.step: status.last_record for status in said if status.last_record}
+    return tuple(record for _, record in sorted(records.items()))
+
+
+def _redone(after: Aftermath, finish: int | None, generations: PlanHistory) -> int:
+    """How many microbatches of the step in flight are run again."""
+    verdict, base = after.verdict, after.base
+    if verdict.adopted is None:
+        return 0
+    return microbatches_redone(
+        base,
+        base.nodes if finish is None else after.lost.intersection(base.nodes),
+        after.statuses,
+        shares=generations.shares(verdict.adopted, verdict.applied + 1),
+        partial=generations.partial(verdict).microbatches,
+    )
