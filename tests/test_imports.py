@@ -226,7 +226,7 @@ PROGRAMS = {"training", "scripts"}
 
 def test_programs_stand_on_the_other_rooms_of_control_and_do_not_know_each_other():
     control = ("oobleck", "control")
-    imports = [(place.split("/"), name.split(".")) for _, place, name in imported()]
+    imports = [(place.split(":")[0].removesuffix(".py").split("/"), name.split(".")) for _, place, name in imported()]
     known = {
         (place[2], name[2])
         for place, name in imports
