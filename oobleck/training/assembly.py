@@ -52,6 +52,10 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)
+    if job.script is not None and not job.script.is_tried:
+        check_optimizer(job, made)
+        if "model" in made:
+            model.try_layers(structure)
     if structure.task != "causal_lm" and job.data.shards and not _streams(job):
         raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
     if structure.task == "masked_lm" and _streams(job):
@@ -123,7 +127,7 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     check_optimizer(job, made)
     structure = structure_of_job(job, made)
     model.share_of(structure, rank=0, degree=job.tensor_parallel)
-    if "model" in made:  # here alone: it takes seconds for large layers, and workers start again in a recovery
+    if "model" in made:
         model.try_layers(structure)
     return structure
 
