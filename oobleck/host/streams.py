@@ -38,6 +38,16 @@ class Output(io.TextIOBase):
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
+    def write_as_read(self, text: str) -> None:
+        """Write the bytes that a text was decoded from, whatever encoding the stream has; surrogates are theirs too."""
+        content = text.encode("utf-8", errors="surrogateescape")
+        if isinstance(self._stream, io.TextIOWrapper):
+            buffer = self._stream.buffer
+            self.flush()
+            self._attempt(lambda: buffer.write(content))
+        else:
+            self.write(content.decode(errors="replace"))
+
     def flush(self) -> None:
         self._attempt(self._stream.flush)
 

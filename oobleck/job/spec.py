@@ -280,6 +280,9 @@ class ScriptSpec:
     """Where it lies; what it imports is looked for there, on nodes that have such a directory."""
     provides: tuple[str, ...] = ()
     """What the script makes itself: model, loss, data, eval_data, optimizer, lr_lambda, callbacks."""
+    is_tried: bool = field(default=False, compare=False)
+    """The layers of its model were tried before nodes started, so that workers, which start in recoveries too, need
+    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

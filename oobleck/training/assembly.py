@@ -12,6 +12,7 @@ from typing import Any
 from oobleck.errors import ConfigError, DataError
 from oobleck.host.script import SCRIPT_STREAM, run_script
 from oobleck.job import JobSpec
+from oobleck.training import model
 from oobleck.training.data import (
     CollatedSamples,
     Dataset,
@@ -19,15 +20,6 @@ from oobleck.training.data import (
     ScriptSamples,
     ScriptStream,
     open_source,
-)
-from oobleck.training.model import (
-    LiveModel,
-    ModelStructure,
-    Precision,
-    separates_documents,
-    share_of,
-    try_layers,
-    with_tried_loss,
 )
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
@@ -45,7 +37,7 @@ class Assembly:
     job: JobSpec
     train: Dataset
     validation: Dataset | None
-    structure: ModelStructure
+    structure: model.ModelStructure
     optimizer: Optimizer
 
 
@@ -60,6 +52,10 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)
+    if job.script is not None and not job.script.is_tried:
+        check_optimizer(job, made)
+        if "model" in made:
+            model.try_layers(structure)
     if structure.task != "causal_lm" and job.data.shards and not _streams(job):
         raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
     if structure.task == "masked_lm" and _streams(job):
@@ -102,13 +98,13 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
     return Dataset(source)
 
 
-def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> ModelStructure:
-    model = made["live_model"]()
-    live = LiveModel.skeleton_of(model) if cache_dir is None else LiveModel.taken_apart(model, cache_dir)
-    structure = ModelStructure.from_live(
+def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.ModelStructure:
+    whole = made["live_model"]()
+    live = model.LiveModel.skeleton_of(whole) if cache_dir is None else model.LiveModel.taken_apart(whole, cache_dir)
+    structure = model.ModelStructure.from_live(
         live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
     )
-    return replace(with_tried_loss(structure), drops=job.dropout)
+    return replace(model.with_tried_loss(structure), drops=job.dropout)
 
 
 @contextmanager
@@ -120,7 +116,7 @@ def _blaming_the_data() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def try_out(job: JobSpec, made: _Made | None = None) -> ModelStructure:
+def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     """Do all trials of a job that take neither data nor devices; returns the layers of its model.
 
     `made` is what its script makes, if that has been run already. The vocabulary counts as the job asks for it. Takes
@@ -130,13 +126,13 @@ def try_out(job: JobSpec, made: _Made | None = None) -> ModelStructure:
     made = _made_by_script(job) if made is None else made
     check_optimizer(job, made)
     structure = structure_of_job(job, made)
-    share_of(structure, rank=0, degree=job.tensor_parallel)
-    if "model" in made:  # here alone: it takes seconds for large layers, and workers start again in a recovery
-        try_layers(structure)
+    model.share_of(structure, rank=0, degree=job.tensor_parallel)
+    if "model" in made:
+        model.try_layers(structure)
     return structure
 
 
-def structure_of_job(job: JobSpec, made: _Made | None = None) -> ModelStructure:
+def structure_of_job(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
     made = _made_by_script(job) if made is None else made
     if "live_model" in made:
@@ -152,7 +148,7 @@ def check_optimizer(job: JobSpec, made: _Made | None = None) -> None:
 
 
 def _optimizer(
-    job: JobSpec, made: _Made, structure: ModelStructure | None, *, decayed: Collection[str] | None = None
+    job: JobSpec, made: _Made, structure: model.ModelStructure | None, *, decayed: Collection[str] | None = None
 ) -> Optimizer:
     return Optimizer(
         job.optimizer,
@@ -204,29 +200,29 @@ def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
     )
 
 
-def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | None = None) -> ModelStructure:
+def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | None = None) -> model.ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
-        structure = ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
-        return replace(with_tried_loss(structure), drops=job.dropout)
+        structure = model.ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
+        return replace(model.with_tried_loss(structure), drops=job.dropout)
     if job.model.lora.r is not None:
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    structure = ModelStructure.from_factory(
+    structure = model.ModelStructure.from_factory(
         made["model"],
         loss=made.get("loss"),
         task=job.model.task,
         vocab_size=vocab_size,
         sequence_length=length,
-        dtype=Precision.of(job.dtype).parameters,
+        dtype=model.Precision.of(job.dtype).parameters,
         seed=job.seed,
         cache_dir=cache_dir,
     )
-    return replace(with_tried_loss(structure), drops=job.dropout)
+    return replace(model.with_tried_loss(structure), drops=job.dropout)
 
 
-def _inputs(structure: ModelStructure) -> ModelInputs:
+def _inputs(structure: model.ModelStructure) -> ModelInputs:
     """What a model takes of samples."""
     config, task = structure.config, structure.task
     pad_id = getattr(config, "pad_token_id", None)
@@ -237,5 +233,5 @@ def _inputs(structure: ModelStructure) -> ModelInputs:
         counts_first=structure.loss_rule.counts_first,
         pad_id=pad_id if has_padding else None if task == "sequence_classification" else 0,
         num_labels=config.num_labels if task in ("sequence_classification", "token_classification") else None,
-        separates_documents=cache(partial(separates_documents, structure)),
+        separates_documents=cache(partial(model.separates_documents, structure)),
     )

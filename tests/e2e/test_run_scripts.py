@@ -155,6 +155,7 @@ def test_a_script_finds_itself_as_if_it_had_been_started_and_a_kill_is_not_put_d
     expected = json.loads((ranks.out / "said.json").read_text())
     assert ranks.run("--max-restarts", "0", command=["introspective.py", "said.json", "a b"]) == 1
     assert json.loads((ranks.out / "said.json").read_text()) == expected
+    assert ranks.stdout.read_bytes() == b"\xff\n"
     (down,) = ranks.entries("RankDown")
     assert down.error is None
     assert "killed by signal 9: " not in ranks.said()

@@ -95,6 +95,13 @@ def test_what_an_encoding_lacks_is_replaced() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"loss 6.2 ? 5.3\n", b"\\u2026\n")
 
 
+def test_bytes_that_are_no_text_are_written_as_they_were_read() -> None:
+    said = r"'naïve \udcff'"
+    script = f"print('before', end=' '); sys.stdout.write_as_read({said}); print(' after')"
+    done = run(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, b"before na\xc3\xafve \xff after\n")
+
+
 def test_a_pipe_that_does_not_wait_is_waited_for_and_stays_as_it_is_for_others() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

@@ -64,11 +64,13 @@ def open_job(
     with closing(ScriptProcess(script, arguments)) as process:
         job = finish(_read(file, script, process.described, settings, num_nodes=num_nodes))
         if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):
-            _try_out(process, job, are_virtual=are_virtual)
+            job = _tried_out(process, job, are_virtual=are_virtual)
     return job, None
 
 
-def _try_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> None:
+def _tried_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> JobSpec:
+    assert job.script is not None
+    is_tried = True
     try:
         note = process.try_out(job)
     except (ConfigError, ResourceLost) as error:
@@ -76,9 +78,10 @@ def _try_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> None
         is_for_nodes = not are_virtual and (isinstance(error, UnbuiltModel) or is_elsewhere)
         if isinstance(error, ConfigError) and not is_for_nodes:
             raise
-        note = f"{error}; nodes try model, loss and optimizer once they have started"
+        note, is_tried = f"{error}; nodes try model, loss and optimizer once they have started", False
     if note:
         typer.echo(f"oobleck: {note}", err=True)
+    return replace(job, script=replace(job.script, is_tried=is_tried))
 
 
 def _read(

@@ -25,7 +25,7 @@ from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
 from oobleck.control.scripts import RanksCoordinator
 from oobleck.errors import ExitCode
-from oobleck.host.streams import Output, lasting
+from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
@@ -196,5 +196,6 @@ class _Screen:
 
 
 def _print(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()
+    output = as_output(stream)
+    output.write_as_read(text)
+    output.flush()

@@ -64,13 +64,16 @@ class _Output:
         self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
 
     def new(self, *, is_last: bool) -> str:
-        """Whole lines after what was shown, a chunk of them; a line that never ends is cut."""
+        """Whole lines after what was shown, a chunk of them; a line that never ends is cut.
+
+        Bytes that are no UTF-8 are surrogates in it (PEP 383), as in a character that is cut.
+        """
         if not self._pending:
             self._parts = list(self._next_parts())
             self._pending = b"".join(part for _, part in self._parts)
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
-        return self._pending.decode(errors="replace")
+        return self._pending.decode(errors="surrogateescape")
 
     def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
         """A chunk of what follows what was shown, in the order in which it was written."""

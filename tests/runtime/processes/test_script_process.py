@@ -214,6 +214,7 @@ def test_what_only_nodes_can_try_and_what_a_trial_finds_are_said(
     job, _ = opened(tmp_path, word, are_virtual=False)
     assert job.script is not None
     assert job.script.provides == ("data", "model")
+    assert job.script.is_tried == (word not in ("file", "end"))
     assert re.search(said, capsys.readouterr().err)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,6 @@ def test_a_jobs_layers_are_tried_before_anything_trains(tmp_path: Path):
     for prepare in (lambda: assemble(job, cache_dir=tmp_path), lambda: outline_of_job(job)):
         with pytest.raises(ConfigError, match=r"blocks\.0 \(Centred\) computes a sample with the others"):
             prepare()
+    assert job.script is not None
+    tried = replace(job, script=replace(job.script, is_tried=True))
+    assert assemble(tried, cache_dir=tmp_path).structure.num_layers == 3  # a worker that starts again tries nothing
