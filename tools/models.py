@@ -1,6 +1,6 @@
 """Which classes of transformers train equal to the uncut model, and which are refused: docs/models.md.
 
-    python tools/models.py [--output docs/models.md] [--only REGEX] [--jobs 2] [--limit 60]
+    python tools/models.py [--output docs/models.md] [--only REGEX] [--jobs 2] [--limit 300]
 
 Every class of transformers' auto mappings is built in a tiny configuration, cut into one, two and three stages by the
 project's own machinery, and trained for three steps in this process; losses and weights must be those of the uncut
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="the page to write; without it, to stdout")
     parser.add_argument("--only", default="", help="a regular expression that a class's name has to match")
     parser.add_argument("--jobs", type=int, default=2, help="child processes at a time")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one class")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one class")
     parser.add_argument("--rows", type=Path, help="a file that keeps what was found, so that a sweep can be continued")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
