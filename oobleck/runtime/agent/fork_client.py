@@ -19,12 +19,15 @@ import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import trio
 
 from oobleck.control import protocol
+from oobleck.control.protocol import Killed, ProcessEnd
 from oobleck.errors import WorkersUnavailable
+from oobleck.host.machine import num_oom_kills
 from oobleck.runtime.files import AgentDir, ProcessId
 
 _REPORT = struct.Struct(">III")
@@ -360,3 +363,29 @@ async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descrip
     """Send descriptors along with a byte. Raises OSError."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
     await sock.sendmsg([request], ancillary)
+
+
+class OomKills:
+    """Tells a process that the kernel has killed for lack of memory from one that somebody else has killed.
+
+    It goes by the count that the agent's cgroup keeps; its workers and ranks are in the same one.
+
+    Each kill of the kernel explains one end. Both are SIGKILL, and only the count tells them apart.
+    """
+
+    def __init__(self, count: Callable[[], int] = num_oom_kills) -> None:
+        self._count = count
+        self._num_explained = count()
+
+    def explain(self, process: ForkedProcess) -> ProcessEnd:
+        """Return how a process has ended, with what the kernel says of it; the same whenever it is asked."""
+        process.end = self._explained(process.end)
+        return process.end
+
+    def _explained(self, end: ProcessEnd) -> ProcessEnd:
+        if end != Killed(signal=signal.SIGKILL):
+            return end
+        if self._count() <= self._num_explained:
+            return end
+        self._num_explained += 1
+        return replace(end, is_out_of_memory=True)

@@ -26,8 +26,7 @@ from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
-from .fork_client import ForkedProcess, ForkServer, send_descriptors
-from .oom_kills import OomKills
+from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
 from .rank_states import RankStates
 
 _MODULE = "oobleck.training.process.rank_server"

@@ -157,7 +157,6 @@ class PodSource(Protocol):
 
     async def watch(self, selector: str, version: str | None, take: Callable[[bytes], None]) -> None:
         """Hand every line of one watch to `take`, until the server ends it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,11 @@ class DescribedScript:
     settings: str
     """As JSON, by the keys of a job file."""
 
+    @classmethod
+    def of(cls, spec: ScriptSpec, answer: Any) -> DescribedScript:
+        """Read what its process said of it."""
+        return cls(spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"]))
+
 
 def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
     """Return a script, which is not run. Raises UserError where it cannot be read."""
@@ -78,9 +83,7 @@ class ScriptProcess:
             self._process.kill()
             self.close()
             raise
-        self.described = DescribedScript(
-            spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
-        )
+        self.described = DescribedScript.of(spec, answer)
 
     def try_out(self, job: JobSpec) -> str:
         """Try the model, the loss and the optimizer of a job; returns what people should know of them.

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,7 @@ class TrainerProcess(EntryFeed):
         self._scope = trio.CancelScope()
         answer = self._await_train()
         self.resume: str | bool | None = answer["resume"]
-        """What training is to continue from, as `train()` was told."""
-        self.described = DescribedScript(
-            spec=replace(script, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
-        )
+        self.described = DescribedScript.of(script, answer)
 
     def _await_train(self) -> Any:
         with self._ours.makefile("rb") as lines:

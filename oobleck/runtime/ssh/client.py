@@ -21,12 +21,11 @@ from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio
-from .host_config import Jump, algorithms_asked_for, jumps_of, keys_asked_for, read_config
+from .host_config import Jump, ProxyCommand, algorithms_asked_for, jumps_of, keys_asked_for, read_config
 from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
 from .login_shell import Preamble, marked
 from .logins import Logins
-from .proxy import ProxyCommand
 
 T = TypeVar("T")
 

@@ -15,6 +15,8 @@ from .part import (
     TREE,
     Part,
     PartNote,
+    StateAge,
+    age_of,
     find_parts,
     is_taken,
     make_room_for_taken,
@@ -22,11 +24,12 @@ from .part import (
     note_of,
     note_taken,
     remove_old,
+    start_name,
+    start_number,
     state_name,
     write_part,
 )
 from .shards import Box, Sharding, is_covered, overlap, resharded
-from .starts import StateAge, age_of, start_name, start_number
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [

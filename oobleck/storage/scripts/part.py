@@ -4,7 +4,9 @@
     rank-00003.safetensors              the part, as a file of tensors
     rank-00003.json                     its note, size and SHA-256: the part is there when this is
 
-Parts of the same step and start belong together (`starts`).
+Parts of the same step and start belong together. A *start* is one generation of one run of a script. Its number is one
+more than that of any start whose states its ranks can see, so starts that continue from each other are in order,
+whatever the clocks of their nodes show.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +33,6 @@ from oobleck.storage.memory import FlashMemory, Slot, memory_files
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding
-from .starts import StateAge, age_of
 
 DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
 """Where states lie on disk."""
@@ -316,3 +318,32 @@ def is_taken(slot: Slot) -> bool:
     except OSError:
         return False
     return len(raw) == _TAKEN.size and int(_TAKEN.unpack(raw)[0]) >= slot.sequence
+
+
+_NAME = re.compile(r"s(\d{1,18})-")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StateAge:
+    """Greater for the newer state: that of the later start, then that of the later step. Clocks have no say."""
+
+    number: int
+    step: int
+    start: str
+    """Two starts have the same number where neither has seen the other: then any order that all ranks have will do."""
+
+
+def start_name(number: int, unique: str) -> str:
+    """Return what a start is called; `unique` tells it from others of its number."""
+    return f"s{number}-{unique}"
+
+
+def start_number(start: str) -> int:
+    """Return the number of a start; 0 for one of a version that did not count them."""
+    found = _NAME.match(start)
+    return int(found[1]) if found else 0
+
+
+def age_of(start: str, step: int) -> StateAge:
+    """Return the age of the state that a start saved after a step."""
+    return StateAge(start_number(start), step, start)
