@@ -28,7 +28,6 @@ class ScheduleChoice:
     """A pipeline's schedule, on the timeline."""
 
     timeline: Timeline
-    """Of the schedule that was chosen."""
     saved: float
     """The share of 1F1B's step that it saves at least; 0 for 1F1B itself, and where stages have several chunks."""
 

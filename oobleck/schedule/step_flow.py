@@ -21,10 +21,8 @@ from .schedule import Link, Schedule
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _PRICED = (*_PASSES, *_SENDS)
-_RECEIVE = -1
-"""The link of what waits for a message."""
-_PASS = -2
-"""The link of what computes."""
+_RECEIVE = -1  # the link of what waits for a message
+_PASS = -2  # the link of what computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

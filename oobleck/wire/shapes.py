@@ -112,8 +112,7 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
 
 MOST_BYTES = 16 * 1024 * 1024
 """What is longer, once it is unpacked, is not accepted."""
-_KEPT = 4
-"""So many values are told at the same time, at most: one for each plan that workers have."""
+_KEPT = 4  # so many values are told at the same time, at most: one for each plan that workers have
 _BROKEN_TEXT = "surrogatepass"
 
 

@@ -66,11 +66,9 @@ class ForkingWorkerHost:
         self._server = ForkServer(directory, server, environment=as_no_rank())
 
     async def run(self) -> None:
-        """Keep a fork server, for ever."""
         await self._server.run()
 
     async def server_ended(self) -> ForkServerEnded:
-        """Wait until a fork server ends that was not meant to; returns how it ended, and whether there is another."""
         said = await self._server.server_ended()
         assert isinstance(said, ForkServerEnded), "it is warm itself"
         return said
@@ -90,7 +88,6 @@ class ForkingWorkerHost:
         )
 
     async def start(self, setup: SetUpWorker) -> Worker:
-        """Fork a worker and set it up. Raises WorkersUnavailable when there is no fork server any more."""
         process, stream = await self._server.fork()
         worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)), self._oom_kills)
         self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)

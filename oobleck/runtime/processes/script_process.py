@@ -27,12 +27,9 @@ _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
 _TIMEOUT_S = 120.0
-_LAST_LINES_S = 5.0
-"""How long a script may take to end once it has said what its job is."""
-_ENTRIES_BUFFERED = 10_000
-"""Callbacks that are so far behind miss what comes then."""
-_LAST_WORDS_S = 30.0
-"""How long callbacks may take to come to an end once the run has."""
+_LAST_LINES_S = 5.0  # how long a script may take to end once it has said what its job is
+_ENTRIES_BUFFERED = 10_000  # callbacks that are so far behind miss what comes then
+_LAST_WORDS_S = 30.0  # how long callbacks may take to come to an end once the run has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.errors import ConfigError, ResourceLost
+from oobleck.errors import ConfigError, ExitCode, ResourceLost
 from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
-_EXIT_CONFIG = 78
 _OUTLINE_S = 120.0
 _TOKENIZER = "tokenizer.json"
 
@@ -35,7 +34,7 @@ def _answer_of(module: str, *arguments: str, said: bytes = b"", failed: str, tim
         raise ResourceLost(f"{failed}: it took more than {timeout_s:g} s") from error
     if done.returncode:
         last_line = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        if done.returncode == _EXIT_CONFIG:
+        if done.returncode == ExitCode.CONFIG:
             raise ConfigError(last_line)
         raise ResourceLost(f"{failed}: {last_line}")
     return done.stdout.decode()

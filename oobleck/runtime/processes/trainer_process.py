@@ -27,10 +27,8 @@ from .script_process import DescribedScript, EntryFeed
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.trainer_host")
-_LAST_WORDS_S = 30.0
-"""How long callbacks may take for what has still to be said to them when the run has ended."""
+_LAST_WORDS_S = 30.0  # how long callbacks may take for what has still to be said to them when the run has ended
 _MOST_BYTES = 1 << 24
-"""Of what is said at `train()`."""
 
 
 class TrainerProcess(EntryFeed):

@@ -20,12 +20,10 @@ import trio
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
-from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio
+from .asyncssh_adapter import Keepalive, Preamble, SSHCommandStream, SSHStream, await_asyncio, marked
+from .doorkeeper import Logins
 from .host_config import Jump, ProxyCommand, algorithms_asked_for, jumps_of, keys_asked_for, read_config
-from .keepalive import Keepalive
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
-from .login_shell import Preamble, marked
-from .logins import Logins
 
 T = TypeVar("T")
 
@@ -50,7 +48,6 @@ class SSHOptions:
     logins: Logins = field(default_factory=Logins, repr=False, compare=False)
     """What all connections with these options share."""
     host_key_files: HostKeyFiles = field(default_factory=HostKeyFiles, repr=False, compare=False)
-    """Mutable, too."""
 
     def for_node(self, node: NodeSpec) -> dict[str, object]:
         """asyncssh's options for a connection to `node`; what is left out it takes from ssh's files."""
@@ -212,7 +209,6 @@ class SSHConnection:
         self._connection.disconnect(code, reason)
 
     async def aclose(self) -> None:
-        """Close the connection, and what runs through it."""
         self._is_ended_here = True
         try:
             self._connection.close()
@@ -294,7 +290,6 @@ class _Attempt:
         self.known_hosts: KnownHosts | None = None
         """None where its key is pinned."""
         self.algorithms: tuple[str, ...] = ()
-        """The options of ssh's config that name some."""
 
     @property
     def target(self) -> str:

@@ -11,7 +11,6 @@ whatever the clocks of their nodes show.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,7 +18,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,15 +25,14 @@ from typing import Literal
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
 from oobleck.storage.directory import CheckpointDirectory
-from oobleck.storage.layer_file import read_layer_file, write_file, write_layer_file
+from oobleck.storage.layer_file import file_digest, read_layer_file, write_file, write_layer_file
 from oobleck.storage.layout import Layout, TensorSpec
-from oobleck.storage.memory import FlashMemory, Slot, memory_files
+from oobleck.storage.memory import FlashMemory, Slot, find_slots
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding
 
 DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
-"""Where states lie on disk."""
 MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"
 """Where an agent keeps its ranks' states in shared memory; it is not set without one."""
 START_VARIABLE = "OOBLECK_CHECKPOINT_START"
@@ -47,7 +44,6 @@ _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
 _WRITES = 3
-_READ_BYTES = 4 << 20
 
 Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
@@ -57,7 +53,6 @@ class PartNote:
     """What is known of a part without its bytes."""
 
     name: str
-    """Of the state: `state_name`."""
     step: int
     start: str
     rank: int
@@ -114,14 +109,11 @@ class Part:
         return self._tensors
 
     def _in_file(self, path: Path) -> Tensors:
-        digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
-                while piece := file.read(_READ_BYTES):
-                    digest.update(piece)
+            digest = file_digest(path)
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: {error.strerror}") from error
-        if digest.hexdigest() != self.digest:
+        if digest != self.digest:
             raise CorruptCheckpoint(f"{path}: changed: its SHA-256 is not {self.digest}")
         return read_layer_file(path).tensors
 
@@ -151,7 +143,7 @@ def find_parts(
 
     `tell` receives the notes that cannot be read, with their files.
     """
-    for slot in _slots(memory) if memory is not None else ():
+    for slot in find_slots(memory, _ANY) if memory is not None else ():
         if (note := note_of(slot)) is not None:
             yield Part(note, "memory", slot.digest, slot)
     for name in CheckpointDirectory(directory).names():
@@ -181,12 +173,6 @@ def _read_note(raw: bytes) -> _PartFile:
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
     return decode_json(_PartFile, text)
-
-
-def _slots(memory: Path) -> Iterator[Slot]:
-    for path in memory_files(memory, _ANY):
-        with suppress(CorruptCheckpoint, OSError):
-            yield from FlashMemory.open(path).valid_slots()
 
 
 def _in_slot(slot: Slot) -> Tensors:
