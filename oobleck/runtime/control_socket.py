@@ -18,14 +18,7 @@ import trio
 from oobleck.errors import OobleckError, PeerError, UsageError
 from oobleck.json_table import to_json
 
-from .control_client import (
-    ControlRequest,
-    NoActiveRun,
-    StatusRequest,
-    decode_request,
-    encode_error,
-    request,
-)
+from .control_client import ControlRequest, NoActiveRun, StatusRequest, decode_request, encode_error, request
 from .files import MAX_SOCKET_PATH_BYTES
 from .listening import listen_at, serve_clients
 
@@ -40,10 +33,7 @@ _MAX_CLIENTS = 32
 
 
 async def serve_control(
-    path: Path,
-    handle: Handle,
-    *,
-    task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
+    path: Path, handle: Handle, *, task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Listen at `path` and answer requests until cancelled; then remove the socket.
 

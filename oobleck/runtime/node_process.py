@@ -113,12 +113,7 @@ class _Caller:
         host, port = parse_place(place)
         try:
             wait_for_end = await dial_in(
-                host,
-                port,
-                known,
-                environment=self._environment,
-                nursery=self._commands,
-                processes=self._processes,
+                host, port, known, environment=self._environment, nursery=self._commands, processes=self._processes
             )
         except ValueError as error:
             raise ConfigError(f"{self._call.file}: not the keys of a run ({error})") from error

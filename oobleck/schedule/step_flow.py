@@ -87,15 +87,13 @@ class _Ordering:
         stages = range(schedule.num_stages)
         self._schedule = schedule
         self._wires = [schedule.wires_of(stage) for stage in stages]
-        self._links = {link: index for index, link in enumerate(sorted(self._all_links()))}
+        links = {wire.link for wires in self._wires for wire in wires.values()}
+        self._links = {link: index for index, link in enumerate(sorted(links))}
         self._position = [0] * schedule.num_stages
         self._sent: dict[Link, list[int]] = {link: [] for link in self._links}
         self._received = dict.fromkeys(self._links, 0)
         self._instructions: list[tuple[int, int, int]] = []
         self._num_messages = 0
-
-    def _all_links(self) -> set[Link]:
-        return {wire.link for wires in self._wires for wire in wires.values()}
 
     def flow(self) -> StepFlow:
         awake = list(range(self._schedule.num_stages))

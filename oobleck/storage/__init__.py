@@ -9,15 +9,7 @@ put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`)
 
 from __future__ import annotations
 
-from oobleck.control.protocol import (
-    MANIFEST_VERSION,
-    Manifest,
-    SavedState,
-    Shard,
-    checkpoint_name,
-    run_digest,
-    run_of,
-)
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of
 
 from .directory import CheckpointDirectory, FileFault, FoundManifest
 from .layer_file import read_layer_file, write_layer_file

@@ -157,12 +157,7 @@ class CallbackProcess(EntryFeed):
     """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
 
     def __init__(
-        self,
-        job: JobSpec,
-        *,
-        log: Path,
-        on_stop: Callable[[], None],
-        report: Callable[[str], None] = _log.warning,
+        self, job: JobSpec, *, log: Path, on_stop: Callable[[], None], report: Callable[[str], None] = _log.warning
     ) -> None:
         """`on_stop` is called when a callback wants training to stop, `report` with what people should know; what the
         script prints goes to `log`.

@@ -41,9 +41,7 @@ class TrainerProcess(EntryFeed):
         """
         self._ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [*_HOST, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
+            [*_HOST, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env={**as_no_rank(), "PYTHONUNBUFFERED": "1"}
         )
         theirs.close()
         self._ours.sendall(encode_json(script))

@@ -272,12 +272,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         if hops and connection is None:
             hops[-1].close()
     return SSHConnection(
-        node.name,
-        host,
-        connection,
-        options=options,
-        takes_calls=proxy is None and not hops,
-        proxy=proxy,
+        node.name, host, connection, options=options, takes_calls=proxy is None and not hops, proxy=proxy
     )
 
 

@@ -188,8 +188,5 @@ def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts
         names: tuple[str, ...] = (str(options.host_key_alias).lower(),)
     else:
         names = (host,) if port == _DEFAULT_PORT else (f"[{host}]:{port}", host)
-    return KnownHosts(files=_expanded(*user_files, *global_files), names=names)
-
-
-def _expanded(*names: str) -> tuple[Path, ...]:
-    return tuple(Path(name).expanduser() for name in names)
+    files = tuple(Path(name).expanduser() for name in (*user_files, *global_files))
+    return KnownHosts(files=files, names=names)

@@ -167,7 +167,7 @@ async def test_pods_are_followed_through_cuts_and_a_forgotten_version(
     assert (callers.leaving, callers.said) == (["oobleck-node-0"], [])
     assert [asked.get("resourceVersion") for asked in api.asked] == [None, "9", "12", None, "50", None]
     assert {(asked["watch"], asked["labelSelector"], asked["allowWatchBookmarks"]) for asked in api.asked} == {
-        ("1", LABELS, "true")
+        ("true", LABELS, "true")
     }
 
 
