@@ -101,7 +101,7 @@ def serve_kubernetes_api(directory: Path) -> Iterator[FakeAPI]:
     """Serve until the context ends."""
     directory.mkdir()
     _make_certificate(directory)
-    (directory / "token").write_text(f"{TOKEN}\n")
+    (directory / "token").write_text(TOKEN)
     (directory / "namespace").write_text(NAMESPACE)
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer((HOST, 0), handler)
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         where = urlsplit(self.path)
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+        if self.headers["Authorization"].split() not in (["bearer", TOKEN], ["Bearer", TOKEN]):
             self._answer(Answer([json.dumps(failure(401, "Unauthorized", "Unauthorized")).encode()], status=401))
         elif where.path != f"/api/v1/namespaces/{NAMESPACE}/pods":
             self._answer(Answer([json.dumps(failure(404, "NotFound", "not found")).encode()], status=404))

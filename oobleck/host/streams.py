@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, TextIO
 
+from oobleck.errors import ExitCode, UserError
+
 _PASSING = (errno.ENOSPC, errno.EDQUOT)
 """There may be room again later."""
 
@@ -96,6 +98,23 @@ def shield_scripts() -> None:
     """Have what a script prints never fail: a log's full disk is no fault of the script's."""
     sys.stdout = ScriptOutput(sys.stdout, lasting=True)
     sys.stderr = ScriptOutput(sys.stderr, lasting=True)
+
+
+def answer_with(make: Callable[[], str]) -> int:
+    """Write what `make` returns to stdout, where nothing else may be; returns the exit code.
+
+    What is printed meanwhile goes to stderr. A UserError that it raises goes there as well, as the last line.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a script may print
+    try:
+        answer = make()
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.CONFIG
+    with answers:
+        answers.write(answer)
+    return ExitCode.DONE
 
 
 def open_standard_streams() -> None:

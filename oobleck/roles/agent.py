@@ -25,21 +25,15 @@ from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
 from .way import Way
 
-_UNSAID_LIMIT = 100_000
-"""Messages kept for a master that is away."""
-_UNREAD_LIMIT = 10_000
-"""Messages queued for a worker; one that reads none of so many is stuck for good."""
+_UNSAID_LIMIT = 100_000  # messages kept for a master that is away
+_UNREAD_LIMIT = 10_000  # messages queued for a worker; one that reads none of so many is stuck for good
 _WORKER_LAST_WORDS_S = 2.0
 """How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
 _GREETING_S = 10.0
-_HEARTBEAT_POLL_S = 0.1
-"""How often to check for the master's heartbeat interval."""
-_FIRST_CONTACT_S = 60.0
-"""How long a new agent waits for its master."""
-_ASKS_AFTER = 0.25
-"""An agent that has heard nothing for this share of its patience has its next heartbeats answered."""
-_LEAVE_S = 5.0
-"""How long a last conversation with the master may take once the workers are asked to end."""
+_HEARTBEAT_POLL_S = 0.1  # how often to check for the master's heartbeat interval
+_FIRST_CONTACT_S = 60.0  # how long a new agent waits for its master
+_ASKS_AFTER = 0.25  # an agent that has heard nothing for this share of its patience has its next heartbeats answered
+_LEAVE_S = 5.0  # how long a last conversation with the master may take once the workers are asked to end
 
 
 @dataclass(slots=True)
@@ -47,7 +41,6 @@ class _Worker:
     handle: WorkerHandle
     outgoing: trio.MemorySendChannel[protocol.WorkerBound]
     share: protocol.UseShare
-    """What it uses of the machine."""
     error: protocol.Raised | None = None
     """The exception that ends it, once it has said so."""
 
@@ -119,16 +112,11 @@ class Agent:
         self._generation = 0
         self._resend_queue = ResendQueue(limit=_UNSAID_LIMIT)
         self._next: MasterConnection | None = None
-        """Of a master that has come, and is not served yet."""
         self._master_came = trio.Event()
         self._heard_s = 0.0
-        """When a master last said something."""
-        self._patience = trio.CancelScope()
-        """Ends a conversation in which it says nothing."""
-        self._listening = trio.CancelScope()
-        """Ends once it is asked to stop, directly or through a relay."""
+        self._patience = trio.CancelScope()  # ends a conversation in which it says nothing
+        self._listening = trio.CancelScope()  # ends once it is asked to stop, directly or through a relay
         self._way: Way | None = None
-        """While there is a conversation."""
         self._stop_reason: str | None = None
         self._ranks = None if ranks is None else RankKeeper(ranks, say=self._resend_queue.add, show=self._show)
         self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, self._resend_queue.add)

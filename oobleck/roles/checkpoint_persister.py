@@ -18,9 +18,7 @@ from oobleck.errors import CorruptCheckpoint
 from .agent_ports import CheckpointStore
 
 _TASKS_BUFFERED = 100
-
-_SAVES_KEPT = 2
-"""Of so many saves an agent still knows what was reported."""
+_SAVES_KEPT = 2  # of so many saves an agent still knows what was reported
 
 _Report = protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted
 _Task = (
@@ -40,18 +38,15 @@ class CheckpointPersister:
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
         self._num_pending = 0
-        self._reports: dict[str, list[_Report]] = {}
-        """By save: the newest last."""
+        self._reports: dict[str, list[_Report]] = {}  # by save: the newest last
         self._settled = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
         """Write what is handed over, for ever."""
         async for task in self._tasks:
             match task:
-                case protocol.StateSaved():
+                case protocol.StateSaved() | protocol.PersistState():
                     await self._persist(task)
-                case protocol.PersistState():
-                    await self._persist_all(task)
                 case protocol.CommitCheckpoint():
                     await self._commit(task)
                 case protocol.RemoveUnfinished(names=names):
@@ -71,7 +66,6 @@ class CheckpointPersister:
         return tuple(chain.from_iterable(self._reports.values()))
 
     def note(self, report: _Report) -> None:
-        """Remember a report."""
         name = report.state.name if isinstance(report, protocol.StateSaved) else report.name
         self._reports.setdefault(name, []).append(report)
         for old in list(self._reports)[:-_SAVES_KEPT]:
@@ -104,27 +98,20 @@ class CheckpointPersister:
         """The run has ended: give the memory back, unless it has what the disk lacks, which the store knows."""
         self._store.discard_memory()
 
-    async def _persist(self, saved: protocol.StateSaved) -> None:
+    async def _persist(self, task: protocol.StateSaved | protocol.PersistState) -> None:
+        """Write what one device has left, or all that memory has."""
         began_s = trio.current_time()
+        device, name = (task.device, task.state.name) if isinstance(task, protocol.StateSaved) else (0, task.name)
         try:
-            shards = await self._store.persist(saved.device, saved.state.name)
-        except (OSError, CorruptCheckpoint) as error:
-            self._fail(saved, _said(error))
-            return
-        duration_s = trio.current_time() - began_s
-        self._report(
-            protocol.LayersPersisted(device=saved.device, name=saved.state.name, shards=shards, duration_s=duration_s)
-        )
-
-    async def _persist_all(self, task: protocol.PersistState) -> None:
-        began_s = trio.current_time()
-        try:
-            shards = await self._store.persist_all(task.name)
+            if isinstance(task, protocol.StateSaved):
+                shards = await self._store.persist(device, name)
+            else:
+                shards = await self._store.persist_all(name)
         except (OSError, CorruptCheckpoint) as error:
             self._fail(task, _said(error))
             return
         duration_s = trio.current_time() - began_s
-        self._report(protocol.LayersPersisted(device=0, name=task.name, shards=shards, duration_s=duration_s))
+        self._report(protocol.LayersPersisted(device=device, name=name, shards=shards, duration_s=duration_s))
 
     async def _commit(self, task: protocol.CommitCheckpoint) -> None:
         try:

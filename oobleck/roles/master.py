@@ -23,14 +23,11 @@ from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost
 from .run_clock import RunClock
 
 _EVENTS_BUFFERED = 10_000
-_EVENTS_AT_ONCE = 100
-"""So many are taken in before commands are carried out."""
-_MESSAGES_BUFFERED = 10_000
-"""For each node; one that takes fewer than it is sent for so long is lost."""
+_EVENTS_AT_ONCE = 100  # so many are taken in before commands are carried out
+_MESSAGES_BUFFERED = 10_000  # for each node; one that takes fewer than it is sent for so long is lost
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to find the way to an agent again; the last one before all that follow."""
-_FAREWELL_S = 5.0
-"""How long a few agents may take to end their workers once they are asked to stop."""
+_FAREWELL_S = 5.0  # how long a few agents may take to end their workers once they are asked to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +241,7 @@ class _Tunnel:
         self._spec = spec
         self._greeting = protocol.Greeting(protocol=protocol.PROTOCOL_VERSION, tag=tag)
         self._events = events
-        self._attach = attach
-        """An agent lives there: it is to be found, and none is to be started."""
+        self._attach = attach  # an agent lives there: it is to be found, and none is to be started
         self._connection: AgentConnection | None = None
         self.takes_calls = False
         """Of the newest connection."""

@@ -26,7 +26,6 @@ class AgentConnection(Protocol):
     @property
     def address(self) -> str:
         """Where the node's peers reach it."""
-        ...
 
     @property
     def takes_calls(self) -> bool:
@@ -34,11 +33,9 @@ class AgentConnection(Protocol):
 
         One that dials in, or is behind a jump host or a proxy command, may take no calls.
         """
-        ...
 
     async def send(self, messages: Sequence[MasterMessage]) -> None:
         """Send messages as one write. Raises trio.BrokenResourceError when the connection is lost."""
-        ...
 
     async def receive(self) -> FromAgent:
         """Wait for the next message.
@@ -46,11 +43,9 @@ class AgentConnection(Protocol):
         Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
         the agent is, PeerError for nonsense.
         """
-        ...
 
     def rest(self, is_resting: bool) -> None:
         """Say whether the connection is idle for now, since the agent is heard through another one."""
-        ...
 
     async def aclose(self) -> None: ...
 
@@ -64,18 +59,15 @@ class Cluster(Protocol):
         An agent that an earlier master left is ended before. With `attach`, it is taken up with, and AgentGone is
         raised where none lives.
         """
-        ...
 
     async def kill(self, node: NodeSpec) -> bool:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
 
         Returns False where nothing was there to be killed, or is still there.
         """
-        ...
 
     async def clean(self, node: NodeSpec) -> None:
         """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
-        ...
 
 
 class LiveCluster(Cluster, Protocol):
@@ -83,30 +75,24 @@ class LiveCluster(Cluster, Protocol):
 
     async def is_alive(self, node: NodeSpec) -> bool:
         """Return whether an agent of this run lives on the node; False where it cannot be reached."""
-        ...
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
         """Send a signal to processes of the node; False where there are none. Raises NodeUnreachable."""
-        ...
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
         """Have the node's workers take `factor` times as long; False where there are none. Raises NodeUnreachable."""
-        ...
 
     def release(self, node: NodeSpec) -> None:
         """Give the node back to the launcher that gave it, once it is cleaned."""
-        ...
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
         """Give back the memory in which the node keeps states; best effort, raises nothing.
 
         With `keeps_only_copy`, memory that its agent has left because it could not be written stays.
         """
-        ...
 
     async def aclose(self) -> None:
         """Close all connections."""
-        ...
 
 
 class Decisions(Protocol):
@@ -114,19 +100,15 @@ class Decisions(Protocol):
 
     def start(self, now_s: float) -> list[Command]:
         """Begin."""
-        ...
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Take in an event. Raises nothing."""
-        ...
 
     def next_deadline(self) -> float:
         """The latest time at which `handle_deadline` must be called; infinity for never."""
-        ...
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         """Act on what has not happened in time. Early calls do nothing."""
-        ...
 
 
 class Journal(Protocol):

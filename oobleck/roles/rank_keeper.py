@@ -19,14 +19,11 @@ from .agent_ports import RankHandle, RankHost
 
 _ORDERS_BUFFERED = 100
 _LOOK_S = 0.05
-"""How often ranks' output is looked for."""
-_STACK_S = 1.0
-"""How long a rank may take to write down where it is."""
+_STACK_S = 1.0  # how long a rank may take to write down where it is
 _LOOKS_EACH_TIMEOUT = 20
 _LONGEST_LOOK_S = 5.0
 """How often signs of life are looked for: so often in the time that they may be missing, and at least so often."""
-_LAST_WORDS_S = 2.0
-"""How long the end of a rank's output may wait for a master to show it."""
+_LAST_WORDS_S = 2.0  # how long the end of a rank's output may wait for a master to show it
 
 
 @dataclass(slots=True)
@@ -70,8 +67,7 @@ class RankKeeper:
         self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
         self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
-        self._cleared = 0
-        """Of generations up to this one nothing runs, or will."""
+        self._cleared = 0  # of generations up to this one nothing runs, or will
         self._current: _Generation | None = None
         self._started: protocol.RanksStarted | None = None
 

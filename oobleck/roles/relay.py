@@ -25,14 +25,11 @@ ToRelay = protocol.FromAgent | protocol.RelayCall
 FromRelay = protocol.Relayed | protocol.RelayBeat
 
 _CALL_S = 10.0
-_MAX_STRANGERS = 128
-"""Callers that have not said yet which child they are; further ones wait."""
-_UNSENT_LIMIT = 10_000
-"""Messages queued for a child; one that takes none of so many is left to the master."""
+_MAX_STRANGERS = 128  # callers that have not said yet which child they are; further ones wait
+_UNSENT_LIMIT = 10_000  # messages queued for a child; one that takes none of so many is left to the master
 _PASSES = 4
 """How often in an interval a relay says who was heard: each level of the tree delays it by no more than that."""
-_BEATS = 8
-"""How often in a lease a relay is heard by its children, at least."""
+_BEATS = 8  # how often in a lease a relay is heard by its children, at least
 
 
 def beats_s(control: ControlSpec) -> float:

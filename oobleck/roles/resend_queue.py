@@ -34,11 +34,9 @@ class ResendQueue:
         self._unsaid: deque[Outgoing] = deque(maxlen=limit)
         self._unheard: deque[Outgoing] = deque(maxlen=limit)
         """Said, heartbeats that ask among them, and not known to be heard."""
-        self._is_pressing = False
-        """Something unsaid is not only to go along with the next message."""
+        self._is_pressing = False  # something unsaid is not only to go along with the next message
         self._sequence = 0
-        self._is_sent = False
-        """What was taken last is on its way."""
+        self._is_sent = False  # what was taken last is on its way
         self._added, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
         """Who waits for messages to be said, or for all to be."""
 

@@ -30,8 +30,7 @@ from .resend_queue import ResendQueue
 
 _log = logging.getLogger("oobleck.agent")
 
-_CALL_S = 5.0
-"""How long it may take to reach a relay."""
+_CALL_S = 5.0  # how long it may take to reach a relay
 
 
 class _Uplink:
@@ -71,13 +70,11 @@ class Way:
         self._network = network
         self._deliver = deliver
         self._reports: list[protocol.RelayReport] = []
-        """To be said directly."""
         self._uplink: _Uplink | None = None
         self._relay: Relay | None = None
         self._relay_scope = trio.CancelScope()
         self._position = -1
-        self._number = 0
-        """Of the newest message that was relayed to this agent, or to those who speak through it."""
+        self._number = 0  # of the newest message that was relayed to this agent, or to those who speak through it
 
     def obey(self, order: protocol.RelayOrder, configure: protocol.Configure) -> None:
         """Do what the master says about relays. Raises PeerError."""

@@ -34,13 +34,11 @@ from .ssh import CompletedCommand, SSHConnection
 _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
-_START_SHARE = 0.25
-"""An agent may take this much of the time in which a node is to be ready, where that is longer."""
+_START_SHARE = 0.25  # an agent may take this much of the time in which a node is to be ready, where that is longer
 _COMMAND_TIMEOUT_S = 10.0
 _AT_ONCE = 32
 """Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
-_NO_AGENT = 76
-"""A shell's exit status where an agent was to be taken up with that does not live."""
+_NO_AGENT = 76  # a shell's exit status where an agent was to be taken up with that does not live
 _TOO_LONG = "a command took too long; is the machine overloaded?"
 
 
@@ -49,7 +47,6 @@ class RemotePaths:
     """Where things are on the nodes."""
 
     python: str
-    """The interpreter that has this package."""
     base_dir: PurePosixPath
     """Runs' directories; `~` is the home directory there."""
     cache_dir: PurePosixPath
@@ -117,7 +114,6 @@ class SSHCluster:
         self._runs_ranks = runs_ranks
         self._let_go: set[str] = set()
         self._released: set[str] = set()
-        """Nodes to be given back once they are cleaned."""
         self._turns = trio.CapacityLimiter(_AT_ONCE)
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         """Held while a node's agent is started or cleaned up after: a node may be added while it is still cleaned."""
@@ -161,35 +157,21 @@ class SSHCluster:
         self._let_go.discard(node.name)
 
     async def is_alive(self, node: NodeSpec) -> bool:
-        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
         try:
             return await self._run(node, files.is_alive_command(self._run_id, node.name)) == 0
         except NodeUnreachable:
             return False
 
     async def kill(self, node: NodeSpec) -> bool:
-        """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
-
-        Returns False where nothing was there to be killed, or is still there.
-        """
         return await self._run(node, files.kill_command(self._run_id, node.name)) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
-        """Send a signal to processes of the node (see `signal_command`); False where there are none.
-
-        Raises NodeUnreachable.
-        """
         return await self._run(node, files.signal_command(self._run_id, node.name, signal, processes=processes)) == 0
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
-        """Have the node's workers take `factor` times as long as usual; False where there are none.
-
-        Raises NodeUnreachable.
-        """
         return await self._run(node, files.slow_command(self._run_id, node.name, factor)) == 0
 
     async def clean(self, node: NodeSpec) -> None:
-        """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
         self._let_go.add(node.name)
         try:
             async with self._tending[node.name]:
@@ -201,11 +183,9 @@ class SSHCluster:
             await self._connections.release(node)
 
     def release(self, node: NodeSpec) -> None:
-        """Give the node back to the launcher that gave it, once it is cleaned."""
         self._released.add(node.name)
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
-        """Give back the memory in which the node keeps states; best effort, raises nothing."""
         command = files.forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
         try:
             await self._run(node, command)
@@ -213,7 +193,6 @@ class SSHCluster:
             _log.info("%s keeps its memory: %s", node.name, error.reason)
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await self._connections.aclose()
 
     async def _run(self, node: NodeSpec, command: str) -> int:

@@ -45,7 +45,6 @@ class NodeConnections:
         await self._launcher.release(node)
 
     async def aclose(self) -> None:
-        """Close all connections."""
         for connection in self._open.values():
             await connection.aclose()
         self._open.clear()

@@ -109,7 +109,6 @@ _REQUESTS: tuple[type[ControlRequest], ...] = get_args(ControlRequest)
 
 
 def encode_request(asked: ControlRequest) -> bytes:
-    """A request as one line of JSON."""
     return encode_json(asked)
 
 

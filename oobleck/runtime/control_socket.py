@@ -18,16 +18,9 @@ import trio
 from oobleck.errors import OobleckError, PeerError, UsageError
 from oobleck.json_table import to_json
 
-from .control_client import (
-    ControlRequest,
-    NoActiveRun,
-    StatusRequest,
-    decode_request,
-    encode_error,
-    request,
-)
+from .control_client import ControlRequest, NoActiveRun, StatusRequest, decode_request, encode_error, request
 from .files import MAX_SOCKET_PATH_BYTES
-from .listening import serve_clients
+from .listening import listen_at, serve_clients
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +33,7 @@ _MAX_CLIENTS = 32
 
 
 async def serve_control(
-    path: Path,
-    handle: Handle,
-    *,
-    task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
+    path: Path, handle: Handle, *, task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Listen at `path` and answer requests until cancelled; then remove the socket.
 
@@ -56,29 +46,15 @@ async def serve_control(
     try:
         await serve_clients(serve_client, listeners, max_clients=_MAX_CLIENTS, task_status=task_status)
     finally:
-        _remove(path)
+        path.unlink(missing_ok=True)  # noqa: ASYNC240  a local name
 
 
 def _listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise UsageError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
-    if path.is_socket():
-        if _is_alive(path):
-            raise UsageError(f"another run listens at {path}")
-        path.unlink()
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listening.bind(str(path))
-        path.chmod(0o600)
-        listening.listen(_MAX_CLIENTS)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    if path.is_socket() and _is_alive(path):
+        raise UsageError(f"another run listens at {path}")
+    return listen_at(path, _MAX_CLIENTS)
 
 
 def _is_alive(path: Path) -> bool:

@@ -6,13 +6,10 @@ import resource
 
 from oobleck.errors import ConfigError
 
-_ENOUGH = 1 << 20
-"""More than anybody uses; some programs that inherit the limit walk through all that it allows."""
-_OF_ITS_OWN = 48
-"""What a master has open beside its nodes: files, pipes, and some to spare."""
+_ENOUGH = 1 << 20  # more than anybody uses; some programs that inherit the limit walk through all that it allows
+_OF_ITS_OWN = 48  # what a master has open beside its nodes: files, pipes, and some to spare
 _A_NODE = 2
-_A_VIRTUAL_NODE = 10
-"""Both ends of its connections are here, and a command's pipes now and then."""
+_A_VIRTUAL_NODE = 10  # both ends of its connections are here, and a command's pipes now and then
 
 
 def raise_descriptor_limit() -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import trio
 
@@ -17,6 +19,21 @@ _log = logging.getLogger("oobleck.listening")
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_S = 0.1
+
+
+def listen_at(path: Path, backlog: int) -> socket.socket:
+    """Listen on a UNIX socket that its user alone can reach; one that is there is replaced. Raises OSError."""
+    if path.is_socket():
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 async def accept(listener: trio.SocketListener) -> trio.SocketStream:

@@ -22,7 +22,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.json_table import to_json
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
-from .listening import serve_clients
+from .listening import listen_at, serve_clients
 
 if TYPE_CHECKING:
     from .tensorboard_file import TensorBoardFile
@@ -183,17 +183,7 @@ async def serve_metrics(
 async def _listen(address: MetricsAddress) -> list[trio.SocketListener]:
     if address.path is None:
         return await trio.open_tcp_listeners(address.port, host=address.host)
-    if address.path.is_socket():
-        address.path.unlink()
-    listening = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
-    try:
-        await listening.bind(str(address.path))
-        address.path.chmod(0o600)
-        listening.listen()
-    except BaseException:
-        listening.close()
-        raise
-    return [trio.SocketListener(listening)]
+    return [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
 
 
 async def _read_request(stream: trio.SocketStream) -> bool:

@@ -33,13 +33,11 @@ _log = logging.getLogger("oobleck.node")
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
-_LEAST_SHARE = 0.5
-"""Of a wait: nodes that have lost one master at the same time do not all come back at the same time."""
+_LEAST_SHARE = 0.5  # of a wait: nodes that have lost one master at the same time do not all come back at the same time
 _POLL_S = 0.1
 _REAP_S = 1.0
 _AGENT = AGENT_MODULE.encode()
-_SET_CHILD_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans among our descendants become our children."""
+_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): orphans among our descendants become our children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +49,7 @@ class NodeCall:
     line: str
     """What the node is, as in a hostfile."""
     origin: str = ""
-    """What has given it, for people."""
     grant: str = ""
-    """Under which that has given it this time."""
     master: str | None = None
     """In place of the file's."""
 
@@ -117,12 +113,7 @@ class _Caller:
         host, port = parse_place(place)
         try:
             wait_for_end = await dial_in(
-                host,
-                port,
-                known,
-                environment=self._environment,
-                nursery=self._commands,
-                processes=self._processes,
+                host, port, known, environment=self._environment, nursery=self._commands, processes=self._processes
             )
         except ValueError as error:
             raise ConfigError(f"{self._call.file}: not the keys of a run ({error})") from error
@@ -182,7 +173,6 @@ async def _wait_for_agents(scope: trio.CancelScope) -> None:
 
 
 def _agents() -> list[int]:
-    """The living agents among our children."""
     return [pid for pid in _children() if _AGENT in _command_line(pid)]
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import trio
 
-_HELD_UP_S = 1.0
-"""What takes no longer is work, or waiting for a turn; a process that was away for longer was stopped."""
+_HELD_UP_S = 1.0  # what takes no longer is work, or waiting for a turn; a process that was away for longer was stopped
 
 
 class PatientClock(trio.abc.Clock):
@@ -23,8 +22,7 @@ class PatientClock(trio.abc.Clock):
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held_up_s = 0.0
-        self._expected_s = math.inf
-        """By then it is looked at again, if the process runs."""
+        self._expected_s = math.inf  # by then it is looked at again, if the process runs
 
     @property
     def held_up_s(self) -> float:

@@ -15,10 +15,8 @@ from typing import Final
 from oobleck import __version__
 
 MODULE: Final = "-P -m"
-"""What stands between an interpreter and one of our modules."""
 
-_NOT_FOUND: Final = 127
-"""A shell's exit status for a command that does not exist."""
+_NOT_FOUND: Final = 127  # a shell's exit status for a command that does not exist
 
 _PLACES: Final = frozenset(
     {

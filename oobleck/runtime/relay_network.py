@@ -32,14 +32,12 @@ _TICKET_BYTES = 32
 _KEY_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _COUNT = struct.Struct(">4xQ")
-_MOST_BYTES = 1 << 20
-"""Sealed as one piece."""
+_MOST_BYTES = 1 << 20  # sealed as one piece
 _SEAL_BYTES = 16
 _READ_BYTES = 1 << 16
 _PROOF_S = 5.0
 _BACKLOG = 128
 _GET_INTERFACE_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux."""
 
 
 class SealedStream(trio.abc.Stream):
@@ -129,7 +127,6 @@ class _Listener:
         self._listener = listener
 
     async def accept(self) -> trio.SocketStream:
-        """Wait for a caller."""
         return await accept_client(self._listener)
 
     async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
@@ -158,7 +155,6 @@ class RelaySockets:
         return _Listener(trio.SocketListener(sock), name[0], name[1])
 
     async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
-        """Reach a listener. Raises OSError, trio.BrokenResourceError, or trio.TooSlowError."""
         stream = await trio.open_tcp_stream(host, port)
         try:
             return await _greet(stream, ticket, calls=True)

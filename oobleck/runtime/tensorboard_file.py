@@ -30,7 +30,6 @@ class TensorBoardFile:
         self._write(Event(wall_time=wall_s, file_version="brain.Event:2"))
 
     def add(self, step: int, values: Mapping[str, float], *, wall_s: float) -> None:
-        """Write the scalars of a step."""
         summary = Summary(
             value=[Summary.Value(tag=tag, simple_value=_as_float32(value)) for tag, value in values.items()]
         )

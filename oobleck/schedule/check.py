@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .check_program import check_program
-from .instruction import Instruction, Op
+from .instruction import STEP_TAIL, Instruction, Op, Program
 from .schedule import Link, Schedule, ScheduleError, Wire
 
 
@@ -34,7 +33,7 @@ def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = 
     assert buffers >= 1, "a link without a buffer is a rendezvous, which sends do not wait for"
     assert max_in_flight is None or len(max_in_flight) == schedule.num_stages
     for stage in range(schedule.num_stages):
-        check_program(schedule, stage, None if max_in_flight is None else max_in_flight[stage])
+        _check_program(schedule, stage, None if max_in_flight is None else max_in_flight[stage])
     _check_section_commits(schedule)
     ends = [_ends_of(schedule, stage) for stage in range(schedule.num_stages)]
     _check_order(ends)
@@ -113,3 +112,130 @@ def _check_progress(ends: Sequence[Sequence[_End]], buffers: int) -> None:
         where = f"stuck at instruction {stuck[peer].at} ({stuck[peer].instruction})"
         reason = f"deadlock: waits for stage {peer}, which is {where}"
         raise ScheduleError(reason, stage=stage, index=end.at, instruction=end.instruction)
+
+
+# --- one program alone -----------------------------------------------------------------------------------------------
+
+# A large schedule has some hundred thousand instructions, so what was seen of a microbatch is a set of bits, and a rule
+# is three such sets.
+
+_BITS = {op: 1 << number for number, op in enumerate(Op)}
+_LOAD, _FORWARD = _BITS[Op.LOAD], _BITS[Op.FORWARD]
+_INPUT, _WEIGHT = _BITS[Op.BACKWARD_INPUT], _BITS[Op.BACKWARD_WEIGHT]
+_BOTH_PARTS = _INPUT | _WEIGHT
+_WHOLE = _BITS[Op.BACKWARD] | _BOTH_PARTS
+
+
+class _Rule(NamedTuple):
+    """What an operation does at one virtual stage, as sets of bits."""
+
+    sets: int
+    """What has been done after it: a whole backward pass counts as both its parts, too."""
+    needs: int
+    """What must have been done before."""
+    excludes: int
+    """What must not have been done before."""
+    activations: int = 0
+    """By how many the activations in flight change."""
+
+
+def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> None:
+    """Prove one stage's program complete and in order, or raise a `ScheduleError`. O(instructions)."""
+    program = schedule.programs[stage]
+    stop = _check_tail(schedule, stage)
+    rules = [_rules_of(schedule, stage, chunk) for chunk in range(schedule.num_chunks)]
+    seen = [[0] * schedule.num_microbatches for _ in range(schedule.num_chunks)]
+    held = 0
+    for index, instruction in enumerate(program[:stop]):
+        microbatch, chunk = instruction.microbatch, instruction.chunk
+        if microbatch is None:
+            raise _error(stage, index, instruction, "belongs to the end of a program, and there once")
+        if microbatch >= schedule.num_microbatches or chunk >= schedule.num_chunks:
+            counts = f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
+            raise _error(stage, index, instruction, f"is outside of the schedule's {counts}")
+        if instruction.op is Op.COMMIT_SECTION:
+            _check_section_commit(stage, index, instruction, seen)
+            continue
+        rule = rules[chunk].get(instruction.op)
+        if rule is None:
+            raise _error(stage, index, instruction, "has no place here: the chain of virtual stages has none for it")
+        done = seen[chunk][microbatch]
+        if instruction.op is not Op.LOAD:
+            done |= seen[0][microbatch] & _LOAD
+        if done & rule.needs != rule.needs or done & rule.excludes:
+            raise _error(stage, index, instruction, _explain(instruction.op, rule, done))
+        seen[chunk][microbatch] |= rule.sets
+        held += rule.activations
+        if max_in_flight is not None and held > max_in_flight:
+            reason = f"{held} activations in flight; the bound is {max_in_flight}"
+            raise _error(stage, index, instruction, reason)
+    _check_completeness(stage, program, rules, seen)
+
+
+def _check_section_commit(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
+    """A partial commit holds the microbatches up to its own whole, no others; the last are the step's own."""
+    assert instruction.microbatch is not None
+    if instruction.microbatch >= len(seen[0]) - 1:
+        raise _error(stage, index, instruction, "commits nothing that the end of the step does not reduce")
+    for done_of in seen:
+        for microbatch, done in enumerate(done_of):
+            if microbatch <= instruction.microbatch and done & _BOTH_PARTS != _BOTH_PARTS:
+                raise _error(stage, index, instruction, f"comes before the backward pass of microbatch {microbatch}")
+            if microbatch > instruction.microbatch and done & _BOTH_PARTS:
+                raise _error(stage, index, instruction, f"comes after a backward pass of microbatch {microbatch}")
+
+
+def _check_tail(schedule: Schedule, stage: int) -> int:
+    """Return where the microbatches' instructions end."""
+    program = schedule.programs[stage]
+    tail = STEP_TAIL if schedule.commits else ()
+    stop = max(0, len(program) - len(tail))
+    for index, expected in enumerate(tail, start=stop):
+        found = program[index] if index < len(program) else None
+        if found != expected:
+            raise _error(stage, index, found, f"a program that commits ends with {' '.join(map(str, tail))}")
+    return stop
+
+
+def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
+    """Collect the rules of the operations that have a place at this virtual stage."""
+    is_first = schedule.previous_of(stage, chunk) is None
+    is_last = schedule.next_of(stage, chunk) is None
+    before_forward = _LOAD if is_first else _LOAD | _BITS[Op.RECV_F]
+    before_backward = _FORWARD if is_last else _FORWARD | _BITS[Op.RECV_B]
+    rules = {
+        Op.FORWARD: _Rule(_FORWARD, before_forward, _FORWARD, activations=1),
+        Op.BACKWARD: _Rule(_WHOLE, before_backward, _WHOLE, activations=-1),
+        Op.BACKWARD_INPUT: _Rule(_INPUT, before_backward, _INPUT),
+        Op.BACKWARD_WEIGHT: _Rule(_WEIGHT, _INPUT, _WEIGHT, activations=-1),
+    }
+    # A microbatch is loaded once for all chunks of its stage, with the first.
+    place = {Op.LOAD: 0} if chunk == 0 else {}
+    place |= {} if is_first else {Op.RECV_F: 0, Op.SEND_B: _INPUT}
+    place |= {} if is_last else {Op.SEND_F: _FORWARD, Op.RECV_B: 0}
+    return rules | {op: _Rule(_BITS[op], needs, _BITS[op]) for op, needs in place.items()}
+
+
+def _explain(op: Op, rule: _Rule, done: int) -> str:
+    if done & _BITS[op] and not (op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) and done & _BITS[Op.BACKWARD]):
+        return "is there a second time"
+    if done & rule.excludes:
+        return "a backward pass is either whole or in two parts"
+    missing = next(need for need, bit in _BITS.items() if bit & rule.needs & ~done)
+    return f"comes before its {missing.value}"
+
+
+def _check_completeness(stage: int, program: Program, rules: list[dict[Op, _Rule]], seen: list[list[int]]) -> None:
+    for chunk, done_of in enumerate(seen):
+        # Both parts are enough for a backward pass; the whole one sets them as well.
+        needed = [op for op in rules[chunk] if op is not Op.BACKWARD]
+        complete = sum(_BITS[op] for op in needed)
+        for microbatch, done in enumerate(done_of):
+            if done & complete != complete:
+                op = next(op for op in needed if not done & _BITS[op])
+                missing = Instruction(Op.BACKWARD if op is Op.BACKWARD_INPUT else op, microbatch, chunk)
+                raise _error(stage, len(program), None, f"{missing} is missing")
+
+
+def _error(stage: int, index: int, instruction: Instruction | None, reason: str) -> ScheduleError:
+    return ScheduleError(reason, stage=stage, index=index, instruction=instruction)

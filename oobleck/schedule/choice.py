@@ -28,7 +28,6 @@ class ScheduleChoice:
     """A pipeline's schedule, on the timeline."""
 
     timeline: Timeline
-    """Of the schedule that was chosen."""
     saved: float
     """The share of 1F1B's step that it saves at least; 0 for 1F1B itself, and where stages have several chunks."""
 
@@ -120,10 +119,7 @@ def evaluate(
 ) -> Timeline:
     """Return the timeline of one pipeline under a kind that fits its chunks; `profile` is as for `stage_costs`."""
     schedule = compile_schedule(
-        kind,
-        num_stages=template.num_stages,
-        num_microbatches=num_microbatches,
-        num_chunks=template.num_chunks,
+        kind, num_stages=template.num_stages, num_microbatches=num_microbatches, num_chunks=template.num_chunks
     )
     return timeline(
         schedule, stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE)
@@ -131,11 +127,7 @@ def evaluate(
 
 
 def fits(
-    found: Timeline,
-    profile: Profile | Sequence[Profile],
-    template: PipelineTemplate,
-    *,
-    reserved_memory_bytes: int = 0,
+    found: Timeline, profile: Profile | Sequence[Profile], template: PipelineTemplate, *, reserved_memory_bytes: int = 0
 ) -> bool:
     """Tell whether every stage's devices hold what the timeline says at its fullest."""
     return _has_room(found.peak_memory_bytes, profile, template, reserved_memory_bytes=reserved_memory_bytes)

@@ -14,7 +14,6 @@ class StageCost:
 
     forward_s: float
     backward_s: float
-    """The whole backward pass."""
     backward_weight_s: float | None = None
     """Its part that BACKWARD_WEIGHT takes; None means half."""
     send_forward_s: float = 0.0

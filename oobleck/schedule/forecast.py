@@ -46,11 +46,9 @@ class PipelineForecast:
     template: PipelineTemplate
     timeline: Timeline
     footprints: tuple[Footprint, ...]
-    """Of each stage."""
     available_bytes: tuple[int, ...]
     """For each stage, the memory of its devices that the model may have."""
     profiles: tuple[Profile, ...]
-    """Of each node."""
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:

@@ -20,17 +20,14 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
-_Stops = tuple[int, ...]
-"""0, and where each chunk stops."""
+_Stops = tuple[int, ...]  # 0, and where each chunk stops
 
 _MOST_ROUNDS = 8
 """Beyond so many rounds of a microbatch for each stage, the time of each further round is taken as constant."""
-_ROUNDS = 2
-"""With so many microbatches for each stage cuts are compared: what differs between them shows in each round."""
+_ROUNDS = 2  # with so many microbatches for each stage cuts are compared: what differs between them shows in each round
 _PASSES = 2
 """Over the boundaries, each of which is moved to where it is best beside the others: a recovery waits for it."""
-_MOST_CHUNKS = 16
-"""Where a pipeline has more, the even cut is taken as it is."""
+_MOST_CHUNKS = 16  # where a pipeline has more, the even cut is taken as it is
 
 
 def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile], Interleaving] | None:

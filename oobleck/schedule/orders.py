@@ -36,7 +36,6 @@ class PipelineShape(NamedTuple):
 
 
 Order = Callable[[PipelineShape, int], Iterator[Pass]]
-"""From a shape and a stage to its passes."""
 
 
 def _gpipe(shape: PipelineShape, stage: int) -> Iterator[Pass]:

@@ -21,10 +21,8 @@ from .schedule import Link, Schedule
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _PRICED = (*_PASSES, *_SENDS)
-_RECEIVE = -1
-"""The link of what waits for a message."""
-_PASS = -2
-"""The link of what computes."""
+_RECEIVE = -1  # the link of what waits for a message
+_PASS = -2  # the link of what computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +87,13 @@ class _Ordering:
         stages = range(schedule.num_stages)
         self._schedule = schedule
         self._wires = [schedule.wires_of(stage) for stage in stages]
-        self._links = {link: index for index, link in enumerate(sorted(self._all_links()))}
+        links = {wire.link for wires in self._wires for wire in wires.values()}
+        self._links = {link: index for index, link in enumerate(sorted(links))}
         self._position = [0] * schedule.num_stages
         self._sent: dict[Link, list[int]] = {link: [] for link in self._links}
         self._received = dict.fromkeys(self._links, 0)
         self._instructions: list[tuple[int, int, int]] = []
         self._num_messages = 0
-
-    def _all_links(self) -> set[Link]:
-        return {wire.link for wires in self._wires for wire in wires.values()}
 
     def flow(self) -> StepFlow:
         awake = list(range(self._schedule.num_stages))

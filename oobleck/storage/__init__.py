@@ -9,18 +9,10 @@ put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`)
 
 from __future__ import annotations
 
-from oobleck.control.protocol import (
-    MANIFEST_VERSION,
-    Manifest,
-    SavedState,
-    Shard,
-    checkpoint_name,
-    run_digest,
-    run_of,
-)
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of
 
-from .directory import CheckpointDirectory, FileFault, FoundManifest, layer_file_name
-from .layer_file import LayerFile, read_layer_file, write_layer_file
+from .directory import CheckpointDirectory, FileFault, FoundManifest
+from .layer_file import read_layer_file, write_layer_file
 from .layout import Entry, Layout, TensorSpec
 from .memory import FlashMemory, Slot, find_slots, memory_files, next_memory_file
 
@@ -31,7 +23,6 @@ __all__ = [
     "FileFault",
     "FlashMemory",
     "FoundManifest",
-    "LayerFile",
     "Layout",
     "Manifest",
     "SavedState",
@@ -40,7 +31,6 @@ __all__ = [
     "TensorSpec",
     "checkpoint_name",
     "find_slots",
-    "layer_file_name",
     "memory_files",
     "next_memory_file",
     "read_layer_file",

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -24,14 +23,13 @@ from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
 from oobleck.wire import from_builtins, to_builtins
 
-from .layer_file import fsync_directory, write_file, write_layer_file
-from .layout import Entry, Layout
+from .layer_file import file_digest, fsync_directory, write_file, write_layer_file
+from .layout import Layout
 from .memory import Slot
 
 MANIFEST_NAME = "manifest.json"
 _PREFIX = "step-"
 _REMOVED_PREFIX = ".removed-"
-_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +75,9 @@ class CheckpointDirectory:
         slot.verify()
         layout = slot.memory.layout
         target = self.path / name
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)  # once: where others remove it meanwhile, this fails
         try:
-            shards = tuple(
-                self._persist_layer(target, layer, layout.entries_of(layer), slot, dict(layout.metadata))
-                for layer in layout.layers
-            )
+            shards = tuple(self.write_layer(name, layer, layout, slot.data) for layer in layout.layers)
         except OSError:
             self._take_back(target, layout)
             raise
@@ -97,15 +92,12 @@ class CheckpointDirectory:
                 (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
             target.rmdir()  # unless others have written there
 
-    def _persist_layer(
-        self, target: Path, layer: int, entries: tuple[Entry, ...], slot: Slot, metadata: dict[str, str]
-    ) -> Shard:
-        part = slot.memory.layout.part
-        file = layer_file_name(layer, _part_of(slot.memory.layout))
-        size, digest = write_layer_file(
-            target / file, entries, slot.data, metadata={**metadata, "format": "pt", "layer": str(layer)}
-        )
-        return Shard(layer=layer, part=part, file=file, size_bytes=size, sha256=digest)
+    def write_layer(self, name: str, layer: int, layout: Layout, data: memoryview) -> Shard:
+        """Write a layer's file into a checkpoint's directory, which must be there. O(size). Raises OSError."""
+        file = layer_file_name(layer, _part_of(layout))
+        metadata = {**layout.metadata, "format": "pt", "layer": str(layer)}
+        size, digest = write_layer_file(self.path / name / file, layout.entries_of(layer), data, metadata=metadata)
+        return Shard(layer=layer, part=layout.part, file=file, size_bytes=size, sha256=digest)
 
     def commit(self, manifest: Manifest) -> None:
         """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same.
@@ -206,7 +198,7 @@ class CheckpointDirectory:
             return fault
         path = self.path / manifest.name / shard.file
         try:
-            digest = _sha256(path)
+            digest = file_digest(path)
         except OSError as error:
             return FileFault(file=path, problem=error.strerror or str(error))
         if digest != shard.sha256:
@@ -234,14 +226,3 @@ def _part_of(layout: Layout) -> int | None:
 def layer_file_name(layer: int, part: int | None = None) -> str:
     """The name of a layer's file, or of that of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while piece := os.read(descriptor, _READ_BYTES):
-            digest.update(piece)
-    finally:
-        os.close(descriptor)
-    return digest.hexdigest()

@@ -24,8 +24,7 @@ from oobleck.errors import CorruptCheckpoint
 from .layout import Entry, TensorSpec
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit that safetensors itself has."""
+_MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
 _WRITE_BYTES = 4 << 20
 _METADATA = "__metadata__"
 
@@ -74,6 +73,12 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
         raise
     fsync_directory(path.parent)
     return size, digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file as it is now. O(size). Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_directory(path: Path) -> None:

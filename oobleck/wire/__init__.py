@@ -5,15 +5,7 @@ It knows how any of our frozen dataclasses is written and strictly read back. It
 
 from __future__ import annotations
 
-from .codec import (
-    MAX_FRAME_BYTES,
-    FrameDecoder,
-    decode_json,
-    encode_frame,
-    encode_json,
-    from_builtins,
-    to_builtins,
-)
+from .codec import MAX_FRAME_BYTES, FrameDecoder, decode_json, encode_frame, encode_json, from_builtins, to_builtins
 
 __all__ = [
     "MAX_FRAME_BYTES",

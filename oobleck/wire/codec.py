@@ -21,7 +21,6 @@ from .shape import Mismatch, Notation, Shape
 from .shapes import shape_of, tagged_shape_of
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""The longest frame body that is accepted unless told otherwise."""
 
 _LENGTH = struct.Struct(">I")
 _BROKEN_TEXT = "surrogatepass"
@@ -30,7 +29,6 @@ _BROKEN_TEXT = "surrogatepass"
 T = TypeVar("T")
 
 Accepts = type[T] | types.UnionType | tuple[type[T], ...]
-"""A dataclass, a union of them, or a tuple of them."""
 
 
 def encode_frame(message: object) -> bytes:

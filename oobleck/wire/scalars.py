@@ -59,7 +59,6 @@ def floating(notation: Notation) -> Shape:
 
 
 def binary(notation: Notation) -> Shape:
-    """Bytes."""
 
     def write(value: object) -> object:
         assert isinstance(value, bytes)

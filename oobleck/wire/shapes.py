@@ -6,7 +6,7 @@ names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every fie
 there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol. Fields that the
 constructor does not take are left out. Lists, sets and dicts are for state that is saved; messages hold none.
 
-A dataclass that says `is_encoded_once` is written as bytes of its own, and those are kept: see `encoded_once.py`.
+A dataclass that says `is_encoded_once` is written as bytes of its own, and those are kept: see `encoded_once`.
 
 There are two notations. `BINARY` is what msgpack carries: bytes and floats as they are. `TEXT` is what JSON
 carries: bytes as {"@bytes": base64}, and the floats that JSON lacks as {"@float": "nan"}, "inf" or "-inf".
@@ -20,16 +20,21 @@ keys; and it knows no unions of dataclasses, so that jobs and plans would have t
 from __future__ import annotations
 
 import types
+import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
+import msgpack
+
+from oobleck.json_table import unique_keys
+
 from . import containers
-from .encoded_once import encoded_once
 from .scalars import binary, enumerated, exactly, floating, literal
-from .shape import Notation, Shape
+from .shape import Notation, Shape, unexpected
 
 
 @cache
@@ -103,3 +108,44 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
     # float takes ints too, but where int is allowed beside it, an int stays an int.
     shapes.sort(key=lambda shape: shape.name == "float")
     return containers.choice(tuple(shapes))
+
+
+MOST_BYTES = 16 * 1024 * 1024
+"""What is longer, once it is unpacked, is not accepted."""
+_KEPT = 4  # so many values are told at the same time, at most: one for each plan that workers have
+_BROKEN_TEXT = "surrogatepass"
+
+
+def encoded_once(part: Shape) -> Shape:
+    """Bytes that hold a value in msgpack, deflated; of what thousands are told alike, they are written once.
+
+    A plan names each node, and names are much alike.
+    """
+    kept: OrderedDict[int, tuple[object, bytes]] = OrderedDict()
+    """By identity; the value is kept along, so that no other one has its identity."""
+
+    def write(value: object) -> object:
+        if id(value) not in kept:
+            packed: bytes = msgpack.packb(part.write(value), unicode_errors=_BROKEN_TEXT)
+            kept[id(value)] = (value, zlib.compress(packed))
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+        return kept[id(value)][1]
+
+    def read(raw: object) -> object:
+        if type(raw) is not bytes:
+            raise unexpected(f"a deflated {part.name}", raw)
+        return part.read(_unpacked(raw, part.name))
+
+    return Shape(name=part.name, values=part.values, builtins=(bytes,), write=write, read=read)
+
+
+def _unpacked(raw: bytes, name: str) -> object:
+    inflater = zlib.decompressobj()
+    try:
+        packed = inflater.decompress(raw, MOST_BYTES)
+        if not inflater.eof or inflater.unused_data:
+            raise unexpected(f"a deflated {name} of at most {MOST_BYTES} bytes", raw)
+        return msgpack.unpackb(packed, object_pairs_hook=unique_keys, unicode_errors=_BROKEN_TEXT)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise unexpected(f"a deflated {name} ({str(error) or type(error).__name__})", raw) from error

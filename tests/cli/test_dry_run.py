@@ -18,7 +18,7 @@ from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, ExitCode, UsageError
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
-from oobleck.runtime.processes.model_outline import ModelOutline, outline_of
+from oobleck.runtime.processes import ModelOutline, outline_of
 
 JOB = default_job(4)
 

@@ -210,6 +210,7 @@ def test_the_image_is_made_of_files_that_are_there_by_a_user_that_the_pods_have(
     text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     copied = [word for line in re.findall(r"^COPY (.*)$", text, flags=re.MULTILINE) for word in line.split()[:-1]]
     assert copied
+    assert "'.[kubernetes]'" in text, "the master asks the API server"
     assert [name for name in copied if not (ROOT / name).exists()] == []
     user = re.search(r"^USER (\d+):(\d+)$", text, flags=re.MULTILINE)
     assert user is not None

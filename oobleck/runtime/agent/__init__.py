@@ -9,4 +9,3 @@ from __future__ import annotations
 __all__ = ["AGENT_MODULE"]
 
 AGENT_MODULE = "oobleck.runtime.agent.agent_process"
-"""What Python is to run on a node."""

@@ -31,6 +31,7 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import MAX_SOCKET_PATH_BYTES, AgentDir, private_directory
 from oobleck.runtime.listening import accept as accept_client
+from oobleck.runtime.listening import listen_at
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.relay_network import RelaySockets
 from oobleck.wire import FrameDecoder
@@ -41,8 +42,7 @@ from .rank_states import RankStates
 from .ranks import RankProcesses
 from .workers import ForkingWorkerHost
 
-_BACKLOG = 128
-"""Masters that look for an agent which is stopped: it turns all but the newest away once it continues."""
+_BACKLOG = 128  # masters that look for an agent which is stopped: it turns all but the newest away once it continues
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -100,7 +100,6 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _answers(path: Path) -> bool:
-    """Return whether a living agent listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -128,12 +127,7 @@ def _listen(path: Path) -> socket.socket:
         raise ConfigError(f"{path} is too long for a socket's path; set TMPDIR there to a shorter directory")
     if not str(path).isprintable():
         raise ConfigError(f"{str(path)!r} cannot be a socket's path over SSH; set TMPDIR there to a plain directory")
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(_BACKLOG)
-    return listener
+    return listen_at(path, _BACKLOG)
 
 
 def _detach(log: int) -> None:

@@ -40,7 +40,6 @@ class NodeCheckpoints:
         """Checkpoints that are not complete yet, and that this node has written layers of."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
-        """Settle where things lie, and make the directory in memory. Raises ConfigError."""
         path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
         self._checkpoints = CheckpointDirectory(path)
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
@@ -53,24 +52,19 @@ class NodeCheckpoints:
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
     async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
-        """Write what a worker has left in memory; it may be gone itself. Raises OSError or CorruptCheckpoint."""
         return await trio.to_thread.run_sync(self._persist, device, name, abandon_on_cancel=True)
 
     async def persist_all(self, name: str) -> tuple[Shard, ...]:
-        """Write what all workers of a run before have left of a state. Raises OSError or CorruptCheckpoint."""
         return await trio.to_thread.run_sync(self._persist_all, name, abandon_on_cancel=True)
 
     async def remove(self, names: tuple[str, ...]) -> None:
-        """Remove what is on disk of checkpoints that are too old. Raises OSError."""
         await trio.to_thread.run_sync(self._checkpoints.remove, names, abandon_on_cancel=True)
 
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
-        """Remove what is on disk of saves that were given up. Raises OSError."""
         self._written -= set(names)
         await trio.to_thread.run_sync(self._checkpoints.remove_unfinished, names, abandon_on_cancel=True)
 
     async def commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
-        """Complete a checkpoint, then remove older ones. Raises OSError."""
         await trio.to_thread.run_sync(self._commit, manifest, remove, abandon_on_cancel=True)
 
     def keep_memory(self) -> None:
@@ -79,7 +73,6 @@ class NodeCheckpoints:
             (self._memory / ONLY_COPY).touch(mode=0o600)
 
     def discard_memory(self) -> None:
-        """Give the node's shared memory back, unless it has a state that is newer than all on disk."""
         if self._has_what_the_disk_lacks():
             self.keep_memory()
             return

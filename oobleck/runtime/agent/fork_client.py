@@ -19,13 +19,17 @@ import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import trio
 
 from oobleck.control import protocol
+from oobleck.control.protocol import Killed, ProcessEnd
 from oobleck.errors import WorkersUnavailable
+from oobleck.host.machine import num_oom_kills
 from oobleck.runtime.files import AgentDir, ProcessId
+from oobleck.runtime.listening import listen_at
 
 _REPORT = struct.Struct(">III")
 """That a process exists: its number, and whether it is warm. Then that it has ended: its number, and how."""
@@ -37,16 +41,11 @@ _START_TIMEOUT_S = 120.0
 _PATIENCE_S = 30.0
 """How long a server that has forked before may take to fork again: a big process on a busy machine takes a second."""
 _MAX_RESTARTS = 3
-_RESTARTS_WITHIN_S = 600.0
-"""A server that ends again after so many restarts within this time is not started again."""
-_TRY_AGAIN_S = 0.5
-"""Before a server is started again that could not be."""
-_STOPPED_S = 0.5
-"""How often to look whether a server that does not answer is stopped: it is not waited for."""
-_LAST_WORDS_S = 2.0
-"""How long a process that is gone may take to be reaped."""
-_LOOK_S = 0.05
-"""How often to look whether a process lives."""
+_RESTARTS_WITHIN_S = 600.0  # a server that ends again after so many restarts within this time is not started again
+_TRY_AGAIN_S = 0.5  # before a server is started again that could not be
+_STOPPED_S = 0.5  # how often to look whether a server that does not answer is stopped: it is not waited for
+_LAST_WORDS_S = 2.0  # how long a process that is gone may take to be reaped
+_LOOK_S = 0.05  # how often to look whether a process lives
 
 
 def _end_of(wait_status: int) -> protocol.ProcessEnd:
@@ -202,12 +201,10 @@ class ForkServer:
         self._command = tuple(command)
         self._environment = dict(os.environ if environment is None else environment)
         self._server: _Connection | None = None
-        self._server_pid: int | None = None
-        """The one that this agent has started."""
+        self._server_pid: int | None = None  # the one that this agent has started
         self.has_started = False
         """Whether this agent has started one, and not another of this machine."""
-        self._settled = trio.Event()
-        """There is a server, or there will be none any more."""
+        self._settled = trio.Event()  # there is a server, or there will be none any more
         self._given_up: str | None = None
         self._living: dict[int, ForkedProcess] = {}
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
@@ -311,7 +308,7 @@ class ForkServer:
         raise WorkersUnavailable(self._given_up)
 
     async def _connect(self) -> _Connection:
-        path = str(self._directory.fork_server_socket)
+        path = self._directory.fork_server_socket
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
             await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
             try:
@@ -324,27 +321,22 @@ class ForkServer:
         return _Connection(stream, ProcessId.read(self._directory.fork_server_pid))
 
 
-async def _open_socket(path: str) -> trio.SocketStream:
+async def _open_socket(path: Path) -> trio.SocketStream:
     sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        await sock.connect(path)
+        await sock.connect(str(path))
     except BaseException:
         sock.close()
         raise
     return trio.SocketStream(sock)
 
 
-def _start_fork_server(command: Sequence[str], path: str, environment: Mapping[str, str]) -> int:
+def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:
     """Start the server on a socket that exists at once, so that clients may connect while it warms up.
 
     Returns its process id.
     """
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(path)
-        os.chmod(path, 0o600)
-        listener.listen(_LISTEN_BACKLOG)
+    with listen_at(path, _LISTEN_BACKLOG) as listener:
         process = subprocess.Popen(
             [*command, str(listener.fileno())],
             pass_fds=[listener.fileno()],
@@ -360,3 +352,29 @@ async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descrip
     """Send descriptors along with a byte. Raises OSError."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
     await sock.sendmsg([request], ancillary)
+
+
+class OomKills:
+    """Tells a process that the kernel has killed for lack of memory from one that somebody else has killed.
+
+    It goes by the count that the agent's cgroup keeps; its workers and ranks are in the same one.
+
+    Each kill of the kernel explains one end. Both are SIGKILL, and only the count tells them apart.
+    """
+
+    def __init__(self, count: Callable[[], int] = num_oom_kills) -> None:
+        self._count = count
+        self._num_explained = count()
+
+    def explain(self, process: ForkedProcess) -> ProcessEnd:
+        """Return how a process has ended, with what the kernel says of it; the same whenever it is asked."""
+        process.end = self._explained(process.end)
+        return process.end
+
+    def _explained(self, end: ProcessEnd) -> ProcessEnd:
+        if end != Killed(signal=signal.SIGKILL):
+            return end
+        if self._count() <= self._num_explained:
+            return end
+        self._num_explained += 1
+        return replace(end, is_out_of_memory=True)

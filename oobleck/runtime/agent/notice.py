@@ -21,7 +21,6 @@ from oobleck.job import ControlSpec
 _log = logging.getLogger("oobleck.agent")
 
 _QUESTION_S = 5.0
-"""How long an answer may take."""
 _MAX_ANSWER_BYTES = 64 << 10
 _SHOWN_CHARS = 200
 

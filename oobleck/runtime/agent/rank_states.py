@@ -24,8 +24,7 @@ from .checkpoint_store import NodeCheckpoints
 
 _LOOK_S = 0.02
 _LOOK_FOR_FILES_S = 0.2
-_WAIT_S = 20.0
-"""How long the next start of ranks may wait for what only this node has."""
+_WAIT_S = 20.0  # how long the next start of ranks may wait for what only this node has
 _ANY = "rank*"
 
 _log = logging.getLogger("oobleck.agent")
@@ -42,9 +41,7 @@ class RankStates:
         self._is_open = trio.Event()
         self._opened: dict[Path, FlashMemory] = {}
         self._written: set[tuple[str, int]] = set()
-        """Names of states, and ranks."""
-        self._wanted = 0
-        """How often all that is in memory was asked to be written."""
+        self._wanted = 0  # how often all that is in memory was asked to be written
         self._done = 0
         self._finished = trio.Event()
 

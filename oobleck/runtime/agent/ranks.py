@@ -26,8 +26,7 @@ from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
 from oobleck.wire import encode_frame
 
-from .fork_client import ForkedProcess, ForkServer, send_descriptors
-from .oom_kills import OomKills
+from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
 from .rank_states import RankStates
 
 _MODULE = "oobleck.training.process.rank_server"
@@ -49,8 +48,7 @@ class _Output:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._overflow: deque[tuple[int, bytes]] = deque()
-        """Not shown yet; each after so many bytes of the file."""
+        self._overflow: deque[tuple[int, bytes]] = deque()  # not shown yet; each after so many bytes of the file
         self._overflow_end = b""
         self._num_overflow = 0
         self._pending = b""
@@ -245,7 +243,6 @@ class RankProcesses:
             await self._server.run()
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
-        """Wait until the fork server ends, or what it has imported ahead is lost; returns how."""
         await self._has_server.wait()
         assert self._server is not None
         return await self._server.server_ended()
@@ -282,19 +279,15 @@ class RankProcesses:
         await process.ended.wait()
 
     def num_saved(self) -> int:
-        """Return a number that grows with each save of a rank."""
         return self._states.num_saved()
 
     async def keep_states(self, *, is_planned: bool) -> None:
-        """Have what ranks have left in memory written to disk; they are gone."""
         await self._states.keep(is_planned=is_planned)
 
     async def settle(self) -> None:
-        """Have what ranks have left in memory written to disk, and wait for it."""
         await self._states.settle()
 
     def leave(self) -> None:
-        """Give back the memory of states that are on disk."""
         self._states.leave()
 
     def reserve_port(self) -> int:

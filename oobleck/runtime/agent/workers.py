@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,7 @@ from oobleck.runtime.files import AgentDir
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
-from .fork_client import ForkedProcess, ForkServer
-from .oom_kills import OomKills
-from .processor_time import processor_s
+from .fork_client import ForkedProcess, ForkServer, OomKills
 
 _SERVER = module_command("oobleck.training.process.worker_server")
 
@@ -67,11 +66,9 @@ class ForkingWorkerHost:
         self._server = ForkServer(directory, server, environment=as_no_rank())
 
     async def run(self) -> None:
-        """Keep a fork server, for ever."""
         await self._server.run()
 
     async def server_ended(self) -> ForkServerEnded:
-        """Wait until a fork server ends that was not meant to; returns how it ended, and whether there is another."""
         said = await self._server.server_ended()
         assert isinstance(said, ForkServerEnded), "it is warm itself"
         return said
@@ -91,10 +88,46 @@ class ForkingWorkerHost:
         )
 
     async def start(self, setup: SetUpWorker) -> Worker:
-        """Fork a worker and set it up. Raises WorkersUnavailable when there is no fork server any more."""
         process, stream = await self._server.fork()
         worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)), self._oom_kills)
         self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
             await worker.send([setup])
         return worker
+
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_TIMES = slice(11, 15)
+"""User and system time, its own and that of children that it has waited for; counted from the state's field."""
+
+
+def processor_s(pid: int) -> float:
+    """Return the seconds of processor time that a process has used; 0 when it is gone.
+
+    All that descend from it count as well: compilers are processes of their own.
+    """
+    return sum(map(_own_s, _family(pid)))
+
+
+def _own_s(pid: int) -> float:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0.0
+    words = stat.rpartition(b")")[2].split()  # its name, in parentheses, may be anything
+    return sum(map(int, words[_TIMES])) / _TICKS_PER_S
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for task in _tasks(pid):
+        with suppress(OSError):  # a kernel may lack this file; then only children that have ended are counted
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                yield from _family(int(child))
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []

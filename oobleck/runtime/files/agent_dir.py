@@ -30,8 +30,7 @@ ONLY_COPY = "only-copy"
 _MAX_NAME_CHARS = 24
 """Of a node in a path: with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes."""
 
-_SLOW_PERIOD_S = 0.1
-"""How often a slowed worker is stopped and continued."""
+_SLOW_PERIOD_S = 0.1  # how often a slowed worker is stopped and continued
 _END_POLLS = 40
 _END_POLL_S = 0.05
 """How often, and in which steps, a killed process is looked for: a big one needs its time to give memory back."""

@@ -20,8 +20,7 @@ MAX_TEXT_BYTES = 4 << 20
 MAX_DATA_BYTES = 64 << 20
 """Of what programs write: traces, profiles, configurations of models."""
 
-_PATIENCE_S = 10.0
-"""How long a pipe may take, all in all."""
+_PATIENCE_S = 10.0  # how long a pipe may take, all in all
 _CHUNK_BYTES = 1 << 20
 
 

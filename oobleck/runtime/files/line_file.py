@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _MAX_BYTES = 64 << 20
-_RETRY_S = 1.0
-"""Between two attempts to write what is kept."""
+_RETRY_S = 1.0  # between two attempts to write what is kept
 _COPY_BYTES = 1 << 20
 
 
@@ -50,7 +49,6 @@ class LineFile:
 
     @property
     def num_kept(self) -> int:
-        """Lines that wait to be written."""
         return len(self._kept)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .journal_file import JournalWriter, aside_of, put_back, read_entries, read_journal, read_losses, set_aside
-from .journal_image import read_image, remove_image, write_image
+from .journal_image import read_image, write_image
 from .journal_reading import find_journal, follow_journal, has_end
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "read_image",
     "read_journal",
     "read_losses",
-    "remove_image",
     "set_aside",
     "write_image",
 ]

@@ -15,8 +15,7 @@ from .dial_in import (
 )
 from .kubernetes import KubernetesAPI, PodFollower
 from .launcher import Arrived, Launcher, Leaving, NodeChange, Reported
-from .listed import Hostfile, ListedNodes, NodeList
-from .local import VirtualNodes
+from .listed import Hostfile, ListedNodes, NodeList, VirtualNodes
 from .ray import RayActors, ray_nodes
 from .slurm import SlurmAllocation, SlurmJobs, SlurmTasks
 

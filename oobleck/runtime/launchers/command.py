@@ -14,7 +14,6 @@ from oobleck.errors import ConfigError
 
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
-"""As of a hostfile."""
 _ERRORS_BYTES = 4096
 _SHOWN_CHARS = 200
 

@@ -37,15 +37,12 @@ INTRODUCTION = "OOBLECK_NODE"
 _MASTER, _NODE = "master.json", "node.json"
 _INTRODUCE = f'printf %s "${INTRODUCTION}"'
 _LOGIN_S = 10.0
-_CALLS_AGAIN_S = 0.1
-"""A node calls again at once, which takes a third of this."""
+_CALLS_AGAIN_S = 0.1  # a node calls again at once, which takes a third of this
 _LOGINS = 32
 _WAITING = 512
-_LEAST_LOGIN_S = 5.0
-"""So many logins at one time take 0.4 s of one core, and no more than this where it is busy."""
+_LEAST_LOGIN_S = 5.0  # so many logins at one time take 0.4 s of one core, and no more than this where it is busy
 _MOST_CHANGES = 100_000
-_MOST_REFUSALS = 100
-"""So many addresses of callers without the key are named; then no more."""
+_MOST_REFUSALS = 100  # so many addresses of callers without the key are named; then no more
 _MOST_ORIGIN_CHARS = 200
 
 
@@ -116,8 +113,7 @@ class DialedInNodes:
         self._has_begun = False
         self._report, self._changes = trio.open_memory_channel[NodeChange](_MOST_CHANGES)
         self._refused: set[str] = set()
-        self._grants: dict[str, str] = {}
-        """Under which each node was here last."""
+        self._grants: dict[str, str] = {}  # under which each node was here last
         self.released: dict[str, str] = {}
         """Nodes that were given back, and under which grant they were here."""
 
@@ -141,7 +137,6 @@ class DialedInNodes:
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
-        """All that are connected now."""
         return tuple(caller.spec for caller in self._callers.values() if not caller.connection.is_lost)
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:

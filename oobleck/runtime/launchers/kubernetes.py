@@ -9,13 +9,13 @@ last event; what a server has forgotten meanwhile (410) does not matter, for the
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import ssl
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -23,13 +23,14 @@ from oobleck.errors import ConfigError, PeerError, UsageError, shown
 from oobleck.json_table import load_json
 
 from .dial_in import DialedInNodes
-from .http_answer import HTTPAnswer
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiException
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where Kubernetes puts what a pod needs to ask its API server, unless the pod has it projected elsewhere."""
 _ACCOUNT_VARIABLE = "OOBLECK_SERVICE_ACCOUNT"
-_WATCH_S = 240
-"""The server ends a watch after so long: less than what proxies in between are patient for."""
+_WATCH_S = 240  # the server ends a watch after so long: less than what proxies in between are patient for
 _SILENCE_S = 300.0
 """A server that says nothing for so long is gone: it ends the watch before, and sends bookmarks every minute."""
 _CONNECT_S = 10.0
@@ -37,7 +38,6 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _NONE_S = 15.0
 """After so long without any pod that is reported: others of the same manifests may be made a moment later."""
-_READ_BYTES = 1 << 16
 _GONE = 410
 
 
@@ -149,30 +149,17 @@ def _list(thing: object, *path: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-class PodSource(Protocol):
-    """Where watches come from."""
-
-    @property
-    def namespace(self) -> str: ...
-
-    async def watch(self, selector: str, version: str | None, take: Callable[[bytes], None]) -> None:
-        """Hand every line of one watch to `take`, until the server ends it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesAPI:
     """The API server of the cluster that this process is a pod of."""
 
-    host: str
-    port: int
     namespace: str
     account: Path
     """A directory with the service account's token, which changes from time to time, and the server's authority."""
 
     @classmethod
     def of_pod(cls) -> KubernetesAPI:
-        """The one that Kubernetes names to its pods. Raises UsageError elsewhere."""
+        """The one that Kubernetes names to its pods. Raises UsageError elsewhere, and where its client is missing."""
         account = Path(os.environ.get(_ACCOUNT_VARIABLE, _ACCOUNT))
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{what}", "") for what in ("HOST", "PORT"))
         try:
@@ -184,72 +171,65 @@ class KubernetesAPI:
                 "--kubernetes: this is no pod of Kubernetes with a service account; run it there, as "
                 "deploy/kubernetes/master.yaml does, or leave it out and use --dial-in alone"
             )
-        return cls(host=host, port=int(port), namespace=namespace, account=account)
+        if importlib.util.find_spec("kubernetes") is None:
+            raise UsageError(
+                "--kubernetes: its client is not installed here; pip install 'oobleck[kubernetes]', or leave it out "
+                "and use --dial-in alone"
+            )
+        return cls(namespace=namespace, account=account)
 
     async def watch(self, selector: str, version: str | None, take: Callable[[bytes], None]) -> None:
         """Hand every line of one watch to `take`, until the server ends it; from the start where `version` is None.
 
-        Raises ConfigError where the service account cannot be used, WatchExpired, PeerError, OSError,
-        trio.BrokenResourceError, trio.TooSlowError, and what `take` raises.
+        Raises ConfigError where the service account cannot be used, WatchExpired, PeerError, OSError, and what `take`
+        raises. The client blocks a thread; one that is cancelled is left to the end of its watch.
         """
-        request, trusted, answer = self._request(selector, version), self._trusted(), HTTPAnswer()
-        with trio.fail_after(_CONNECT_S):
-            stream = trio.SSLStream(
-                await trio.open_tcp_stream(self.host, self.port),
-                trusted,
-                server_hostname=self.host,
-                https_compatible=True,
-            )
-        try:
-            with trio.fail_after(_CONNECT_S):
-                await stream.send_all(request)
-            while True:
-                with trio.fail_after(_SILENCE_S):
-                    data = await stream.receive_some(_READ_BYTES)
-                if not data:
-                    break
-                for line in answer.feed(bytes(data)):
-                    if answer.status == 200 and line.strip():
-                        take(line)
-        finally:
-            await trio.aclose_forcefully(stream)
-        if answer.status == _GONE:
-            raise WatchExpired
-        if answer.status != 200:
-            raise PeerError(self._refusal(answer))
+        await trio.to_thread.run_sync(self._watch, selector, version, take, abandon_on_cancel=True)
 
-    def _trusted(self) -> ssl.SSLContext:
-        try:
-            return ssl.create_default_context(cafile=str(self.account / "ca.crt"))
-        except OSError as error:  # ssl.SSLError among them
-            raise ConfigError(f"{self.account / 'ca.crt'} cannot be used: {error}") from error
+    def _watch(self, selector: str, version: str | None, take: Callable[[bytes], None]) -> None:
+        # Half a second and 40 MiB, which no other run has a use for.
+        from kubernetes import client, config
+        from urllib3.exceptions import HTTPError, ProtocolError
 
-    def _request(self, selector: str, version: str | None) -> bytes:
+        settings = client.Configuration(retries=False)  # who follows has waits of its own
+        token, authority = str(self.account / "token"), str(self.account / "ca.crt")
         try:
-            token = (self.account / "token").read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.account / 'token'} cannot be read: {error}") from error
-        asked = {"watch": "1", "labelSelector": selector, "allowWatchBookmarks": "true", "timeoutSeconds": _WATCH_S}
-        query = urlencode(asked if version is None else {**asked, "resourceVersion": version})
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = (
-            f"GET /api/v1/namespaces/{self.namespace}/pods?{query} HTTP/1.1",
-            f"Host: {host}:{self.port}",
-            f"Authorization: Bearer {token}",
-            "Accept: application/json",
-            "User-Agent: oobleck",
-            "Connection: close",
-        )
-        return "\r\n".join((*lines, "", "")).encode("ascii")
+            config.incluster_config.InClusterConfigLoader(token, authority).load_and_set(settings)
+        except (config.ConfigException, OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the service account in {self.account} cannot be used: {error}") from error
+        settings.proxy = None  # the server is inside of the cluster
+        try:
+            with client.ApiClient(settings) as api:
+                answer = client.CoreV1Api(api).list_namespaced_pod(
+                    self.namespace,
+                    watch=True,
+                    label_selector=selector,
+                    resource_version=version,
+                    allow_watch_bookmarks=True,
+                    timeout_seconds=_WATCH_S,
+                    _request_timeout=(_CONNECT_S, _SILENCE_S),
+                    _preload_content=False,  # its own models of pods are stricter than servers are
+                )
+                with suppress(ProtocolError):  # an answer that is cut off: the next watch continues from there
+                    for line in answer:
+                        if line.endswith(b"\n") and line.strip():
+                            trio.from_thread.run_sync(take, line)
+        except client.ApiException as error:
+            if error.status == _GONE:
+                raise WatchExpired from error
+            if not error.status:  # none was answered: the certificate is not that of the cluster's authority
+                raise OSError(str(error.__context__ or error.reason)) from error
+            raise PeerError(_refusal(error)) from error
+        except HTTPError as error:
+            raise OSError(str(error.__cause__ or error)) from error
 
-    def _refusal(self, answer: HTTPAnswer) -> str:
-        if answer.status is None:
-            return "the API server closes the connection and says nothing"
-        try:
-            said = _text(load_json(answer.rest), "message")
-        except ValueError:
-            said = ""
-        return f"the API server answers {answer.status}{f': {said}' if said else ''}"
+
+def _refusal(error: ApiException) -> str:
+    try:
+        said = _text(load_json(error.body or ""), "message")
+    except ValueError:
+        said = ""
+    return f"the API server answers {error.status}{f': {said}' if said else ''}"
 
 
 class PodFollower:
@@ -257,7 +237,7 @@ class PodFollower:
 
     def __init__(
         self,
-        source: PodSource,
+        source: KubernetesAPI,
         selector: str,
         callers: DialedInNodes,
         *,
@@ -288,8 +268,8 @@ class PodFollower:
                 except (ConfigError, PeerError) as error:
                     self._watch.forget()
                     self._note(str(error))
-                except (OSError, trio.BrokenResourceError, trio.TooSlowError) as error:
-                    self._note(f"the API server cannot be asked: {error.__cause__ or error or 'it does not answer'}")
+                except OSError as error:
+                    self._note(f"the API server cannot be asked: {error}")
                 await trio.sleep(self._wait_s)
                 self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 

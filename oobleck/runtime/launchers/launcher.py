@@ -52,41 +52,32 @@ class Launcher(Protocol):
     @property
     def are_virtual(self) -> bool:
         """Whether all nodes are this machine, and share its directories and its faults."""
-        ...
 
     @property
     def python(self) -> str:
         """The interpreter to be used on nodes, unless the user names another one."""
-        ...
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
         """The nodes that are known now; some of them need not be in the run."""
-        ...
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
         """Wait until there are enough nodes to begin with, and return them; or those of now, unless it `waits`."""
-        ...
 
     async def connect(self, node: NodeSpec) -> SSHConnection:
         """Connect to a node. Raises NodeUnreachable. The caller closes the connection."""
-        ...
 
     async def has_ended(self, node: NodeSpec) -> bool:
         """Whether a node whose connection has just been lost is gone for sure, with all that ran there.
 
         False where it may live, and be reached again. Takes a moment at most.
         """
-        ...
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
         """Report what changes after `begin`, until cancelled."""
-        ...
 
     async def release(self, node: NodeSpec) -> None:
         """Give a node back that has left the run for good; best effort, raises nothing."""
-        ...
 
     def named(self, text: str) -> NodeSpec:
         """The node that a user who adds one means by `text`. Raises UserError."""
-        ...

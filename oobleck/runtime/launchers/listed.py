@@ -39,21 +39,17 @@ class NodeList(Protocol):
     @property
     def source(self) -> str:
         """What errors in the text begin with."""
-        ...
 
     @property
     def name(self) -> str:
         """As in "the hostfile"."""
-        ...
 
     @property
     def interval_s(self) -> float:
         """How often it is read."""
-        ...
 
     async def read(self) -> str:
         """Read it. Raises UserError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +129,29 @@ def _free_name(spec: NodeSpec, names: Collection[str]) -> str:
     return next(name for name in chain([spec.name], more) if name not in names)
 
 
-class ListedNodes:
+class _NodesBySSH:
+    """What launchers have in common whose nodes this machine reaches by SSH."""
+
+    python = sys.executable
+    nodes: tuple[NodeSpec, ...]
+    _options: SSHOptions
+
+    async def connect(self, node: NodeSpec) -> SSHConnection:
+        """Connect over SSH. Raises NodeUnreachable."""
+        return await connect(node, self._options)
+
+    async def has_ended(self, node: NodeSpec) -> bool:
+        """Never known: SSH servers end connections, and agents outlive them."""
+        return False
+
+    async def release(self, node: NodeSpec) -> None:
+        """Nothing: the machine is its user's, and a virtual node may be added again."""
+
+
+class ListedNodes(_NodesBySSH):
     """Launcher: the nodes of a list, reached by SSH."""
 
     are_virtual = False
-    python = sys.executable
 
     def __init__(self, listed: NodeList, text: str, *, parse: Parser, options: SSHOptions) -> None:
         """`text` is what the list said when it was read first. Raises ConfigError where it is none."""
@@ -148,16 +162,7 @@ class ListedNodes:
         self.nodes = parse(text, source=listed.source)
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
-        """All that are listed."""
         return self.nodes
-
-    async def connect(self, node: NodeSpec) -> SSHConnection:
-        """Connect over SSH. Raises NodeUnreachable."""
-        return await connect(node, self._options)
-
-    async def has_ended(self, node: NodeSpec) -> bool:
-        """Never known: SSH servers end connections, and agents outlive them."""
-        return False
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
         """Read the list again and again.
@@ -179,9 +184,6 @@ class ListedNodes:
             said = seen
             for change in self._understand(text, str(seen)):
                 await changes.send(change)
-
-    async def release(self, node: NodeSpec) -> None:
-        """Nothing: the machine is its user's."""
 
     def named(self, text: str) -> NodeSpec:
         """A node of the list by its name, or a new one from a line as in a hostfile. Raises UserError."""
@@ -220,3 +222,31 @@ class ListedNodes:
 def _version(text: str) -> tuple[str, ...] | str:
     """What two versions are compared by: the order of lines says nothing."""
     return tuple(sorted(text.splitlines()))
+
+
+class VirtualNodes(_NodesBySSH):
+    """Launcher: nodes of this machine, reached by the SSH server that `oobleck up` itself runs for them.
+
+    A run begins with the first of them; the others can be added.
+    """
+
+    are_virtual = True
+
+    def __init__(self, nodes: Sequence[NodeSpec], options: SSHOptions, *, num_first: int) -> None:
+        self.nodes = tuple(nodes)
+        self._options = options
+        self._num_first = num_first
+
+    async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
+        return self.nodes[: self._num_first]
+
+    async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
+        """Nothing changes by itself."""
+        await trio.sleep_forever()
+
+    def named(self, text: str) -> NodeSpec:
+        """Raises UsageError."""
+        known = {spec.name: spec for spec in self.nodes}
+        if text not in known:
+            raise UsageError(f"this machine has no virtual node {text!r}; there are {', '.join(known)}")
+        return known[text]

@@ -26,8 +26,7 @@ _JOIN_S = 60.0
 _AGAIN_S = 10.0
 _END_S = 15.0
 _END_SILENT_S = 3.0
-_SILENT_S = 15.0
-"""Ray has not answered for so long: each node is looked at within ten seconds."""
+_SILENT_S = 15.0  # Ray has not answered for so long: each node is looked at within ten seconds
 _READ_BYTES = 1 << 16
 
 

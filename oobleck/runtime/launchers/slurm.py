@@ -28,8 +28,7 @@ from .dial_in import DialedInNodes
 _TIMEOUT_S = 30.0
 _AGAIN_S = 30.0
 _NOTICE_S = 60.0
-_NOTICE_SHARE = 0.25
-"""Of a time limit: a job of a minute or two has to get something done before its notice."""
+_NOTICE_SHARE = 0.25  # of a time limit: a job of a minute or two has to get something done before its notice
 _JOB_ID = re.compile(r"[0-9]+")
 _LISTED = "%i %A %L %l %N"
 _ID = re.compile(r"(?P<leader>[0-9]+)(\+(?P<component>[0-9]+)|_[0-9]+)?")
@@ -143,8 +142,7 @@ class SlurmTasks:
         self._again_s: dict[tuple[str, str], float] = {}
         """When a node of a job may be started again that was started before."""
         self._limited: set[str] = set()
-        self._noticed: set[str] = set()
-        """Jobs of whose limit people were told, and those that have had notice."""
+        self._noticed: set[str] = set()  # jobs of whose limit people were told, and those that have had notice
 
     async def run(self) -> None:
         """Ask which nodes there are, again and again, and start what is missing."""

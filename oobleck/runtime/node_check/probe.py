@@ -52,7 +52,6 @@ class RemoteProbe:
 
     @property
     def address(self) -> str:
-        """Where this node's groups listen."""
         assert self._connection is not None
         return self.spec.address or self._connection.peer_address
 
@@ -112,7 +111,6 @@ class RemoteProbe:
         return None
 
     async def aclose(self) -> None:
-        """End the probe."""
         with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_TIMEOUT_S):
             if self._stream is not None:
                 with suppress(trio.BrokenResourceError, trio.ClosedResourceError):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from .conversion import convert, find_tokenizer, write_tokenizer
 from .master_process import restart_master
-from .model_outline import LayerOutline, ModelOutline, outline_of
-from .profile_process import run_profiler
 from .script_process import CallbackProcess, DescribedScript, ScriptProcess, describe_script, read_script
+from .torch_process import (
+    LayerOutline,
+    ModelOutline,
+    convert,
+    find_tokenizer,
+    outline_of,
+    run_profiler,
+    write_tokenizer,
+)
 from .trainer_process import TrainerProcess
 
 __all__ = [

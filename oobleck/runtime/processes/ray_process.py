@@ -34,11 +34,9 @@ _INTERVAL_S = 1.0
 _AGAIN_S = 30.0
 _ANSWER_S = 10.0
 _STOP_S = 5.0
-_TURN_S = 1.0
-"""How long an end waits for a look at the nodes that is under way; one whose Ray is gone never returns."""
+_TURN_S = 1.0  # how long an end waits for a look at the nodes that is under way; one whose Ray is gone never returns
 _KILL_S = 3.0
 _SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 _OUTPUT = 1
@@ -70,7 +68,6 @@ class _NodeActor:
         return self._process.poll()
 
     def stop(self) -> None:
-        """End it."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)

@@ -27,12 +27,9 @@ _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
 _TIMEOUT_S = 120.0
-_LAST_LINES_S = 5.0
-"""How long a script may take to end once it has said what its job is."""
-_ENTRIES_BUFFERED = 10_000
-"""Callbacks that are so far behind miss what comes then."""
-_LAST_WORDS_S = 30.0
-"""How long callbacks may take to come to an end once the run has."""
+_LAST_LINES_S = 5.0  # how long a script may take to end once it has said what its job is
+_ENTRIES_BUFFERED = 10_000  # callbacks that are so far behind miss what comes then
+_LAST_WORDS_S = 30.0  # how long callbacks may take to come to an end once the run has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +39,11 @@ class DescribedScript:
     spec: ScriptSpec
     settings: str
     """As JSON, by the keys of a job file."""
+
+    @classmethod
+    def of(cls, spec: ScriptSpec, answer: Any) -> DescribedScript:
+        """Read what its process said of it."""
+        return cls(spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"]))
 
 
 def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
@@ -78,9 +80,7 @@ class ScriptProcess:
             self._process.kill()
             self.close()
             raise
-        self.described = DescribedScript(
-            spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
-        )
+        self.described = DescribedScript.of(spec, answer)
 
     def try_out(self, job: JobSpec) -> str:
         """Try the model, the loss and the optimizer of a job; returns what people should know of them.
@@ -157,12 +157,7 @@ class CallbackProcess(EntryFeed):
     """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
 
     def __init__(
-        self,
-        job: JobSpec,
-        *,
-        log: Path,
-        on_stop: Callable[[], None],
-        report: Callable[[str], None] = _log.warning,
+        self, job: JobSpec, *, log: Path, on_stop: Callable[[], None], report: Callable[[str], None] = _log.warning
     ) -> None:
         """`on_stop` is called when a callback wants training to stop, `report` with what people should know; what the
         script prints goes to `log`.

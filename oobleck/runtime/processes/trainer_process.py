@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,8 @@ from .script_process import DescribedScript, EntryFeed
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.trainer_host")
-_LAST_WORDS_S = 30.0
-"""How long callbacks may take for what has still to be said to them when the run has ended."""
+_LAST_WORDS_S = 30.0  # how long callbacks may take for what has still to be said to them when the run has ended
 _MOST_BYTES = 1 << 24
-"""Of what is said at `train()`."""
 
 
 class TrainerProcess(EntryFeed):
@@ -44,9 +41,7 @@ class TrainerProcess(EntryFeed):
         """
         self._ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [*_HOST, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
+            [*_HOST, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env={**as_no_rank(), "PYTHONUNBUFFERED": "1"}
         )
         theirs.close()
         self._ours.sendall(encode_json(script))
@@ -54,10 +49,7 @@ class TrainerProcess(EntryFeed):
         self._scope = trio.CancelScope()
         answer = self._await_train()
         self.resume: str | bool | None = answer["resume"]
-        """What training is to continue from, as `train()` was told."""
-        self.described = DescribedScript(
-            spec=replace(script, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"])
-        )
+        self.described = DescribedScript.of(script, answer)
 
     def _await_train(self) -> Any:
         with self._ours.makefile("rb") as lines:

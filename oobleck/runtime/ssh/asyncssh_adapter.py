@@ -19,18 +19,15 @@ import operator
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import asyncssh
 import trio
 import trio_asyncio
 
-from .login_shell import Preamble
-
 T = TypeVar("T")
 
-_RECEIVE_HIGH_BYTES = 1 << 20
-"""Above this many unread bytes the peer is asked to pause."""
+_RECEIVE_HIGH_BYTES = 1 << 20  # above this many unread bytes the peer is asked to pause
 
 _ERRORS_KEPT_BYTES = 4096
 
@@ -246,3 +243,97 @@ class SSHCommandStream(SSHStream):
 
     def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
         self.exit_status = -1
+
+
+_MARK: Final = b"oobleck-begins-here\n"
+_KEPT_BYTES: Final = 4096
+
+
+def marked(command: str) -> str:
+    """Return a command that prints the mark first. Its own text does not contain the mark, which a shell may repeat."""
+    return f"echo oobleck-'begins'-here; {command}"
+
+
+class Preamble:
+    """Takes the output of a marked command, and keeps the end of what came before the mark.
+
+    sshd hands every command to the user's login shell, which may be any, and reads its start files first, which greet
+    on the same stream. So a command begins by printing a mark, in words that all shells understand, and what comes
+    before the mark is not the command's.
+    """
+
+    def __init__(self) -> None:
+        self._before = bytearray()
+        self.has_ended = False
+        """Whether the mark has come: the command has begun."""
+
+    @property
+    def text(self) -> str:
+        """What was printed before the command."""
+        return self._before.decode(errors="replace").strip()
+
+    def strip(self, data: bytes) -> bytes:
+        """Return what of the next bytes is the command's own."""
+        if self.has_ended:
+            return data
+        self._before += data
+        at = self._before.find(_MARK)
+        if at < 0:
+            del self._before[:-_KEPT_BYTES]
+            return b""
+        self.has_ended = True
+        output = bytes(self._before[at + len(_MARK) :])
+        del self._before[at:]
+        return output
+
+    def as_cause(self) -> str:
+        """What people are told of it where something went wrong: its last line, or nothing."""
+        return f"; its login shell printed {self.text.splitlines()[-1]!r}" if self.text else ""
+
+
+_RESTING_S = 60.0
+
+
+class Keepalive:
+    """Has asyncssh ask whether the other side is there while it says nothing, and only then.
+
+    asyncssh sets a timer for its next question again with each packet that comes, and each of these timers wakes the
+    process once more when its time has come, although it is cancelled. With agents that send heartbeats this costs as
+    much as a fifth of the master's time. So asyncssh asks nothing while an agent is heard, and one look in each
+    interval sees whether it still is. Who falls silent is given up within one interval of when it would be otherwise.
+    """
+
+    def __init__(self, connection: asyncssh.SSHClientConnection, *, interval_s: float, count_max: int) -> None:
+        """asyncssh asks already: every `interval_s`, and `count_max` times in vain before the connection is lost."""
+        self._connection = connection
+        self._interval_s = interval_s
+        self._count_max = count_max
+        self._is_asking = True
+        self._is_resting = False
+        self._is_heard = False
+
+    def hear(self) -> None:
+        """Something has come. Called by asyncssh."""
+        self._is_heard = True
+        if self._is_asking and not self._is_resting and self._interval_s:
+            self._is_asking = False
+            self._connection.set_keepalive(interval=0)
+            call_later(self._interval_s, self._look)
+
+    def rest(self, is_resting: bool) -> None:
+        """Ask seldom, while the other side is heard by another way: often enough for a firewall."""
+        self._is_resting = is_resting
+        self._ask(_RESTING_S if is_resting else self._interval_s, self._count_max)
+
+    def _look(self) -> None:
+        if self._is_asking or self._connection.is_closed():
+            return
+        if self._is_heard:
+            self._is_heard = False
+            call_later(self._interval_s, self._look)
+        else:
+            self._ask(self._interval_s, self._count_max - 1)  # one interval has passed already
+
+    def _ask(self, interval_s: float, count_max: int) -> None:
+        self._is_asking = True
+        self._connection.set_keepalive(interval=interval_s, count_max=count_max)

@@ -20,13 +20,10 @@ import trio
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 
-from .asyncssh_adapter import SSHCommandStream, SSHStream, await_asyncio
-from .host_config import Jump, algorithms_asked_for, jumps_of, keys_asked_for, read_config
-from .keepalive import Keepalive
+from .asyncssh_adapter import Keepalive, Preamble, SSHCommandStream, SSHStream, await_asyncio, marked
+from .doorkeeper import Logins
+from .host_config import Jump, ProxyCommand, algorithms_asked_for, jumps_of, keys_asked_for, read_config
 from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
-from .login_shell import Preamble, marked
-from .logins import Logins
-from .proxy import ProxyCommand
 
 T = TypeVar("T")
 
@@ -51,7 +48,6 @@ class SSHOptions:
     logins: Logins = field(default_factory=Logins, repr=False, compare=False)
     """What all connections with these options share."""
     host_key_files: HostKeyFiles = field(default_factory=HostKeyFiles, repr=False, compare=False)
-    """Mutable, too."""
 
     def for_node(self, node: NodeSpec) -> dict[str, object]:
         """asyncssh's options for a connection to `node`; what is left out it takes from ssh's files."""
@@ -213,7 +209,6 @@ class SSHConnection:
         self._connection.disconnect(code, reason)
 
     async def aclose(self) -> None:
-        """Close the connection, and what runs through it."""
         self._is_ended_here = True
         try:
             self._connection.close()
@@ -277,12 +272,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
         if hops and connection is None:
             hops[-1].close()
     return SSHConnection(
-        node.name,
-        host,
-        connection,
-        options=options,
-        takes_calls=proxy is None and not hops,
-        proxy=proxy,
+        node.name, host, connection, options=options, takes_calls=proxy is None and not hops, proxy=proxy
     )
 
 
@@ -295,7 +285,6 @@ class _Attempt:
         self.known_hosts: KnownHosts | None = None
         """None where its key is pinned."""
         self.algorithms: tuple[str, ...] = ()
-        """The options of ssh's config that name some."""
 
     @property
     def target(self) -> str:

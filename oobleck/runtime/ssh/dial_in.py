@@ -24,8 +24,7 @@ from .node_server import CommandProcesses, node_server_options
 
 _USER = "oobleck"
 _KEEPALIVE_S = 5.0
-_LOGIN_TIMEOUT_S = 30.0
-"""Of a node: where thousands call at once, it is not its turn before."""
+_LOGIN_TIMEOUT_S = 30.0  # of a node: where thousands call at once, it is not its turn before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

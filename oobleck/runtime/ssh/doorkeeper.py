@@ -1,4 +1,4 @@
-"""Takes in who connects to a port, before it is known who it is.
+"""Whose turn it is to log in: of those who connect to a port of ours, and of ours at the ports of others.
 
 Anybody who reaches a port can connect to it. Who says nothing there costs a descriptor and no more, and may cost little
 of those. Who speaks as SSH does waits for a turn to show the key, and addresses take turns: many callers of one address
@@ -8,9 +8,10 @@ keep nobody out who comes from another.
 from __future__ import annotations
 
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 import asyncssh
@@ -21,8 +22,7 @@ from oobleck.runtime.listening import accept
 from .node_server import LOGIN_TIMEOUT_S
 
 _HELLO: Final = b"SSH-"
-_LOOK_S: Final = 0.05
-"""How often a caller is looked at that has said a part of that."""
+_LOOK_S: Final = 0.05  # how often a caller is looked at that has said a part of that
 
 
 class _Caller:
@@ -65,8 +65,7 @@ class Doorkeeper:
         self._login_timeout_s = login_timeout_s
         self._silent: dict[_Caller, float] = {}
         self._queue: dict[_Caller, None] = {}
-        self._logins: dict[_Caller, float] = {}
-        """Those that are under way, in their order, and since when."""
+        self._logins: dict[_Caller, float] = {}  # those that are under way, in their order, and since when
         self._changed = trio.Event()
 
     async def serve(self, listener: trio.SocketListener) -> None:
@@ -163,3 +162,30 @@ async def _says_hello(stream: trio.SocketStream) -> bool:
             return False
         await trio.sleep(_LOOK_S)
     return True
+
+
+_AT_ONCE: Final = 8  # of OpenSSH's ten, two are left to other people
+_AT_ONCE_IN_ALL: Final = 128  # a handshake takes about 12 ms of processor time here, and may take 10 s
+
+
+class Logins:
+    """Whose turn it is to connect, at each server apart: one that does not answer delays none at another.
+
+    OpenSSH turns some away as soon as ten have not yet proved who they are (MaxStartups in sshd_config(5)), and a
+    machine of many nodes, or a jump host in front of them, is asked by all of them at once.
+
+    Of thousands of nodes, each behind a server of its own, this process does the handshakes one after the other all the
+    same: it begins only as many at one time as it can end before the first of them is given up for late.
+
+    Only where more than a hundred servers do not answer, those that come after them wait for longer.
+    """
+
+    def __init__(self) -> None:
+        self._all = trio.Semaphore(_AT_ONCE_IN_ALL, max_value=_AT_ONCE_IN_ALL)
+        self._turns = defaultdict[str, trio.Semaphore](partial(trio.Semaphore, _AT_ONCE, max_value=_AT_ONCE))
+
+    @asynccontextmanager
+    async def turn(self, server: str) -> AsyncIterator[None]:
+        """Wait for a turn at a server, and keep it until the context ends."""
+        async with self._turns[server], self._all:
+            yield

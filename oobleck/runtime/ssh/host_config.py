@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -91,3 +95,33 @@ def _existing(found: asyncssh.SSHClientConnectionOptions, option: str) -> list[P
 def _has_agent(found: asyncssh.SSHClientConnectionOptions) -> bool:
     path = found.config.get("IdentityAgent") or os.environ.get("SSH_AUTH_SOCK", "")
     return bool(path) and Path(str(path)).expanduser().exists()
+
+
+class ProxyCommand:
+    """A proxy command that runs: its standard input and output are the connection, of which `socket` is our end.
+
+    asyncssh could run it, as a process of asyncio: one that ends just when its connection is closed is then waited for
+    twice, and the wait that comes too late ends the loop with all of its connections.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Raises OSError where it cannot be started."""
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError:
+                self.socket.close()
+                raise
+
+    def end(self) -> None:
+        """Kill it, with what it has started. Whoever was given the socket closes it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -26,8 +26,7 @@ _REVOKED = "@revoked"
 _MARKERS = ("@cert-authority", _REVOKED)
 _SIGNS_OF_A_PATTERN = frozenset("*?!")
 _DEFAULT_PORT = 22
-_ANY = "host"
-"""The name under which asyncssh gets the keys that count."""
+_ANY = "host"  # the name under which asyncssh gets the keys that count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +113,7 @@ class _Index:
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
         self._hashed: list[tuple[bytes, bytes, int]] = []
         """The lines of which nobody knows yet for whom they are: (salt, hash, number)."""
-        self._searched: set[str] = set()
-        """The names whose hashed lines are known."""
+        self._searched: set[str] = set()  # the names whose hashed lines are known
         self._patterns: list[tuple[re.Pattern[str], re.Pattern[str] | None, int]] = []
         """The lines for names of a form: (those, but not these, number)."""
         for line in text.splitlines():
@@ -190,8 +188,5 @@ def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts
         names: tuple[str, ...] = (str(options.host_key_alias).lower(),)
     else:
         names = (host,) if port == _DEFAULT_PORT else (f"[{host}]:{port}", host)
-    return KnownHosts(files=_expanded(*user_files, *global_files), names=names)
-
-
-def _expanded(*names: str) -> tuple[Path, ...]:
-    return tuple(Path(name).expanduser() for name in names)
+    files = tuple(Path(name).expanduser() for name in (*user_files, *global_files))
+    return KnownHosts(files=files, names=names)

@@ -22,8 +22,7 @@ from .doorkeeper import Doorkeeper
 from .node_server import node_server_options
 
 _HOST = "127.0.0.1"
-_LOGINS_A_NODE = 8
-"""As many as `logins.py` lets begin at one server."""
+_LOGINS_A_NODE = 8  # as many as `Logins` lets begin at one server
 _OTHER_LOGINS = 24
 
 

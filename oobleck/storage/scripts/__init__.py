@@ -22,11 +22,12 @@ from .part import (
     note_of,
     note_taken,
     remove_old,
+    start_name,
+    start_number,
     state_name,
     write_part,
 )
 from .shards import Box, Sharding, is_covered, overlap, resharded
-from .starts import StateAge, age_of, start_name, start_number
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [
@@ -44,9 +45,7 @@ __all__ = [
     "ScriptIdentity",
     "Sharding",
     "Source",
-    "StateAge",
     "TreeNode",
-    "age_of",
     "choose",
     "find_parts",
     "from_tree",

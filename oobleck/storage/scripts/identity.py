@@ -47,11 +47,7 @@ class ScriptIdentity:
         """Return what a rank is given; a script that the user names in what it inherits is that one."""
         script = inherited.get(SCRIPT_VARIABLE) or self.script
         default_tag = self.default_tag if script == self.script else ""
-        return {
-            SCRIPT_VARIABLE: script,
-            _ARGUMENTS_VARIABLE: self.arguments,
-            _DEFAULT_TAG_VARIABLE: default_tag,
-        }
+        return {SCRIPT_VARIABLE: script, _ARGUMENTS_VARIABLE: self.arguments, _DEFAULT_TAG_VARIABLE: default_tag}
 
     def check_script(self, note: PartNote, place: str) -> None:
         """Raise UsageError for a part that another script has saved."""

@@ -4,19 +4,20 @@
     rank-00003.safetensors              the part, as a file of tensors
     rank-00003.json                     its note, size and SHA-256: the part is there when this is
 
-Parts of the same step and start belong together (`starts`).
+Parts of the same step and start belong together. A *start* is one generation of one run of a script. Its number is one
+more than that of any start whose states its ranks can see, so starts that continue from each other are in order,
+whatever the clocks of their nodes show.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,16 +25,14 @@ from typing import Literal
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.json_table import load_json
 from oobleck.storage.directory import CheckpointDirectory
-from oobleck.storage.layer_file import read_layer_file, write_file, write_layer_file
+from oobleck.storage.layer_file import file_digest, read_layer_file, write_file, write_layer_file
 from oobleck.storage.layout import Layout, TensorSpec
-from oobleck.storage.memory import FlashMemory, Slot, memory_files
+from oobleck.storage.memory import FlashMemory, Slot, find_slots
 from oobleck.wire import decode_json, encode_json
 
 from .shards import Sharding
-from .starts import StateAge, age_of
 
 DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
-"""Where states lie on disk."""
 MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"
 """Where an agent keeps its ranks' states in shared memory; it is not set without one."""
 START_VARIABLE = "OOBLECK_CHECKPOINT_START"
@@ -45,7 +44,6 @@ _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
 _WRITES = 3
-_READ_BYTES = 4 << 20
 
 Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
@@ -55,7 +53,6 @@ class PartNote:
     """What is known of a part without its bytes."""
 
     name: str
-    """Of the state: `state_name`."""
     step: int
     start: str
     rank: int
@@ -112,14 +109,11 @@ class Part:
         return self._tensors
 
     def _in_file(self, path: Path) -> Tensors:
-        digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
-                while piece := file.read(_READ_BYTES):
-                    digest.update(piece)
+            digest = file_digest(path)
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: {error.strerror}") from error
-        if digest.hexdigest() != self.digest:
+        if digest != self.digest:
             raise CorruptCheckpoint(f"{path}: changed: its SHA-256 is not {self.digest}")
         return read_layer_file(path).tensors
 
@@ -149,7 +143,7 @@ def find_parts(
 
     `tell` receives the notes that cannot be read, with their files.
     """
-    for slot in _slots(memory) if memory is not None else ():
+    for slot in find_slots(memory, _ANY) if memory is not None else ():
         if (note := note_of(slot)) is not None:
             yield Part(note, "memory", slot.digest, slot)
     for name in CheckpointDirectory(directory).names():
@@ -179,12 +173,6 @@ def _read_note(raw: bytes) -> _PartFile:
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
     return decode_json(_PartFile, text)
-
-
-def _slots(memory: Path) -> Iterator[Slot]:
-    for path in memory_files(memory, _ANY):
-        with suppress(CorruptCheckpoint, OSError):
-            yield from FlashMemory.open(path).valid_slots()
 
 
 def _in_slot(slot: Slot) -> Tensors:
@@ -316,3 +304,32 @@ def is_taken(slot: Slot) -> bool:
     except OSError:
         return False
     return len(raw) == _TAKEN.size and int(_TAKEN.unpack(raw)[0]) >= slot.sequence
+
+
+_NAME = re.compile(r"s(\d{1,18})-")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StateAge:
+    """Greater for the newer state: that of the later start, then that of the later step. Clocks have no say."""
+
+    number: int
+    step: int
+    start: str
+    """Two starts have the same number where neither has seen the other: then any order that all ranks have will do."""
+
+
+def start_name(number: int, unique: str) -> str:
+    """Return what a start is called; `unique` tells it from others of its number."""
+    return f"s{number}-{unique}"
+
+
+def start_number(start: str) -> int:
+    """Return the number of a start; 0 for one of a version that did not count them."""
+    found = _NAME.match(start)
+    return int(found[1]) if found else 0
+
+
+def age_of(start: str, step: int) -> StateAge:
+    """Return the age of the state that a start saved after a step."""
+    return StateAge(start_number(start), step, start)

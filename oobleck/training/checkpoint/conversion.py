@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oobleck import storage
-from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.job import ModelSpec, Task
 from oobleck.training import model as models
 from oobleck.training.tensor_bytes import as_tensor
@@ -34,11 +34,9 @@ from .parts import model_metadata
 from .state import layer_layout
 from .weights import read_weights
 
-_EXIT_CONFIG = 78
 IMPORTED = "imported"
 """What a run is called that has not been one of ours."""
 _TRIAL_LENGTH = 16
-"""Length of the sample on which the model's layers are found."""
 
 
 def main() -> int:
@@ -51,7 +49,7 @@ def main() -> int:
             export_model(Path(source), Path(target), adapters_alone=what == "peft")
     except (ConfigError, CorruptCheckpoint, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        return _EXIT_CONFIG
+        return ExitCode.CONFIG
     return 0
 
 
@@ -152,53 +150,52 @@ def import_model(source: Path, target: Path) -> Path:
     structure = models.ModelStructure.from_spec(
         ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH
     )
-    name = storage.checkpoint_name(IMPORTED, step=0, generation=0)
-    directory = storage.CheckpointDirectory(target)
-    (target / name).mkdir(parents=True, exist_ok=True)
-    metadata = model_metadata(structure)
+    return write_layers(target, structure, _initial_layers(structure))
+
+
+def _initial_layers(structure: models.ModelStructure) -> Iterator[dict[str, torch.Tensor]]:
     model = models.StageModel(structure, dtype=torch.float32, device="cpu")
-    shards: list[storage.Shard] = []
     for layer in range(structure.num_layers):
         model.adopt(layer, layer + 1, {})
         model.initialize([layer], seed=0)
-        tensors = {name: parameter.detach() for name, parameter in model.parameters.items()}
-        shards.append(write_layer(target / name, layer, layer_layout({layer: tensors}, metadata=metadata), tensors))
+        yield {name: parameter.detach() for name, parameter in model.parameters.items()}
         model.adopt(layer, layer, {})
-    directory.commit(manifest_of(name, structure, tuple(shards)))
-    return target / name
 
 
-def write_layer(path: Path, layer: int, layout: storage.Layout, tensors: dict[str, torch.Tensor]) -> storage.Shard:
-    """Write a layer's file into a checkpoint's directory. Raises OSError."""
-    data = memoryview(bytearray(layout.size_bytes))
-    for entry in layout.entries:
-        as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
-    file = storage.layer_file_name(layer)
-    metadata = {**layout.metadata, "format": "pt", "layer": str(layer)}
-    size, digest = storage.write_layer_file(path / file, layout.entries, data, metadata=metadata)
-    return storage.Shard(layer=layer, file=file, size_bytes=size, sha256=digest)
-
-
-def manifest_of(
-    name: str, structure: models.ModelStructure, shards: tuple[storage.Shard, ...], *, step: int = 0
-) -> storage.Manifest:
-    """Return the manifest of a checkpoint that no run has saved."""
-    return storage.Manifest(
-        version=storage.MANIFEST_VERSION,
-        name=name,
-        tag=IMPORTED,
-        run=IMPORTED,
-        saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        step=step,
-        generation=0,
-        loss=None,
-        seed=0,
-        global_batch_size=1,
-        samples_seen=0,
-        data_digest="",
-        layer_names=structure.layer_names,
-        shards=shards,
+def write_layers(
+    target: Path, structure: models.ModelStructure, layers: Iterable[Mapping[str, torch.Tensor]], *, step: int = 0
+) -> Path:
+    """Write a checkpoint that no run has saved, layer by layer; returns its path. Raises OSError."""
+    name = storage.checkpoint_name(IMPORTED, step=step, generation=0)
+    directory = storage.CheckpointDirectory(target)
+    (target / name).mkdir(parents=True, exist_ok=True)
+    metadata = model_metadata(structure)
+    shards: list[storage.Shard] = []
+    for layer, tensors in enumerate(layers):
+        layout = layer_layout({layer: tensors}, metadata=metadata)
+        data = memoryview(bytearray(layout.size_bytes))
+        for entry in layout.entries:
+            as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
+        shards.append(directory.write_layer(name, layer, layout, data))
+    directory.commit(
+        storage.Manifest(
+            version=storage.MANIFEST_VERSION,
+            name=name,
+            tag=IMPORTED,
+            run=IMPORTED,
+            saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            step=step,
+            generation=0,
+            loss=None,
+            seed=0,
+            global_batch_size=1,
+            samples_seen=0,
+            data_digest="",
+            layer_names=structure.layer_names,
+            shards=tuple(shards),
+        )
     )
+    return target / name
 
 
 def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:

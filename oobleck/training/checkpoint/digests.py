@@ -17,8 +17,7 @@ import torch
 
 _COLUMNS = 1 << 14
 _ROWS = 1 << 8
-_BASE = 0x9E3779B97F4A7C15
-"""An odd number: states of several tensors are numbers to this base."""
+_BASE = 0x9E3779B97F4A7C15  # an odd number: states of several tensors are numbers to this base
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 

@@ -26,10 +26,8 @@ from oobleck.training.worker_log import WorkerLog
 from .parts import cut_state, model_metadata, part_metadata, part_to_save
 from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
 
-_IMPORTED = "imported"
-"""The tag of what `oobleck checkpoint import` has written: it belongs to no run yet."""
-_ANY_DEVICE = "device*"
-"""What other workers of the node have saved can be read here too."""
+_IMPORTED = "imported"  # the tag of what `oobleck checkpoint import` has written: it belongs to no run yet
+_ANY_DEVICE = "device*"  # what other workers of the node have saved can be read here too
 
 Report = Callable[[protocol.WorkerReport], None]
 

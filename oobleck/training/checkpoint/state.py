@@ -51,7 +51,6 @@ class SavedLayers:
     copy_s: float = 0.0
     """How long the copy took, most of it beside training."""
     problem: str | None = None
-    """Why there is nothing, where there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,6 @@ class StateReader:
         self._stem = stem
         self._checkpoints = checkpoints
         self._verified: set[tuple[Path, int, int]] = set()
-        """Slots, by file, number and sequence."""
 
     def in_memory(
         self, *, fits: Callable[[storage.Layout], bool] = lambda _: True

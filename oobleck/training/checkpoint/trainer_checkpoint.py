@@ -15,12 +15,9 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.storage import CheckpointDirectory, checkpoint_name
 from oobleck.training.model import LiveModel, ModelStructure
 
-from .conversion import IMPORTED, manifest_of, write_layer
-from .parts import model_metadata
-from .state import layer_layout
+from .conversion import write_layers
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
@@ -52,6 +49,33 @@ def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collec
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
 
 
+def write_checkpoint(
+    target: Path,
+    structure: ModelStructure,
+    state: Mapping[str, torch.Tensor],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    *,
+    step: int,
+) -> Path:
+    """Write a checkpoint of a model's `state`, with the optimizer's `states` by tensors' ids; returns its path.
+
+    Raises OSError.
+    """
+    return write_layers(target, structure, _layers(structure, state, states), step=step)
+
+
+def _layers(
+    structure: ModelStructure, state: Mapping[str, torch.Tensor], states: Mapping[int, Mapping[str, torch.Tensor]]
+) -> Iterator[dict[str, torch.Tensor]]:
+    for layer in range(structure.num_layers):
+        tensors: dict[str, torch.Tensor] = {}
+        for each in structure.layer_parameters(layer):
+            tensors[each] = state[each].detach().cpu()
+            for key, value in states.get(id(state[each]), {}).items():
+                tensors[f"optimizer.{key}.{each}"] = value
+        yield tensors
+
+
 def _states(
     directory: Path, model: nn.Module, decayed: Collection[str], saved: Mapping[str, Any], step: int
 ) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
@@ -79,31 +103,3 @@ def _states(
                     "continue from a checkpoint of the same model, no step of which was skipped"
                 )
             yield id(parameter), state
-
-
-def write_checkpoint(
-    target: Path,
-    structure: ModelStructure,
-    state: Mapping[str, torch.Tensor],
-    states: Mapping[int, Mapping[str, torch.Tensor]],
-    *,
-    step: int,
-) -> Path:
-    """Write a checkpoint of a model's `state`, with the optimizer's `states` by tensors' ids; returns its path.
-
-    Raises OSError.
-    """
-    name = checkpoint_name(IMPORTED, step=step, generation=0)
-    (target / name).mkdir(parents=True, exist_ok=True)
-    metadata = model_metadata(structure)
-    shards = []
-    for layer in range(structure.num_layers):
-        tensors: dict[str, torch.Tensor] = {}
-        for each in structure.layer_parameters(layer):
-            tensors[each] = state[each].detach().cpu()
-            for key, value in states.get(id(state[each]), {}).items():
-                tensors[f"optimizer.{key}.{each}"] = value
-        layout = layer_layout({layer: tensors}, metadata=metadata)
-        shards.append(write_layer(target / name, layer, layout, tensors))
-    CheckpointDirectory(target).commit(manifest_of(name, structure, tuple(shards), step=step))
-    return target / name

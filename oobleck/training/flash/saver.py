@@ -47,7 +47,7 @@ class MemorySaver:
         slot = self._slot_of(memory)
         _wait_for_agent([slot])
         slot.begin()
-        _fill(slot, tree, flat)
+        _fill(memory.layout, slot.data, tree, flat)
         slot.seal(encode_json(note))
         self._protected = note.name
 
@@ -104,7 +104,7 @@ class DiskSaver:
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
         layout = _layout(flat, len(tree), note.rank, None)
         data = memoryview(bytearray(layout.size_bytes))
-        _fill_data(layout, data, tree, flat)
+        _fill(layout, data, tree, flat)
         scripts.write_part(self._directory, note, layout, data, is_planned=True)
         scripts.remove_old(self._directory, start=note.start)
 
@@ -120,11 +120,7 @@ def _layout(flat: Flat, tree_bytes: int, rank: int, last: storage.FlashMemory | 
     return storage.Layout.of({rank: specs}, metadata={})
 
 
-def _fill(slot: storage.Slot, tree: bytes, flat: Flat) -> None:
-    _fill_data(slot.memory.layout, slot.data, tree, flat)
-
-
-def _fill_data(layout: storage.Layout, data: memoryview, tree: bytes, flat: Flat) -> None:
+def _fill(layout: storage.Layout, data: memoryview, tree: bytes, flat: Flat) -> None:
     first, *entries = layout.entries
     data[: first.stop] = tree.ljust(first.stop)
     with torch.no_grad():

@@ -20,7 +20,6 @@ class Leaf:
     """A tensor of a tree."""
 
     entry: str
-    """Its name in the part."""
     dtype: str
     shape: tuple[int, ...]
     """Of the whole tensor."""

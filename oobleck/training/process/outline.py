@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from oobleck.errors import UserError
+from oobleck.host.streams import answer_with
 from oobleck.job import JobSpec
 from oobleck.training.forking import quick_imports
 from oobleck.wire import decode_json
@@ -21,7 +20,6 @@ from oobleck.wire import decode_json
 if TYPE_CHECKING:
     from oobleck.training.model import ModelStructure
 
-_EXIT_CONFIG = 78
 _SHAPE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -38,17 +36,8 @@ _SHAPE_KEYS = (
 
 def main() -> int:
     """Read the job, print the outline; returns the exit status."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a script may print
     job = decode_json((JobSpec,), sys.stdin.readline())
-    try:
-        outline = outline_of_job(job)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return _EXIT_CONFIG
-    with answers:
-        answers.write(json.dumps(outline))
-    return 0
+    return answer_with(lambda: json.dumps(outline_of_job(job)))
 
 
 def outline_of_job(job: JobSpec) -> dict[str, object]:

@@ -8,7 +8,6 @@ as JSON; what is wrong with the job goes to stderr, with the exit status 78.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -16,8 +15,9 @@ from pathlib import Path
 import torch
 
 from oobleck.control.plans import profile_key
-from oobleck.errors import ConfigError, UserError
+from oobleck.errors import ConfigError
 from oobleck.host.machine import this_machine
+from oobleck.host.streams import answer_with
 from oobleck.job import JobSpec
 from oobleck.planner import profile_from_json, profile_to_json
 from oobleck.training.assembly import assemble
@@ -27,23 +27,13 @@ from oobleck.wire import decode_json
 
 from .profiler import device_name, profile_of_job
 
-_EXIT_CONFIG = 78
-
 
 def main() -> int:
     """Print the profile of a job; returns the exit status."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a script may print
     job = decode_json((JobSpec,), sys.stdin.readline())
     cache_dir, profile_dir, workers, freshness = sys.argv[1:]
-    try:
-        answer = _profile(job, Path(cache_dir), Path(profile_dir), int(workers), is_fresh=freshness == "fresh")
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return _EXIT_CONFIG
-    with answers:
-        answers.write(json.dumps(answer))
-    return 0
+    places, is_fresh = (Path(cache_dir), Path(profile_dir)), freshness == "fresh"
+    return answer_with(lambda: json.dumps(_profile(job, *places, int(workers), is_fresh=is_fresh)))
 
 
 def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, is_fresh: bool) -> dict[str, object]:

@@ -10,8 +10,7 @@ import trio
 
 from oobleck.control.journal import Failure, failure_of_end
 from oobleck.control.protocol import Exited, Killed, end_text
-from oobleck.runtime.agent.fork_client import ForkedProcess
-from oobleck.runtime.agent.oom_kills import OomKills
+from oobleck.runtime.agent.fork_client import ForkedProcess, OomKills
 
 BY_KERNEL = Killed(signal=9, is_out_of_memory=True)
 
@@ -52,5 +51,5 @@ def test_a_worker_that_ran_out_of_memory_is_told_so_and_what_helps():
 
 def test_an_agent_counts_where_it_runs():
     """Wherever these tests run: the kernel's files are there, or count nothing."""
-    code = "from oobleck.runtime.agent.oom_kills import OomKills; OomKills()"
+    code = "from oobleck.runtime.agent.fork_client import OomKills; OomKills()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from oobleck.runtime.agent.processor_time import processor_s
+from oobleck.runtime.agent.workers import processor_s
 
 BUSY = "until = time.process_time() + 0.5\nwhile time.process_time() < until: pass\n"
 REST = "print('done', flush=True)\ntime.sleep(60)\n"

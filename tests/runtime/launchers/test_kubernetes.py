@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from oobleck.errors import PeerError, UsageError
 from oobleck.runtime.launchers import KubernetesAPI, PodFollower
-from oobleck.runtime.launchers.http_answer import HTTPAnswer
 from oobleck.runtime.launchers.kubernetes import PodWatch, WatchExpired
 from tests.kubernetes_api import Answer, FakeAPI, bookmark, event, failure, gone, pod, serve_kubernetes_api
 from tests.runtime.ssh_servers import until
@@ -134,62 +130,6 @@ def test_why_a_pod_does_not_come_is_said_once(status: dict[str, object], words: 
     assert [said.partition(": ")[2].startswith(words or "") for said in callers.said] == ([True] if words else [])
 
 
-# --- an answer, in any pieces --------------------------------------------------------------------------------------
-
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@given(
-    lines=st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"")), max_size=5),
-    chunks=st.lists(st.integers(1, 9), max_size=9),
-    cuts=st.lists(st.integers(0, 200), max_size=9),
-    is_chunked=st.booleans(),
-)
-def test_lines_are_those_of_the_server_wherever_they_are_cut(
-    lines: list[bytes], chunks: list[int], cuts: list[int], *, is_chunked: bool
-) -> None:
-    body = b"".join(line + b"\n" for line in lines) + b'{"the rest'
-    sent = b"HTTP/1.1 200 OK\r\n\r\n" + body
-    if is_chunked:
-        sent, place = HEAD, 0
-        for size in [*chunks, len(body)]:
-            if piece := body[place : place + size]:
-                sent += b"%x\r\n%s\r\n" % (len(piece), piece)
-            place += size
-        sent += b"0\r\n\r\n"
-    places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
-    answer = HTTPAnswer()
-    found = [line for first, stop in pairwise(places) for line in answer.feed(sent[first:stop])]
-    assert (answer.status, found, answer.rest) == (200, lines, b'{"the rest')
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
-        b"HTTP/1.1 " + b"2" * 5000 + b" OK\r\n\r\n",
-        b"HTTP/1.1 20 OK\r\n\r\n",
-        HEAD + b"many\r\n",
-        HEAD + b"-1\r\n",
-        HEAD + b"0x10\r\n",
-        HEAD + b"1_0\r\n",
-        HEAD + b"fffffffffff\r\n",
-        HEAD + b"f" * 50_000 + b"\r\n",
-        b"\0" * 70_000,
-    ],
-)
-def test_what_is_no_answer_is_refused(sent: bytes) -> None:
-    with pytest.raises(PeerError):
-        HTTPAnswer().feed(sent)
-
-
-@given(st.binary(max_size=200))
-def test_whatever_arrives_is_read_or_refused(sent: bytes) -> None:
-    for begin in (b"", b"HTTP/1.1 ", HEAD):
-        with suppress(PeerError):
-            HTTPAnswer().feed(begin + sent)
-
-
 # --- the API server ------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +167,7 @@ async def test_pods_are_followed_through_cuts_and_a_forgotten_version(
     assert (callers.leaving, callers.said) == (["oobleck-node-0"], [])
     assert [asked.get("resourceVersion") for asked in api.asked] == [None, "9", "12", None, "50", None]
     assert {(asked["watch"], asked["labelSelector"], asked["allowWatchBookmarks"]) for asked in api.asked} == {
-        ("1", LABELS, "true")
+        ("true", LABELS, "true")
     }
 
 
@@ -267,3 +207,18 @@ def test_outside_of_a_pod_there_is_no_api_server(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UsageError, match="this is no pod of Kubernetes"):
         KubernetesAPI.of_pod()
+
+
+def test_a_missing_client_is_named_before_anything_is_launched(api: FakeAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(UsageError, match=r"pip install 'oobleck\[kubernetes\]'"):
+        KubernetesAPI.of_pod()
+
+
+async def test_a_service_account_without_a_token_is_named(
+    api: FakeAPI, callers: Callers, nursery: trio.Nursery
+) -> None:
+    (api.account / "token").unlink()
+    follow(callers, nursery)
+    await until(lambda: callers.said)
+    assert f"the service account in {api.account} cannot be used" in callers.said[0]

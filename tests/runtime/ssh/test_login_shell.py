@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from oobleck.runtime.ssh.login_shell import Preamble, marked
+from oobleck.runtime.ssh.asyncssh_adapter import Preamble, marked
 
 SHELLS = ["sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh"]
 
