@@ -37,7 +37,12 @@ def taken(*words: str) -> Options | str:
     """What a command is called with, or why it is not called."""
     seen: list[Options] = []
     app = typer.Typer()
-    app.command()(takes_options(Options)(seen.append))
+
+    @app.command()
+    @takes_options(Options)
+    def command(options: Options) -> None:
+        seen.append(options)
+
     result = CliRunner().invoke(app, words)
     return seen[0] if seen else result.output
 
