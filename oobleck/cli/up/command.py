@@ -149,7 +149,7 @@ def _named(options: UpOptions, asked: inputs.JobSource, job: JobSpec) -> tuple[J
 def _check_nodes(options: UpOptions, job: JobSpec, num_nodes: int) -> None:
     """Raise UserError for nodes that are too few for the job, or cannot be reached in the way that is asked for."""
     if job.num_pipelines is not None and job.num_pipelines > num_nodes:
-        raise (ConfigError if options.pipelines is None else UsageError)(
+        raise (ConfigError if options.num_pipelines is None else UsageError)(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {num_nodes} nodes; "
             "a pipeline needs at least one node of its own"
         )

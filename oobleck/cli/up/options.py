@@ -17,16 +17,16 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.job import CheckpointSpec, JobSpec
 
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
-_KEYS = {
-    "--steps": "max_steps",
-    "--dtype": "dtype",
-    "--seed": "seed",
-    "-f": "fault_threshold",
-    "--pipelines": "num_pipelines",
-    "--tp": "tensor_parallel",
-    "--tag": "tag",
+_OF_KEYS = {
+    "max_steps": "--steps",
+    "dtype": "--dtype",
+    "seed": "--seed",
+    "fault_threshold": "-f",
+    "num_pipelines": "--pipelines",
+    "tensor_parallel": "--tp",
+    "tag": "--tag",
 }
-"""Options that have a key of the job to themselves."""
+"""The option of each key of the job that has one to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class UpOptions:
             "--set", metavar="KEY=VALUE", help="Override a key of the job, as in optimizer.learning_rate=3e-4."
         ),
     ] = None
-    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None
+    max_steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")] = None
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights, samples and dropout.")] = None
     fault_threshold: Annotated[
@@ -72,7 +72,7 @@ class UpOptions:
             "-f", "--fault-threshold", metavar="F", help="Number of simultaneous node failures that never cost state."
         ),
     ] = None
-    pipelines: Annotated[
+    num_pipelines: Annotated[
         int | None, typer.Option("--pipelines", metavar="N", help="Ask the planner for exactly N pipelines.")
     ] = None
     tensor_parallel: Annotated[
@@ -153,25 +153,15 @@ class UpOptions:
 
         All at once, for some are possible only together.
         """
-        values = (
-            self.steps,
-            self.dtype,
-            self.seed,
-            self.fault_threshold,
-            self.pipelines,
-            self.tensor_parallel,
-            self.tag,
-        )
-        given = {option: value for option, value in zip(_KEYS, values, strict=True) if value is not None}
         if self.dtype not in (None, *_DTYPES):
             raise UsageError(f"--dtype: {self.dtype} is not known; it is one of {', '.join(_DTYPES)}")
-        changes = {_KEYS[option]: value for option, value in given.items()}
+        changes = {key: value for key in _OF_KEYS if (value := getattr(self, key)) is not None}
         try:
-            job = replace(job, **changes)  # type: ignore[arg-type]  # checked just above, and by JobSpec itself
+            job = replace(job, **changes)
         except ConfigError as error:
             key = str(error).partition(":")[0]
-            blamed = next((option for option in given if _KEYS[option] == key), ", ".join(given))
-            raise UsageError(f"{blamed}: {error}") from error
+            blamed = [_OF_KEYS[key]] if key in changes else map(_OF_KEYS.__getitem__, changes)
+            raise UsageError(f"{', '.join(blamed)}: {error}") from error
         return replace(job, checkpoint=self._saving(job))
 
     def _saving(self, job: JobSpec) -> CheckpointSpec:
