@@ -11,16 +11,8 @@ from typing import assert_never
 
 import trio
 
+from oobleck.control import journal
 from oobleck.control.events import AddRequested, DrainRequested, NodeLeftOut, Remark, StopRequested
-from oobleck.control.journal import (
-    JournalEntry,
-    JournalGap,
-    NodeAdded,
-    NodeLeft,
-    NodeLost,
-    StepDone,
-    TerminationNoticed,
-)
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -105,22 +97,22 @@ class Session:
         self.remark("warning", text)
         _log.warning("%s", text)
 
-    def _note(self, entry: JournalEntry) -> None:
+    def _note(self, entry: journal.JournalEntry) -> None:
         self.account.apply(entry)
         self.view.apply(entry)
         match entry:
-            case TerminationNoticed(node=node):
+            case journal.TerminationNoticed(node=node):
                 self._noticed.add(node)
                 self._stop_if_all_are_taken_away()
-            case NodeLost(node=node):
+            case journal.NodeLost(node=node):
                 self._gone.add(node)
                 self._stop_if_all_are_taken_away()
                 if (arrived := self._is_back.pop(node, None)) is not None:
                     self._take_in(arrived.node, by_itself=arrived.by_itself)
-            case NodeLeft(node=node):
+            case journal.NodeLeft(node=node):
                 self._gone.add(node)
                 self._cluster.release(self._spec(node))
-            case NodeAdded(node=spec):
+            case journal.NodeAdded(node=spec):
                 self._gone.discard(spec.name)
                 self._noticed.discard(spec.name)
 
@@ -132,15 +124,15 @@ class Session:
             reason = "all nodes are to be taken away; the same command continues from here"
             self._master.submit(StopRequested(now=False, exit_code=ExitCode.RESUMABLE, reason=reason))
 
-    def _take_due(self, entry: JournalEntry) -> list[str]:
+    def _take_due(self, entry: journal.JournalEntry) -> list[str]:
         """The nodes that are to be killed once this step is committed."""
-        if not isinstance(entry, StepDone):
+        if not isinstance(entry, journal.StepDone):
             return []
         due = [kill for kill in self._due if kill[1] <= entry.record.step]
         self._due = [kill for kill in self._due if kill not in due]
         return [node for node, _ in due]
 
-    def _kill_when_due(self, entry: JournalEntry) -> None:
+    def _kill_when_due(self, entry: journal.JournalEntry) -> None:
         for node in self._take_due(entry):
             self._nursery.start_soon(self._kill, node)
 
@@ -217,7 +209,7 @@ class Session:
         self.remark("info", f"on request: {request.node} takes {request.factor:g} times as long")
         return {"slowed": request.node}
 
-    def tell_of_gap(self, gap: JournalGap) -> None:
+    def tell_of_gap(self, gap: journal.JournalGap) -> None:
         """Have people read what the journal could not take."""
         self.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
 
