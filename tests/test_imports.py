@@ -42,6 +42,14 @@ MAY_IMPORT = {
     "__init__": {"cli", "host"},  # cli once a run is started: a test below holds that nothing of it is loaded before
 }
 
+MOST_LINES, MOST_LINES_OF_A_COMMAND = 80, 60
+"""Of a function, with its signature and docstring; those of `cli` are mostly lists of what a command was given."""
+LONG_FUNCTIONS = {
+    "control/training/routing.py:_carry_out",
+    "training/step/engine.py:__init__",
+    "training/step/engine.py:_do",
+}
+
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
 
@@ -184,6 +192,23 @@ def test_where_many_names_of_a_module_are_needed_the_module_is_imported():
         if len(node.names) > MOST_NAMES
     ]
     assert not crowded, "\n".join(crowded)
+
+
+def functions() -> Iterator[tuple[str, int, bool]]:
+    """(place, lines, whether it is of a command) of every function."""
+    for floor, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                yield f"{path.relative_to(PACKAGE)}:{node.name}", lines, floor == "cli"
+
+
+def test_functions_are_short():
+    long = {
+        place for place, lines, is_cli in functions() if lines > (MOST_LINES_OF_A_COMMAND if is_cli else MOST_LINES)
+    }
+    assert long <= LONG_FUNCTIONS
 
 
 def test_doors_alone_list_what_they_give_out():

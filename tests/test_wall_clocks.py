@@ -11,7 +11,7 @@ PACKAGE = Path(oobleck.__file__).parent
 READS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 READERS = {
     "cli/masterless.py": "shown to people",
-    "cli/up/command.py": "a deadline that the user names, as time that is left",
+    "cli/up/options.py": "a deadline that the user names, as time that is left",
     "cli/up/run_job.py": "the run's name, and how long it had no master, which never goes back",
     "cli/verify/command.py": "files of this machine that this process has written",
     "cli/run/run_ranks.py": "the run's name, which is compared for being equal",

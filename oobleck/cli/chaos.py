@@ -17,11 +17,7 @@ from oobleck.sim.trace import Trace
 
 from .chaos_run import LocalRun, Player, RunningRun, name_nodes, not_played
 from .common_options import BaseDirOption, TagOption, base_dir_of
-from .inputs import (
-    NUM_SPARE_NODES,
-    read_job,
-    whole,
-)
+from .inputs import NUM_SPARE_NODES, JobSource, read_job, whole
 from .trace import read_trace
 
 _LOCAL_TAG = "chaos"
@@ -89,7 +85,7 @@ def chaos(
 
 def _tag_of(job_file: Path | None, settings: Sequence[str]) -> str:
     """The tag that the new run's job asks for; one of our own where it is none of its own."""
-    job = read_job(job_file, None, (), settings, num_nodes=1)
+    job = read_job(JobSource(file=job_file, settings=settings), num_nodes=1)
     return _LOCAL_TAG if job.tag == JobSpec().tag else job.tag
 
 

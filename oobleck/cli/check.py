@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from oobleck.errors import ExitCode, UsageError
 from oobleck.json_table import to_json
 
 from . import inputs
-from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of, takes_options
 from .up import readable_file
 
 if TYPE_CHECKING:
@@ -25,50 +25,44 @@ _TAG = "check"
 """Of the directory below that of all runs in which nodes that dial in find keys."""
 
 
-def check(
-    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one per line.", show_default=False)] = None,
+@dataclass(frozen=True, kw_only=True)
+class _Nodes(inputs.NodeOptions):
     local: Annotated[
         int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
-    ] = None,
-    hosts_from: inputs.HostsFromOption = None,
-    dial_in: inputs.DialInOption = None,
-    num_nodes: inputs.NumNodesOption = None,
-    keys: inputs.KeysOption = None,
-    slurm: inputs.SlurmOption = False,
-    slurm_job: inputs.SlurmJobOption = None,
-    ray: inputs.RayOption = False,
-    kubernetes: inputs.KubernetesOption = None,
-    python: inputs.PythonOption = None,
-    ssh_config: inputs.SSHConfigOption = None,
+    ] = None
+    hosts_every: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What is given to `oobleck check`."""
+
+    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one per line.", show_default=False)] = None
+    nodes: _Nodes
+    python: inputs.PythonOption = None
+    ssh_config: inputs.SSHConfigOption = None
     slow_factor: Annotated[
         float,
         typer.Option("--slow-factor", metavar="X", help="A node this many times slower than the others is slow."),
-    ] = inputs.SLOW_FACTOR,
-    as_json: JsonOption = False,
-    base_dir: BaseDirOption = None,
-) -> None:
+    ] = inputs.SLOW_FACTOR
+    as_json: JsonOption = False
+    base_dir: BaseDirOption = None
+
+
+@takes_options(CheckOptions)
+def check(options: CheckOptions) -> None:
     """Test every node alone, then in pairs, and name the faulty or slow ones (never their partners).
 
     Looks at SSH, versions, devices, disk and clock; measures a matrix product, memory, disk, loopback, and exchanges
     between nodes. The exit status is 0 only when all nodes and links are healthy, else 1.
     """
-    if not 1 < slow_factor <= _MAX_SLOWNESS:
+    if not 1 < options.slow_factor <= _MAX_SLOWNESS:
         raise UsageError(
-            f"--slow-factor: {slow_factor:g} is not possible; it must be more than 1, and {_MAX_SLOWNESS:,.0f} at most"
+            f"--slow-factor: {options.slow_factor:g} is not possible; it must be more than 1, and "
+            f"{_MAX_SLOWNESS:,.0f} at most"
         )
-    source = inputs.read_source(
-        hostfile,
-        local=local,
-        hosts_from=hosts_from,
-        dial_in=dial_in,
-        num_nodes=num_nodes,
-        keys=keys,
-        slurm=slurm,
-        slurm_job=slurm_job,
-        ray=ray,
-        kubernetes=kubernetes,
-    )
-    config = readable_file(ssh_config, "ssh config") if ssh_config is not None else None
+    source = inputs.read_source(options.hostfile, options.nodes)
+    config = readable_file(options.ssh_config, "ssh config") if options.ssh_config is not None else None
 
     import trio
     from rich.console import Console
@@ -76,44 +70,23 @@ def check(
     from oobleck.runtime.patient_clock import PatientClock
     from oobleck.ui.check_table import check_table
 
-    def say(text: str) -> None:
-        typer.echo(f"oobleck check: {text}", err=True)
-
-    def tell(text: str) -> None:
-        if not as_json:
-            say(text)
-
-    report = trio.run(
-        _check,
-        source,
-        config,
-        python,
-        base_dir_of(base_dir).absolute(),
-        slow_factor,
-        say,
-        tell,
-        clock=PatientClock(),
-    )
-    if as_json:
+    report = trio.run(_check, options, source, config, clock=PatientClock())
+    if options.as_json:
         typer.echo(to_json(report.to_dict(), indent=2))
     else:
         Console().print(check_table(report))
     num_missing = len(source.names) - len(report.nodes)
     if num_missing > 0:
-        say(f"{num_missing} of {len(source.names)} nodes have not dialled in, and were not checked")
+        _say(f"{num_missing} of {len(source.names)} nodes have not dialled in, and were not checked")
     raise SystemExit(ExitCode.DONE if report.is_healthy and num_missing <= 0 else ExitCode.FAILED)
 
 
-async def _check(
-    source: inputs.NodeSource,
-    ssh_config: Path | None,
-    python: str | None,
-    base_dir: Path,
-    slow_factor: float,
-    say: Callable[[str], None],
-    tell: Callable[[str], None],
-) -> CheckReport:
-    """Check the nodes of a source; what has to be known is said by `say`, and what comes of it by `tell`."""
+def _say(text: str) -> None:
+    typer.echo(f"oobleck check: {text}", err=True)
+
+
+async def _check(options: CheckOptions, source: inputs.NodeSource, ssh_config: Path | None) -> CheckReport:
+    """Check the nodes of a source; with `--json`, only what has to be known is said meanwhile."""
     import trio
 
     from oobleck.cli.wiring import open_launcher
@@ -122,6 +95,7 @@ async def _check(
     from oobleck.runtime.node_check import check_nodes
     from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 
+    base_dir = base_dir_of(options.base_dir).absolute()
     known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
     if isinstance(source, inputs.DialIn | inputs.FromSlurm | inputs.FromRay):
         known.create()
@@ -132,22 +106,22 @@ async def _check(
             SSHOptions(config=ssh_config),
             keys_directory=known.path / "dial-in",
             run_id=known.run_id,
-            tell=say,
+            tell=_say,
             num_spare=0,
         ) as launcher,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(_say_reports, launcher, say)
+        nursery.start_soon(_say_reports, launcher)
         connections = NodeConnections(launcher)
         try:
             nodes = await launcher.begin()
             report = await check_nodes(
                 nodes,
                 connections,
-                python=python or launcher.python,
+                python=options.python or launcher.python,
                 directory=PurePosixPath(base_dir if launcher.are_virtual else "~/.oobleck"),
-                slow_factor=slow_factor,
-                tell=tell,
+                slow_factor=options.slow_factor,
+                tell=(lambda text: None) if options.as_json else _say,
             )
             if not (isinstance(source, inputs.DialIn) and source.keys is not None):  # else they wait for their run
                 for node in nodes:
@@ -159,7 +133,7 @@ async def _check(
                 await connections.aclose()
 
 
-async def _say_reports(launcher: Launcher, say: Callable[[str], None]) -> None:
+async def _say_reports(launcher: Launcher) -> None:
     """Say what the launcher has to say, until cancelled; who comes and goes meanwhile is not checked."""
     import trio
 
@@ -170,4 +144,4 @@ async def _say_reports(launcher: Launcher, say: Callable[[str], None]) -> None:
         nursery.start_soon(launcher.follow, reported)
         async for change in changes:
             if isinstance(change, Reported):
-                say(change.text)
+                _say(change.text)

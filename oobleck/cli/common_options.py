@@ -5,12 +5,12 @@ Commands that only ask a run something load no more than these of what users wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -44,27 +44,39 @@ TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; op
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function that takes its options as one value: each field of a dataclass is an option."""
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        Parameter(
-            part.name,
-            Parameter.KEYWORD_ONLY,
-            annotation=hints[part.name],
-            default=Parameter.empty if part.default is MISSING else part.default,
-        )
-        for part in fields(options)  # type: ignore[arg-type]  # it is a dataclass
-    ]
+    """Make a command of a function that takes its options as one value.
+
+    Each annotated field of a dataclass is an option, or an argument; a field that is a dataclass itself stands for all
+    of its own.
+    """
 
     def made(function: Callable[[T], None]) -> Callable[..., None]:
         @wraps(function)
         def command(**given: Any) -> None:
-            function(options(**given))
+            function(_filled(options, given))
 
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer looks
+        command.__signature__ = Signature([*_parameters(options)])  # type: ignore[attr-defined]  # where typer looks
         return command
 
     return made
+
+
+def _parameters(options: type) -> Iterator[Parameter]:
+    hints = get_type_hints(options, include_extras=True)
+    for part in fields(options):
+        hint = hints[part.name]
+        if is_dataclass(hint):
+            yield from _parameters(hint)  # type: ignore[arg-type]  # a type, for it is a hint
+        elif get_origin(hint) is Annotated:
+            default = Parameter.empty if part.default is MISSING else part.default
+            yield Parameter(part.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+
+
+def _filled(options: type[T], given: Mapping[str, Any]) -> T:
+    hints = get_type_hints(options)
+    own = {part.name: hints[part.name] for part in fields(options)}  # type: ignore[arg-type]  # it is a dataclass
+    groups = {name: _filled(hint, given) for name, hint in own.items() if isinstance(hint, type) and is_dataclass(hint)}
+    return options(**{name: given[name] for name in own.keys() & given.keys() - groups.keys()}, **groups)
 
 
 def one_run(named: str | None, tag: str | None) -> str | None:

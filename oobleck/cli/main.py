@@ -26,7 +26,10 @@ Examples = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliCommand:
-    """A command: `target` is `module:function`, and the function's docstring is its long help."""
+    """A command: `target` is `module:function`, and the function's docstring is its long help.
+
+    Without a target, that is the function of the command's name in the module of its name.
+    """
 
     name: str
     target: str = ""
@@ -39,15 +42,16 @@ class CliCommand:
 
     def load(self) -> Callable[..., None]:
         """Import the command's module and return its function."""
-        module, function = self.target.split(":")
-        loaded: Callable[..., None] = getattr(import_module(module), function)
+        module, _, function = self.target.partition(":")
+        loaded: Callable[..., None] = getattr(
+            import_module(module or f"oobleck.cli.{self.name}"), function or self.name
+        )
         return loaded
 
 
 COMMANDS: tuple[CliCommand, ...] = (
     CliCommand(
         name="up",
-        target="oobleck.cli.up:up",
         help="Train a job on the nodes of a hostfile, or on this machine.",
         examples=(
             ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
@@ -59,7 +63,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="run",
-        target="oobleck.cli.run:run",
         help="Run a script that was written for torchrun, and start it again when a process or a node fails.",
         pass_through=True,
         examples=(
@@ -74,7 +77,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="node",
-        target="oobleck.cli.node:node",
         help="Give this machine to a run, where nobody may log in.",
         examples=(
             ("oobleck node node.json", "dial in to the master of a run that was started with --dial-in"),
@@ -83,7 +85,7 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="keys",
-        target="oobleck.cli.keys:keys",
+        target="oobleck.cli.node:keys",
         help="Make the keys of a run and its nodes beforehand.",
         examples=(
             ("oobleck keys keys --master oobleck-master:7077", "two files, as Kubernetes' Secrets are made from"),
@@ -91,7 +93,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="check",
-        target="oobleck.cli.check:check",
         help="Test nodes before a job, and name the faulty and the slow ones.",
         examples=(
             ("oobleck check hosts.txt", "every node alone, then in pairs"),
@@ -100,7 +101,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="verify",
-        target="oobleck.cli.verify:verify",
         help="Compare a job on virtual nodes with the script by itself, step by step.",
         examples=(
             ("oobleck verify train.py -- --its-args", "a script: eight steps by itself, and on four virtual nodes"),
@@ -110,7 +110,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="plan",
-        target="oobleck.cli.plan:plan",
         help="Show the pipelines that a job would use, and what failures would do to them.",
         examples=(
             ("oobleck plan --profile gpt2.json --nodes 13 --global-batch 128", "the plan on 13 nodes"),
@@ -119,7 +118,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="sim",
-        target="oobleck.cli.sim:sim",
         help="Play a failure trace: what a job would do on a cluster that fails like that.",
         examples=(
             ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "with estimated step times"),
@@ -201,7 +199,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="profile",
-        target="oobleck.cli.profile:profile",
         help="Measure what a job's layers cost on this machine.",
         examples=(
             ("oobleck profile job.yaml --output gpt2.json", "measure a job's model, for `oobleck plan --profile`"),
@@ -219,7 +216,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="events",
-        target="oobleck.cli.events:events",
         help="Explain what went wrong in a run.",
         examples=(
             ("oobleck events", "the newest run: each failure with its cause, what was done, what it cost"),
@@ -228,7 +224,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="report",
-        target="oobleck.cli.report:report",
         help="Write one HTML page about a run.",
         examples=(
             ("oobleck report", "the newest run; the page goes next to its journal"),
@@ -261,7 +256,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="chaos",
-        target="oobleck.cli.chaos:chaos",
         help="Play a failure trace on a run.",
         examples=(
             ("oobleck chaos examples/chaos.json --local 4", "on a new run of the default job"),
@@ -279,7 +273,6 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         name="version",
-        target="oobleck.cli.version:version",
         help="Show the versions of Oobleck and of what it runs on.",
     ),
 )

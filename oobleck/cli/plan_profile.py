@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oobleck.errors import ConfigError, UsageError
+from oobleck.job import MAX_MICROBATCHES
 from oobleck.json_table import parse_json
 from oobleck.planner import NodeKind, Profile, profile_from_json, profiles
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
@@ -31,6 +32,28 @@ class ProfileSource:
     precision: str
     activation_checkpointing: bool
     devices_per_node: int
+
+    @classmethod
+    def of(cls, model: inputs.ModelOptions, batch: inputs.BatchOptions, devices_per_node: int) -> ProfileSource:
+        return cls(
+            file=model.profile_file,
+            model=model.model,
+            device=model.device,
+            microbatch_size=batch.microbatch,
+            sequence_length=batch.sequence_length,
+            precision=batch.precision,
+            activation_checkpointing=batch.recompute,
+            devices_per_node=devices_per_node,
+        )
+
+
+def check_batch(global_batch: int, microbatch: int) -> None:
+    """Raise UsageError for a batch that no microbatches make up, or too many."""
+    if global_batch % microbatch:
+        raise UsageError(f"--global-batch is {global_batch}; it must be a multiple of {microbatch}, the microbatch")
+    if global_batch > MAX_MICROBATCHES * microbatch:
+        most = f"{MAX_MICROBATCHES:,} microbatches of {microbatch}"
+        raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
 
 
 def profile_of(source: ProfileSource) -> Profile:

@@ -12,10 +12,7 @@ from oobleck.errors import UsageError
 from oobleck.host.writing import write_in_place
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
-from .inputs import (
-    read_job,
-    whole,
-)
+from .inputs import JobSource, read_job, whole
 
 if TYPE_CHECKING:
     from oobleck.planner import Profile
@@ -54,8 +51,7 @@ def profile(
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")
-    file, script, arguments = _parse_words(job or [])
-    spec = read_job(file, script, arguments, settings or [], num_nodes=1)
+    spec = read_job(_parse_words(job or [], settings or []), num_nodes=1)
     if device is not None:
         spec = replace(spec, device=device)  # type: ignore[arg-type]  # checked above
     directory = RunDirectory(base_dir=base_dir_of(base_dir), tag=spec.tag)
@@ -75,13 +71,13 @@ def profile(
     _show(found, f"{verb}: {directory.profile / measured.key}.json")
 
 
-def _parse_words(words: list[str]) -> tuple[Path | None, Path | None, tuple[str, ...]]:
+def _parse_words(words: list[str], settings: list[str]) -> JobSource:
     """Tell a job file from a script with its arguments."""
     if words and words[0].endswith(".py"):
-        return None, Path(words[0]), tuple(words[1:])
+        return JobSource(script=Path(words[0]), arguments=tuple(words[1:]), settings=settings)
     if len(words) > 1:
         raise UsageError(f"{words[1]}: only a script, whose name ends in .py, takes arguments")
-    return (Path(words[0]) if words else None), None, ()
+    return JobSource(file=Path(words[0]) if words else None, settings=settings)
 
 
 def _show(profile: Profile, where: str) -> None:

@@ -6,16 +6,18 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.errors import UsageError
-from oobleck.job import MAX_MICROBATCHES, MAX_STEPS, ScalingSpec
+from oobleck.errors import ConfigError, UsageError, shown
+from oobleck.job import MAX_STEPS, ScalingSpec
+from oobleck.runtime.files import read_input
 
 from . import inputs
 from .common_options import JsonOption, takes_options
@@ -24,7 +26,7 @@ from .trace import read_trace
 
 if TYPE_CHECKING:
     from oobleck.planner import NodeKind
-    from oobleck.sim.costs import Outcome
+    from oobleck.sim.costs import Costs, Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
@@ -40,14 +42,8 @@ class SimOptions:
     """The options of `oobleck sim`."""
 
     failures: Annotated[Path, typer.Option("--failures", metavar="FILE", help="Failure trace; see `oobleck trace`.")]
-    profile_file: inputs.ProfileOption = None
-    model: inputs.ModelOption = None
-    device: inputs.DeviceOption = None
-    global_batch: inputs.GlobalBatchOption
-    microbatch: inputs.MicrobatchOption = None
-    sequence_length: inputs.SequenceLengthOption = None
-    precision: inputs.PrecisionOption = "bfloat16"
-    recompute: inputs.RecomputeOption = False
+    model: inputs.ModelOptions
+    batch: inputs.BatchOptions
     profiles: Annotated[
         str | None,
         typer.Option(
@@ -214,22 +210,13 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     """Return the job, and what its nodes are: of the kinds that are counted, if they are of several."""
     from oobleck.sim.sweep import SweepSettings
 
-    from .plan_profile import ProfileSource, profile_of
+    from .plan_profile import ProfileSource, check_batch, profile_of
 
-    source = ProfileSource(
-        file=options.profile_file,
-        model=options.model,
-        device=options.device,
-        microbatch_size=options.microbatch,
-        sequence_length=options.sequence_length,
-        precision=options.precision,
-        activation_checkpointing=options.recompute,
-        devices_per_node=options.devices_per_node,
-    )
+    source = ProfileSource.of(options.model, options.batch, options.devices_per_node)
     kinds = _kinds(counts, source, options.profiles)
     profile = kinds[0].profile if kinds else profile_of(source)
     schedule = inputs.parse_schedule_name(options.schedule)
-    _check_batch(options.global_batch, profile.microbatch_size)
+    check_batch(options.batch.global_batch, profile.microbatch_size)
     if options.checkpoint_interval <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
     reductions = options.reductions
@@ -237,7 +224,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
         raise UsageError(f"--reductions-per-step is {reductions!r}; it must be auto or a number of 1 or more")
     return SweepSettings(
         profile=profile,
-        global_batch_size=options.global_batch,
+        global_batch_size=options.batch.global_batch,
         devices_per_node=options.devices_per_node,
         kinds=kinds,
         fault_threshold=options.fault_threshold,
@@ -245,7 +232,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
         schedule=schedule,
         num_chunks=options.chunks,
-        costs=inputs.parse_costs(options.costs_file, options.cost or ()),
+        costs=_parse_costs(options.costs_file, options.cost or ()),
         checkpoint_interval_s=options.checkpoint_interval,
         scaling=inputs.parse_scaling(options.scaling, ScalingSpec()),
         max_steps=options.steps,
@@ -253,12 +240,34 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     )
 
 
-def _check_batch(global_batch: int, microbatch: int) -> None:
-    if global_batch % microbatch:
-        raise UsageError(f"--global-batch is {global_batch}; it must be a multiple of {microbatch}, the microbatch")
-    if global_batch > MAX_MICROBATCHES * microbatch:
-        most = f"{MAX_MICROBATCHES:,} microbatches of {microbatch}"
-        raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
+def _parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
+    """Return the costs, changed by what a file says, and then by each NAME=VALUE.
+
+    Raises UsageError or ConfigError that names the option or the file, and the cost.
+    """
+    from oobleck.sim.costs import Costs, costs_from_json
+
+    costs = Costs()
+    if file is not None:
+        costs = costs_from_json(read_input(file, "costs"), costs, source=str(file))
+    for change in changes:
+        costs = _changed(costs, change)
+    return costs
+
+
+def _changed(costs: Costs, change: str) -> Costs:
+    name, is_given, value = change.partition("=")
+    known = [part.name for part in fields(costs)]
+    if name not in known:
+        near = get_close_matches(name, known, n=1, cutoff=0.0)
+        raise UsageError(f"--cost names {shown(name)}; did you mean {near[0]!r}?")
+    try:
+        return replace(costs, **{name: float(value)})
+    except ValueError:
+        problem = f"is {shown(value)}" if is_given else "has no value"
+        raise UsageError(f"--cost {name} {problem}; write a number, such as {name}=5") from None
+    except ConfigError as error:
+        raise UsageError(f"--cost {error}") from None
 
 
 def _names(policy: str) -> list[str]:

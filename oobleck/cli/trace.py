@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,8 @@ from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-from .common_options import JsonOption
-from .inputs import (
-    MAX_SEED,
-    duration_s,
-    real,
-    whole,
-)
+from .common_options import JsonOption, takes_options
+from .inputs import MAX_SEED, duration_s, real, whole
 
 if TYPE_CHECKING:
     from oobleck.sim.trace import FailureModel, Trace
@@ -33,16 +29,18 @@ SeedOption = Annotated[
 ]
 
 
-def generate_trace(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What is given to `oobleck trace generate`."""
+
     nodes: Annotated[
         int,
         typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes of the cluster: node0, node1, …"),
-    ],
+    ]
     duration: Annotated[
         float,
         typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length of the trace: 10m, 3.1h, 54d."),
-    ],
+    ]
     preset: Annotated[
         str | None,
         typer.Option(
@@ -50,11 +48,11 @@ def generate_trace(
             metavar="NAME",
             help="Published rates: llama3, rsc1, rsc2, infinitehbd, byterobust, spot-p3, spot-g4dn, spot-gcp.",
         ),
-    ] = None,
+    ] = None
     mtbf: Annotated[
         float | None,
         typer.Option("--mtbf", metavar="TIME", parser=duration_s, help="Mean time between losses, over all nodes."),
-    ] = None,
+    ] = None
     shape: Annotated[
         float | None,
         typer.Option(
@@ -63,20 +61,20 @@ def generate_trace(
             parser=real(0.1, 10),
             help="Shape of lifetimes; below 1, losses come in clusters.",
         ),
-    ] = None,
+    ] = None
     batches: Annotated[
         str | None,
         typer.Option("--batches", metavar="SIZE:WEIGHT,…", help="Nodes lost at once, such as 1:39,2:13,3:15."),
-    ] = None,
+    ] = None
     repair: Annotated[
         float | None,
         typer.Option("--repair", metavar="TIME", parser=duration_s, help="Time after which a lost node is back."),
-    ] = None,
-    no_repair: Annotated[bool, typer.Option("--no-repair", help="Lost nodes never come back.")] = False,
+    ] = None
+    no_repair: Annotated[bool, typer.Option("--no-repair", help="Lost nodes never come back.")] = False
     notice: Annotated[
         float | None,
         typer.Option("--notice", metavar="TIME", parser=duration_s, help="Announce losses this long in advance."),
-    ] = None,
+    ] = None
     fail_slow: Annotated[
         float | None,
         typer.Option(
@@ -85,29 +83,29 @@ def generate_trace(
             parser=real(0, 1e6),
             help="Slowdowns per 1,000 node-days, each 24 minutes long, by 1.1 to 2 times.",
         ),
-    ] = None,
-    seed: SeedOption = 0,
-    output: OutputOption = None,
-) -> None:
+    ] = None
+    seed: SeedOption = 0
+    output: OutputOption = None
+
+
+@takes_options(GenerateOptions)
+def generate_trace(options: GenerateOptions) -> None:
     """Generate a failure trace from published failure rates, or from your own.
 
     The same options give the same trace everywhere. `oobleck trace info` shows what was generated.
     """
     from oobleck.sim.trace import generate
 
-    if duration <= 0:
+    if options.duration <= 0:
         raise UsageError("--duration is 0; a trace has to last")
-    if repair is not None and no_repair:
+    if options.repair is not None and options.no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
     try:  # there is no file: whatever is wrong was said on the command line
-        model = _model(preset, mtbf, nodes)
-        model = _changed(
-            model, shape=shape, batches=batches, repair=repair, no_repair=no_repair, notice=notice, fail_slow=fail_slow
-        )
-        trace = generate(model, num_nodes=nodes, duration_s=duration, seed=seed)
+        model = _changed(_model(options), options)
+        trace = generate(model, num_nodes=options.nodes, duration_s=options.duration, seed=options.seed)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    _write(trace, output)
+    _write(trace, options.output)
 
 
 def convert_trace(
@@ -194,49 +192,38 @@ def _write(trace: Trace, output: Path | None) -> None:
     typer.echo(f"{output}: {len(trace.nodes)} nodes, {len(trace.events)} events", err=True)
 
 
-def _model(preset: str | None, mtbf: float | None, num_nodes: int) -> FailureModel:
+def _model(options: GenerateOptions) -> FailureModel:
     from oobleck.sim.trace import PRESETS, FailureModel
 
+    preset, mtbf = options.preset, options.mtbf
     if (preset is None) == (mtbf is None):
         raise UsageError("how often do nodes fail? give either --preset NAME or --mtbf TIME")
     if mtbf is not None:
         words = f"one loss in {mtbf:g} s on average"
-        return FailureModel(mean_time_to_failure_s=mtbf * num_nodes, batches={1: 1.0}, source=words)
+        return FailureModel(mean_time_to_failure_s=mtbf * options.nodes, batches={1: 1.0}, source=words)
     if preset is None or preset not in PRESETS:
         raise UsageError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
     return PRESETS[preset]
 
 
-def _changed(
-    model: FailureModel,
-    *,
-    shape: float | None,
-    batches: str | None,
-    repair: float | None,
-    no_repair: bool,
-    notice: float | None,
-    fail_slow: float | None,
-) -> FailureModel:
+def _changed(model: FailureModel, options: GenerateOptions) -> FailureModel:
     """The model with what the options say in place of its own."""
-    from dataclasses import replace
-
     from oobleck.sim.trace import FailSlow
 
-    if shape is not None:
-        model = replace(model, shape=shape)
-    if batches is not None:
-        model = replace(model, batches=_batches(batches))
-    if repair is not None:
-        model = replace(model, repairs=((1.0, max(repair, 1e-9)),))
-    if no_repair:
+    if options.shape is not None:
+        model = replace(model, shape=options.shape)
+    if options.batches is not None:
+        model = replace(model, batches=_batches(options.batches))
+    if options.repair is not None:
+        model = replace(model, repairs=((1.0, max(options.repair, 1e-9)),))
+    if options.no_repair:
         model = replace(model, repairs=())
-    if notice is not None:
-        model = replace(model, notice_s=notice)
-    if fail_slow is not None:
+    if options.notice is not None:
+        model = replace(model, notice_s=options.notice)
+    if options.fail_slow is not None:
         # GREYHOUND (ATC 2025): 24 minutes on average in jobs of four nodes.
-        slow = FailSlow(
-            rate_per_node_hour=fail_slow / 24_000, mean_duration_s=24 * 60.0, least_factor=1.1, most_factor=2.0
-        )
+        rate, mean_s = options.fail_slow / 24_000, 24 * 60.0
+        slow = FailSlow(rate_per_node_hour=rate, mean_duration_s=mean_s, least_factor=1.1, most_factor=2.0)
         model = replace(model, fail_slow=slow)
     return model
 

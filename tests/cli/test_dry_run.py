@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.dry_run import dry_run as show_dry_run
-from oobleck.cli.inputs import VirtualOnes, parse_scaling, read_source
+from oobleck.cli.inputs import NodeOptions, VirtualOnes, parse_scaling, read_source
 from oobleck.cli.inputs.job_file import default_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, ExitCode, UsageError
@@ -111,7 +111,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
         (folder / f"{name}.json").write_text(text)
         os.utime(folder / f"{name}.json", (age, age))
     (tmp_path / "hosts.txt").write_text("red\ngreen port=2222\nuser@blue\n")
-    source = read_source(tmp_path / "hosts.txt")
+    source = read_source(tmp_path / "hosts.txt", NodeOptions())
     before = sorted((tmp_path / "base").rglob("*"))
     show(JOB, source, as_json=False)
     shown = capsys.readouterr().out
@@ -163,20 +163,20 @@ def test_a_model_that_does_not_fit_is_refused(show):
 def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(show, tmp_path, capsys):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("red slots=2 device=A100\nblue device=A100\ngreen\n")
-    show(JOB, read_source(hostfile), as_json=False)
+    show(JOB, read_source(hostfile, NodeOptions()), as_json=False)
     shown = capsys.readouterr().out
     assert "the run itself measures each kind first" in shown
     assert "No data sheet is known of default: a CPU core's is taken" in shown
     assert "A100×2" in shown
     with pytest.raises(UsageError, match="there is no data sheet of default"):
-        show(replace(JOB, device="cuda"), read_source(hostfile), as_json=False)
+        show(replace(JOB, device="cuda"), read_source(hostfile, NodeOptions()), as_json=False)
 
 
 def test_an_interleaved_job_on_nodes_of_several_kinds_is_refused_as_the_run_would_be(show, tmp_path):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("red device=A100\nblue device=A40\n")
     with pytest.raises(ConfigError, match="choose 1f1b, zero-bubble or auto"):
-        show(replace(JOB, schedule="interleaved"), read_source(hostfile), as_json=False)
+        show(replace(JOB, schedule="interleaved"), read_source(hostfile, NodeOptions()), as_json=False)
 
 
 def test_nodes_that_would_rest_are_left_out_and_told(show, capsys):
@@ -196,9 +196,9 @@ def test_of_several_kinds_the_slowest_would_rest_first(show, tmp_path, capsys):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("".join(f"slow{number}\n" for number in range(6)) + "fast0 device=A100\nfast1 device=A100\n")
     job = replace(JOB, scaling=parse_scaling("efficient", JOB.scaling, now=datetime.now(UTC)))
-    show(job, read_source(hostfile), as_json=False)
+    show(job, read_source(hostfile, NodeOptions()), as_json=False)
     told = capsys.readouterr().out
-    show(job, read_source(hostfile), as_json=True)
+    show(job, read_source(hostfile, NodeOptions()), as_json=True)
     plan = json.loads(capsys.readouterr().out)["plan"]
     used = [node for pipeline in plan["pipelines"] for node in pipeline["nodes"]] + plan["spares"]
     assert f"{len(used)} of 8 nodes are to train (efficient)" in told

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from oobleck.cli.inputs.durations import duration_s
+from oobleck.cli.inputs.values import duration_s
 from oobleck.cli.main import main
 from oobleck.sim.trace import Lost, Noticed, trace_from_json
 

@@ -12,8 +12,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import oobleck
-from oobleck.cli.inputs.job_file import load_job
-from oobleck.cli.inputs.node_source import read_source
+from oobleck.cli.inputs import NodeOptions, load_job, read_source
 from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 from oobleck.runtime.launchers import make_key_files, read_keys, read_pass
@@ -94,10 +93,12 @@ def test_the_master_follows_the_pods_of_the_nodes_and_begins_with_as_many_as_the
     make_key_files(tmp_path / "keys", master="oobleck-master:7077")
     source = read_source(
         None,
-        kubernetes=given["--kubernetes"],
-        num_nodes=int(given["--nodes"]),
-        dial_in=given["--dial-in"],
-        keys=tmp_path / "keys",
+        NodeOptions(
+            kubernetes=given["--kubernetes"],
+            num_nodes=int(given["--nodes"]),
+            dial_in=given["--dial-in"],
+            keys=tmp_path / "keys",
+        ),
     )
     assert len(source.names) == nodes["replicas"]
     labels = dict(label.split("=") for label in given["--kubernetes"].split(","))

@@ -18,7 +18,7 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.cli.inputs import read_job
+from oobleck.cli.inputs import JobSource, read_job
 from oobleck.cli.wiring.past import read_past
 from oobleck.control.protocol import FromAgent, MasterMessage
 from oobleck.control.replay import RunBooks
@@ -67,7 +67,7 @@ class _Sockets:
 
 
 async def _run(arguments: argparse.Namespace) -> None:
-    job = read_job(arguments.job, None, (), [], num_nodes=arguments.nodes)
+    job = read_job(JobSource(file=arguments.job), num_nodes=arguments.nodes)
     directory = RunDirectory(base_dir=arguments.base_dir, tag=job.tag)
     directory.create()
     books, _ = read_past(directory.journal) if arguments.resume == "auto" else (RunBooks(), 0)

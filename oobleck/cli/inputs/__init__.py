@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from .cost_options import parse_costs
-from .durations import duration_s
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
-from .job_sources import open_job, read_job
-from .kinds_option import KindCount, parse_local, parse_nodes, parse_prices, parse_profiles
-from .nearest import did_you_mean
+from .job_options import parse_scaling, with_save_every
+from .job_sources import JobSource, open_job, read_job
+from .kinds_option import KindCount, parse_nodes, parse_prices, parse_profiles
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
-from .numbers import real, whole
 from .options import (
     MAX_BATCH,
     MAX_SEED,
     MAX_TOKENS,
     NUM_SPARE_NODES,
     SLOW_FACTOR,
-    DialInOption,
-    HostsEveryOption,
-    HostsFromOption,
-    KeysOption,
-    KubernetesOption,
-    NumNodesOption,
+    NodeOptions,
     PythonOption,
-    RayOption,
-    SlurmJobOption,
-    SlurmOption,
     SSHConfigOption,
 )
 from .planning_options import (
+    BatchOptions,
     ChunksOption,
-    DeviceOption,
     DevicesPerNodeOption,
     FaultThresholdOption,
-    GlobalBatchOption,
-    MicrobatchOption,
-    ModelOption,
+    ModelOptions,
     PipelinesOption,
-    PrecisionOption,
-    ProfileOption,
-    RecomputeOption,
-    SequenceLengthOption,
+    parse_schedule_name,
 )
-from .save_every import with_save_every
-from .scaling_option import parse_scaling
-from .schedule_option import parse_schedule_name
+from .values import did_you_mean, duration_s, real, whole
 
 __all__ = [
     "MAX_BATCH",
@@ -53,45 +35,30 @@ __all__ = [
     "MAX_TOKENS",
     "NUM_SPARE_NODES",
     "SLOW_FACTOR",
+    "BatchOptions",
     "ChunksOption",
-    "DeviceOption",
     "DevicesPerNodeOption",
     "DialIn",
-    "DialInOption",
     "FaultThresholdOption",
     "FromCommand",
     "FromHostfile",
     "FromRay",
     "FromSlurm",
-    "GlobalBatchOption",
-    "HostsEveryOption",
-    "HostsFromOption",
-    "KeysOption",
+    "JobSource",
     "KindCount",
-    "KubernetesOption",
-    "MicrobatchOption",
-    "ModelOption",
+    "ModelOptions",
+    "NodeOptions",
     "NodeSource",
-    "NumNodesOption",
     "PipelinesOption",
-    "PrecisionOption",
-    "ProfileOption",
     "PythonOption",
-    "RayOption",
-    "RecomputeOption",
     "SSHConfigOption",
-    "SequenceLengthOption",
-    "SlurmJobOption",
-    "SlurmOption",
     "VirtualOnes",
     "changed_keys",
     "did_you_mean",
     "duration_s",
     "load_job",
     "open_job",
-    "parse_costs",
     "parse_hostfile",
-    "parse_local",
     "parse_nodes",
     "parse_prices",
     "parse_profiles",

@@ -30,7 +30,7 @@ from math import prod
 from oobleck.errors import ConfigError
 from oobleck.job import DEFAULT_KIND, MAX_DEVICES, MAX_KINDS, MAX_NODES, NodeSpec, check_kind_name
 
-from .nearest import did_you_mean
+from .values import did_you_mean
 
 _KEYS = ("slots", "devices", "device", "port", "address")
 _SSH_PORT = 22
@@ -81,7 +81,6 @@ class _Entry:
     devices: tuple[int, ...] | None
     """None takes the next `num_devices` that are free."""
     device: str
-    """What they are."""
     addresses: tuple[str | None, ...]
     """For each host."""
 

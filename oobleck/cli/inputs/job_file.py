@@ -21,7 +21,7 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec, ModelSpec
 
 from .job_aliases import in_own_words
-from .nearest import did_you_mean, nearest
+from .values import did_you_mean, nearest
 from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
 
 Spec = TypeVar("Spec")

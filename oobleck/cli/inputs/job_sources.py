@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,43 +26,45 @@ _TRIED = frozenset({"model", "loss", "optimizer", "lr_lambda"})
 """What a script makes that is tried before anything is launched."""
 
 
-def read_job(
-    file: Path | None, script: Path | None, arguments: tuple[str, ...], settings: Sequence[str], *, num_nodes: int
-) -> JobSpec:
+@dataclass(frozen=True, kw_only=True)
+class JobSource:
+    """What a command line says of a job; with neither a file nor a script it is the default job."""
+
+    file: Path | None = None
+    script: Path | None = None
+    arguments: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
+    """KEY=VALUE, which count for more than all else."""
+
+
+def read_job(source: JobSource, *, num_nodes: int) -> JobSpec:
     """Read a job; what its script says counts for more than its file. A script takes as long as what it imports."""
     described = None
-    if script is not None:
+    if source.script is not None:
         from oobleck.runtime.processes import describe_script
 
-        described = describe_script(script, arguments)
-    return _read(file, script, described, settings, num_nodes=num_nodes)
+        described = describe_script(source.script, source.arguments)
+    return _read(source, described, num_nodes=num_nodes)
 
 
 def open_job(
-    file: Path | None,
-    script: Path | None,
-    arguments: tuple[str, ...],
-    settings: Sequence[str],
-    *,
-    num_nodes: int,
-    finish: Callable[[JobSpec], JobSpec],
-    are_virtual: bool,
+    source: JobSource, *, num_nodes: int, finish: Callable[[JobSpec], JobSpec], are_virtual: bool
 ) -> tuple[JobSpec, TrainerProcess | None]:
     """The same for a run, with `finish` applied: a script that calls `train()` is on its way then, and waits in it.
 
     What another script makes is tried, as nodes would. Where that can be done on nodes alone, stderr says so; virtual
     nodes are this machine. Raises SystemExit where a script exits before its `train()`.
     """
-    if script is None:
-        return finish(read_job(file, script, arguments, settings, num_nodes=num_nodes)), None
+    if source.script is None:
+        return finish(read_job(source, num_nodes=num_nodes)), None
     from oobleck.runtime.processes import ScriptProcess, TrainerProcess, read_script
 
-    spec = read_script(script, arguments)
+    spec = read_script(source.script, source.arguments)
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
-        return finish(_read(file, script, trainer.described, settings, num_nodes=num_nodes)), trainer
-    with closing(ScriptProcess(script, arguments)) as process:
-        job = finish(_read(file, script, process.described, settings, num_nodes=num_nodes))
+        return finish(_read(source, trainer.described, num_nodes=num_nodes)), trainer
+    with closing(ScriptProcess(source.script, source.arguments)) as process:
+        job = finish(_read(source, process.described, num_nodes=num_nodes))
         if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):
             job = _tried_out(process, job, are_virtual=are_virtual)
     return job, None
@@ -84,19 +86,14 @@ def _tried_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> Jo
     return replace(job, script=replace(job.script, is_tried=is_tried))
 
 
-def _read(
-    file: Path | None,
-    script: Path | None,
-    described: DescribedScript | None,
-    settings: Sequence[str],
-    *,
-    num_nodes: int,
-) -> JobSpec:
-    if file is None and script is None:
+def _read(source: JobSource, described: DescribedScript | None, *, num_nodes: int) -> JobSpec:
+    if source.file is None and source.script is None:
         job = default_job(num_nodes)
+    elif source.file is None:
+        job = JobSpec()
     else:
-        job = JobSpec() if file is None else load_job(read_input(file, "job file"), source=str(file))
+        job = load_job(read_input(source.file, "job file"), source=str(source.file))
     if described is not None:
-        job = load_job(described.settings, source=f"{script}, its job", base=job, has_lines=False)
+        job = load_job(described.settings, source=f"{source.script}, its job", base=job, has_lines=False)
         job = replace(job, script=described.spec)
-    return apply_overrides(job, [parse_override(text) for text in settings])
+    return apply_overrides(job, [parse_override(text) for text in source.settings])

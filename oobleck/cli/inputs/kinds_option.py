@@ -10,7 +10,7 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError, shown
 from oobleck.job import MAX_DEVICES, MAX_KINDS, MAX_NODES, check_kind_name
 
-from .nearest import did_you_mean
+from .values import did_you_mean
 
 _WHOLE = re.compile(r"\s*[-+]?[0-9]{1,40}\s*")
 _COUNT = re.compile(r"([0-9]{1,9})(?:x([0-9]{1,9}))?")

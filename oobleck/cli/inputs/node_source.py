@@ -13,7 +13,8 @@ from oobleck.job import DEFAULT_KIND, MAX_NODES, NodeSpec
 from oobleck.runtime.files import read_input
 
 from .hostfile import parse_hostfile
-from .kinds_option import KindCount
+from .kinds_option import KindCount, parse_local
+from .options import NodeOptions
 
 _MOST_PER_CORE = 32
 _INTERVAL_S = 10.0
@@ -138,35 +139,25 @@ class FromRay:
 NodeSource = FromHostfile | FromCommand | VirtualOnes | DialIn | FromSlurm | FromRay
 
 
-def read_source(
-    hostfile: Path | None,
-    *,
-    local: int | tuple[KindCount, ...] | None = None,
-    hosts_from: str | None = None,
-    hosts_every_s: float | None = None,
-    dial_in: str | None = None,
-    num_nodes: int | None = None,
-    slurm: bool = False,
-    slurm_job: str | None = None,
-    ray: bool = False,
-    kubernetes: str | None = None,
-    keys: Path | None = None,
-) -> NodeSource:
+def read_source(hostfile: Path | None, options: NodeOptions) -> NodeSource:
     """Read where nodes are to come from. Raises UserError."""
-    if hosts_every_s is not None and hosts_from is None:
+    local = parse_local(options.local) if isinstance(options.local, str) else options.local
+    hosts_from, dial_in, num_nodes, keys = options.hosts_from, options.dial_in, options.num_nodes, options.keys
+    if options.hosts_every is not None and hosts_from is None:
         raise UsageError("--hosts-every: it says how often --hosts-from is asked; add that, or leave it out")
-    if slurm or slurm_job is not None:
-        if any(given is not None for given in (hostfile, local, hosts_from, num_nodes)) or (slurm and slurm_job):
+    others = (hostfile, local, hosts_from, num_nodes)
+    if options.slurm or options.slurm_job is not None:
+        if any(given is not None for given in others) or (options.slurm and options.slurm_job):
             raise UsageError("--slurm, or --slurm-job NAME, names all nodes; leave the others out")
-        return _from_slurm(slurm_job, dial_in or "0")
-    if ray:
-        if any(given is not None for given in (hostfile, local, hosts_from, num_nodes, kubernetes, keys)):
+        return _from_slurm(options.slurm_job, dial_in or "0")
+    if options.ray:
+        if any(given is not None for given in (*others, options.kubernetes, keys)):
             raise UsageError("--ray names all nodes; leave the others out")
         return _from_ray(dial_in or "0")
-    if kubernetes is not None:
+    if options.kubernetes is not None:
         if num_nodes is None:
             raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
-        _check_selector(kubernetes)
+        _check_selector(options.kubernetes)
         dial_in = dial_in or str(_POD_PORT)
     if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
         raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
@@ -175,21 +166,12 @@ def read_source(
     if keys is not None and dial_in is None:
         raise UsageError("--keys: these are for nodes that dial in; add --dial-in, or leave it out")
     if dial_in is not None and num_nodes is not None:
-        host, port = _listening_place(dial_in)
-        if not 1 <= num_nodes <= MAX_NODES:
-            raise UsageError(f"--nodes: {num_nodes} nodes are not possible; it must be 1 to {MAX_NODES}")
-        if keys is not None:
-            _check_keys(keys)
-        return DialIn(host=host, port=port, count=num_nodes, keys=keys, pods=kubernetes)
+        return _dialling_in(dial_in, num_nodes, keys, options.kubernetes)
     if hostfile is not None:
         text = read_input(hostfile, "hostfile")
         return FromHostfile(path=expand_user(hostfile).absolute(), text=text, specs=_specs(text, str(hostfile)))
     if hosts_from is not None:
-        interval_s = _INTERVAL_S if hosts_every_s is None else hosts_every_s
-        if interval_s < _LEAST_INTERVAL_S:
-            raise UsageError(f"--hosts-every: {interval_s:g} s is not possible; it must be at least 100ms")
-        text, named = _printed_by(hosts_from)
-        return FromCommand(command=hosts_from, interval_s=interval_s, text=text, specs=_specs(text, named))
+        return _from_command(hosts_from, _INTERVAL_S if options.hosts_every is None else options.hosts_every)
     assert local is not None
     most = _MOST_PER_CORE * (os.cpu_count() or 1)
     source = VirtualOnes.alike(local) if isinstance(local, int) else VirtualOnes(kinds=local)
@@ -198,10 +180,28 @@ def read_source(
     return source
 
 
-def _check_keys(directory: Path) -> None:
-    from oobleck.runtime.launchers import read_keys
+def _dialling_in(place: str, num_nodes: int, keys: Path | None, pods: str | None) -> DialIn:
+    host, port = _listening_place(place)
+    if not 1 <= num_nodes <= MAX_NODES:
+        raise UsageError(f"--nodes: {num_nodes} nodes are not possible; it must be 1 to {MAX_NODES}")
+    if keys is not None:
+        from oobleck.runtime.launchers import read_keys
 
-    read_keys(directory)
+        read_keys(keys)
+    return DialIn(host=host, port=port, count=num_nodes, keys=keys, pods=pods)
+
+
+def _from_command(command: str, interval_s: float) -> FromCommand:
+    """Ask a command, which runs once here. Raises ConfigError where it fails or names no node."""
+    if interval_s < _LEAST_INTERVAL_S:
+        raise UsageError(f"--hosts-every: {interval_s:g} s is not possible; it must be at least 100ms")
+    import trio
+
+    from oobleck.runtime.launchers import HostsCommand
+
+    asked = HostsCommand(command=command)
+    text = trio.run(asked.read)
+    return FromCommand(command=command, interval_s=interval_s, text=text, specs=_specs(text, asked.source))
 
 
 def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
@@ -245,13 +245,3 @@ def _specs(text: str, source: str) -> tuple[NodeSpec, ...]:
     if not specs:
         raise ConfigError(f"{source}: names no node; write one host a line")
     return specs
-
-
-def _printed_by(command: str) -> tuple[str, str]:
-    """What a command prints, and what it is called in errors. Raises ConfigError."""
-    import trio
-
-    from oobleck.runtime.launchers import HostsCommand
-
-    asked = HostsCommand(command=command)
-    return trio.run(asked.read), asked.source

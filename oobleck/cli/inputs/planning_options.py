@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
-from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES
+from oobleck.errors import UsageError
+from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES, ScheduleName
 
-from .numbers import whole
 from .options import MAX_BATCH, MAX_TOKENS
-
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
-]
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
-    ),
-]
-
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help="Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json).",
-    ),
-]
+from .values import whole
 
 DevicesPerNodeOption = Annotated[
     int, typer.Option("--gpus-per-node", metavar="G", parser=whole(1, MAX_DEVICES), help="Devices of each node.")
@@ -47,39 +29,6 @@ FaultThresholdOption = Annotated[
     ),
 ]
 
-GlobalBatchOption = Annotated[
-    int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
-]
-
-MicrobatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatch",
-        metavar="b",
-        parser=whole(1, MAX_BATCH),
-        help="Samples in one microbatch; a profile sets its own.",
-    ),
-]
-
-SequenceLengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length",
-        metavar="T",
-        parser=whole(1, MAX_TOKENS),
-        help="Tokens in a sample; a profile sets its own.",
-    ),
-]
-
-PrecisionOption = Annotated[
-    str,
-    typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates and of the device's peak."),
-]
-
-RecomputeOption = Annotated[
-    bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
-]
-
 ChunksOption = Annotated[
     int,
     typer.Option(
@@ -93,3 +42,68 @@ PipelinesOption = Annotated[
         "--pipelines", metavar="P", parser=whole(1, MAX_NODES), help="Ask the planner for exactly P pipelines."
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What layers cost: a profile that was measured, or a model and a device to estimate it by."""
+
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="JSON profile of the model on a device.")
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json).",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What a step computes."""
+
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="B", parser=whole(1, MAX_BATCH), help="Samples in one step.")
+    ]
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatch",
+            metavar="b",
+            parser=whole(1, MAX_BATCH),
+            help="Samples in one microbatch; a profile sets its own.",
+        ),
+    ] = None
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            "--sequence-length",
+            metavar="T",
+            parser=whole(1, MAX_TOKENS),
+            help="Tokens in a sample; a profile sets its own.",
+        ),
+    ] = None
+    precision: Annotated[
+        str,
+        typer.Option("--precision", metavar="NAME", help="float32 or bfloat16, of estimates and of the device's peak."),
+    ] = "bfloat16"
+    recompute: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Estimate with activation recomputation.")
+    ] = False
+
+
+def parse_schedule_name(name: str) -> ScheduleName:
+    """Return the name of a schedule. Raises UsageError for another."""
+    known = get_args(ScheduleName)
+    if name not in known:
+        raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
+    return cast("ScheduleName", name)

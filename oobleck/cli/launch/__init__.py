@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .event import Event
 from .launching import launch
-from .run import Run
+from .run import Event, Run
 
 __all__ = ["Event", "Run", "launch"]

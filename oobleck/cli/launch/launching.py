@@ -12,10 +12,9 @@ from oobleck.cli.common_options import base_dir_of
 from oobleck.errors import ConfigError
 from oobleck.host.script import Job, is_running_script
 
-from .job_words import job_words
 from .master import MasterProcess
-from .options import option_words
 from .run import Run, failure_without_journal
+from .words import job_words, option_words
 
 
 def launch(

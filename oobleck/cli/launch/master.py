@@ -24,7 +24,6 @@ _MOST_LINES = 1000
 _LAST_WORDS_S = 2.0
 _SAYS = "oobleck up: "
 _BLAMES = ("oobleck: ", "Error: ")
-"""How an error begins, one of ours and one of typer's."""
 
 
 class MasterProcess:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
 from oobleck.errors import ConfigError, ExitCode, OobleckError, PeerError, RunFailed, UsageError
@@ -17,8 +20,6 @@ from oobleck.runtime.journals import follow_journal, read_journal
 from oobleck.wire import from_builtins
 
 from .display import Display, snapshot_html
-from .event import Event
-from .interrupts import Interrupts
 from .master import MasterProcess
 
 _POLL_S = 0.1
@@ -215,3 +216,73 @@ def failure_without_journal(master: MasterProcess) -> OobleckError:
             f"the master was killed by signal {-code}; its agents train on for a while without it. {reason}".strip()
         )
     return RunFailed(reason, exit_code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An entry of a run's journal; `str(event)` is the sentence that people read."""
+
+    entry: JournalEntry
+    """`StepDone`, `NodeLost`, `RecoveryDone` and so on, from `oobleck.control.journal`."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the entry's class."""
+        return type(self.entry).__name__
+
+    @property
+    def t_s(self) -> float:
+        """Seconds since the run's start."""
+        return self.entry.t_s
+
+    @property
+    def level(self) -> str:
+        """info, warning or error."""
+        return self.entry.level
+
+    def __str__(self) -> str:
+        return self.entry.sentence
+
+
+class Interrupts:
+    """Passes interrupts on to a run as long as the context lasts; afterwards they raise KeyboardInterrupt again.
+
+    While we wait (`is_waiting`), an interrupt raises nothing: the run is to finish its step, which the caller sees to
+    the end. In the caller's own code, between two events, it raises KeyboardInterrupt there as well, as it always does.
+
+    Nothing is changed outside the main thread, or where the program has a handler of its own.
+    """
+
+    def __init__(self, pass_on: Callable[[], None]) -> None:
+        self.is_waiting = True
+        self.num = 0
+        self._pass_on = pass_on
+        self._is_ours = False
+
+    def __enter__(self) -> Interrupts:
+        self._is_ours = _is_main() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_ours and _is_main() and signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def raise_late(self) -> None:
+        """Raise the KeyboardInterrupt that was held back, if there was one."""
+        if self.num:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.num += 1
+        self._pass_on()
+        if not self.is_waiting:
+            raise KeyboardInterrupt
+
+
+def _is_main() -> bool:
+    """Whether this is the one thread that may set handlers. An abandoned loop may be closed by any."""
+    return threading.current_thread() is threading.main_thread()

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from oobleck.cli.common_options import base_dir_of
-from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, read_source
+from oobleck.cli.inputs import DialIn, NodeOptions, NodeSource, VirtualOnes, read_source
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import ControlSpec
@@ -102,8 +102,7 @@ def _read_source(line: options.CommandLine) -> NodeSource:
             )
         local = 1
     keys = given.get("--keys")
-    return read_source(
-        Path(hostfile) if hostfile is not None else None,
+    nodes = NodeOptions(
         local=local,
         hosts_from=given.get("--hosts-from"),
         dial_in=given.get("--dial-in"),
@@ -114,6 +113,7 @@ def _read_source(line: options.CommandLine) -> NodeSource:
         kubernetes=given.get("--kubernetes"),
         keys=Path(keys) if keys is not None else None,
     )
+    return read_source(Path(hostfile) if hostfile is not None else None, nodes)
 
 
 def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:

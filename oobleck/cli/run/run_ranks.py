@@ -20,7 +20,6 @@ from rich.console import Console
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
 from oobleck.control.events import End, NodeLeftOut, Remark
-from oobleck.control.journal import JournalGap
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
 from oobleck.control.scripts import RanksCoordinator
@@ -33,7 +32,6 @@ from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import SSHCluster
 from oobleck.runtime.connections import NodeConnections
-from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
@@ -125,11 +123,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
             chosen, remarks = await wiring.check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
-
-        def tell_of_gap(gap: JournalGap) -> None:
-            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
-
-        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
+        with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             coordinator = RanksCoordinator(
                 spec,
                 chosen,
@@ -147,11 +141,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
             session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
             screen = _Screen()
             master.show_output(screen.take)
-            await nursery.start(serve_control, directory.control_socket, session.answer)
-            nursery.start_soon(session.watch_signals)
-            nursery.start_soon(session.follow_launcher)
-            for remark in remarks:
-                master.submit(remark)
+            await session.serve(directory.control_socket, remarks)
             try:
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=True)

@@ -20,9 +20,10 @@ import trio
 from rich.console import Console
 
 from oobleck.cli import wiring
+from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
-from oobleck.control.journal import JournalGap, Summary, prometheus_text
+from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
 from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError
@@ -50,6 +51,8 @@ from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 
+from .options import UpOptions
+
 _log = logging.getLogger("oobleck.up")
 
 
@@ -57,29 +60,25 @@ _log = logging.getLogger("oobleck.up")
 class Run:
     """What `oobleck up` was asked for."""
 
+    options: UpOptions
     job: JobSpec
+    """With what the options say."""
     source: NodeSource
-    """Where nodes come from."""
     kills: tuple[tuple[str, int], ...]
     """(node, step): kill the node once the step is committed."""
-    python: str | None
     ssh_config: Path | None
-    """Read in place of the user's own."""
-    plain: bool
-    as_json: bool
-    summary: Path | None
-    base_dir: Path
-    resume: str = "auto"
+    resume: str
     """`auto` takes over a run that lives without its master, or continues from the newest checkpoint; `never`
     starts from scratch; a path names the checkpoint to begin from."""
-    check: bool = True
-    """Check nodes, unless they are virtual, before anything is started there."""
-    metrics: MetricsAddress | None = None
-    """Where metrics are served; None for nowhere."""
-    trainer: TrainerProcess | None = None
+    metrics: MetricsAddress | None
+    trainer: TrainerProcess | None
     """The script that waits in its `train()`."""
-    owner: str = ""
+    owner: str
     """The path of the script or job file, if it is a user's."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(base_dir=base_dir_of(self.options.base_dir), tag=self.job.tag)
 
 
 def run_job(run: Run) -> int:
@@ -87,18 +86,18 @@ def run_job(run: Run) -> int:
     code = _run_job(run)
     if run.trainer is None:
         return code
-    return run.trainer.end(code, _checkpoints(run, RunDirectory(base_dir=run.base_dir, tag=run.job.tag)).path)
+    return run.trainer.end(code, _checkpoints(run, run.directory).path)
 
 
 def _run_job(run: Run) -> int:
     limit = raise_descriptor_limit()  # virtual nodes inherit it
     num_nodes = len(run.source.names)
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
-    directory = RunDirectory(base_dir=run.base_dir, tag=run.job.tag)
+    directory = run.directory
     directory.create()
     stdout = lasting(sys.stdout)
-    output = lasting(sys.stderr) if run.as_json else stdout
-    if run.plain or not console_on(output).is_terminal:
+    output = lasting(sys.stderr) if run.options.as_json else stdout
+    if run.options.plain or not console_on(output).is_terminal:
         say(output, f"oobleck up: {run.job.tag}, {num_nodes} nodes, logs in {directory.path}")
     with directory.lock():
         if run.owner:
@@ -193,13 +192,13 @@ def _checkpoints(run: Run, directory: RunDirectory) -> CheckpointDirectory:
 
 def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
     """Write the summary where it was asked for; False, and a message, where its file cannot be written."""
-    if run.as_json:
+    if run.options.as_json:
         stdout.write(f"{summary.to_json()}\n")
     try:
-        if run.summary is not None:
-            write_in_place(run.summary, summary.to_json() + "\n")
+        if run.options.summary is not None:
+            write_in_place(run.options.summary, summary.to_json() + "\n")
     except OSError as error:
-        print(f"oobleck: --summary: {run.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
+        print(f"oobleck: --summary: {run.options.summary}: {error.strerror}", file=sys.stderr)  # noqa: T201  the run is over
         return False
     return True
 
@@ -217,7 +216,7 @@ async def _run(
         num_devices=run.job.tensor_parallel,
     )
     async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = wiring.remote_paths(directory, launcher, run.python)
+        paths = wiring.remote_paths(directory, launcher, run.options.python)
         connections = NodeConnections(launcher)
         cluster = SSHCluster(
             run.job.tag,
@@ -226,49 +225,29 @@ async def _run(
             connections=connections,
             paths=paths,
             start_timeout_s=run.job.control.start_timeout_s,
-            checks_returning=run.check and not launcher.are_virtual,
+            checks_returning=not run.options.no_check and not launcher.are_virtual,
         )
         past = await _find_past(run, directory, cluster, launcher, past)
         known = await launcher.begin(waits=past.replayed is None)
-        is_check_due = run.check and not launcher.are_virtual and past.replayed is None
+        is_check_due = not run.options.no_check and not launcher.are_virtual and past.replayed is None
         chosen, remarks = await _check(known, connections, paths, output) if is_check_due else (known, ())
-
-        def tell_of_gap(gap: JournalGap) -> None:
-            session.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
-
-        with JournalWriter(directory.journal, tell=tell_of_gap) as journal:
+        with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
             session = wiring.Session(
                 master, cluster, launcher, nursery, kills=run.kills, past=past.books, is_replaced=is_replaced
             )
-            await nursery.start(serve_control, directory.control_socket, session.answer)
-            nursery.start_soon(session.watch_signals)
-            for remark in remarks:
-                master.submit(remark)
+            await session.serve(directory.control_socket, remarks)
             if past.remark is not None:
                 session.remark("warning", past.remark)
             metrics = _start_metrics(directory, master, past)
-            nursery.start_soon(
-                partial(wiring.keep_image, directory.journal, lambda: journal.size_bytes, place=past.place)
-            )
-            nursery.start_soon(
-                partial(
-                    wiring.watch_run_directory,
-                    directory,
-                    journal,
-                    metrics,
-                    say=partial(session.remark, "error"),
-                    listen=partial(nursery.start_soon, serve_control, directory.control_socket, session.answer),
-                )
-            )
+            _keep_files(directory, journal, metrics, session, nursery, place=past.place)
             if run.metrics is not None:
                 text = partial(_metrics_text, metrics, master, run.job.tag)
                 await nursery.start(serve_metrics, run.metrics, text)
-            nursery.start_soon(session.follow_launcher)
             try:
                 async with trio.open_nursery() as watching:
-                    session.show(output, watching, plain=run.plain)
+                    session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
                     end = await master.run()
                     if callbacks is not None:
@@ -282,6 +261,28 @@ async def _run(
                     await cluster.aclose()
         nursery.cancel_scope.cancel()
     return _with_journal(end, journal), session.account.summary(read_losses(directory.journal))
+
+
+def _keep_files(
+    directory: RunDirectory,
+    journal: JournalWriter,
+    metrics: MetricsOutput,
+    session: wiring.Session,
+    nursery: trio.Nursery,
+    *,
+    place: int,
+) -> None:
+    """Keep the journal's image new, and the run's directory there."""
+    nursery.start_soon(partial(wiring.keep_image, directory.journal, lambda: journal.size_bytes, place=place))
+    watch = partial(
+        wiring.watch_run_directory,
+        directory,
+        journal,
+        metrics,
+        say=partial(session.remark, "error"),
+        listen=partial(nursery.start_soon, serve_control, directory.control_socket, session.answer),
+    )
+    nursery.start_soon(watch)
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
@@ -322,7 +323,6 @@ class _Past:
     """The bytes of the journal that the books are of."""
     replayed: ReplayedRun | None = None
     remark: str | None = None
-    """What is to be said of it."""
 
     @property
     def elapsed_s(self) -> float:

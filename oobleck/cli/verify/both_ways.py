@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from oobleck.cli.inputs import JobSource
 from oobleck.control import verification
 from oobleck.control.journal import JobEnded, StepDone
 from oobleck.control.verification import compare
@@ -35,9 +36,7 @@ class Asked:
     """What is to be compared."""
 
     job: JobSpec
-    job_file: Path | None
-    script: Path | None
-    settings: tuple[str, ...]
+    source: JobSource
     num_steps: int
     num_nodes: int
     began_s: float
@@ -46,7 +45,7 @@ class Asked:
     @property
     def name(self) -> str:
         """What people know it by."""
-        return str(self.script or self.job_file or "the default job")
+        return str(self.source.script or self.source.file or "the default job")
 
     @property
     def killed(self) -> tuple[str, int] | None:
@@ -213,10 +212,10 @@ class _RunOnNodes:
             **({} if asked.job.num_pipelines else {"num_pipelines": "1" if killed is None else "2"}),
         }
         return [
-            *(() if asked.script is None else (str(asked.script),)),
-            *(f"--set={setting}" for setting in asked.settings),
+            *(() if asked.source.script is None else (str(asked.source.script),)),
+            *(f"--set={setting}" for setting in asked.source.settings),
             *(f"--set={key}={value}" for key, value in own.items()),
-            *(() if asked.job_file is None else (f"--job={asked.job_file}",)),
+            *(() if asked.source.file is None else (f"--job={asked.source.file}",)),
             f"--local={asked.num_nodes}",
             f"--steps={asked.num_steps}",
             f"--dtype={asked.job.dtype}",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oobleck.cli.common_options import JsonOption
-from oobleck.cli.inputs import read_job
+from oobleck.cli.common_options import JsonOption, takes_options
+from oobleck.cli.inputs import JobSource, read_job
 from oobleck.errors import ExitCode, UsageError, UserError
 from oobleck.job import JobSpec
 
@@ -23,7 +22,10 @@ _NODES = 4
 _MOST_NODES = 16
 
 
-def verify(
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is given to `oobleck verify`."""
+
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -31,93 +33,68 @@ def verify(
             help="A script that defines the job, or calls train() of a Trainer; and its own arguments.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     job_file: Annotated[
         Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
-    ] = None,
+    ] = None
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, for the run on nodes."),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Compare the first N steps.")] = _STEPS,
+    ] = None
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Compare the first N steps.")] = _STEPS
     local: Annotated[
         int, typer.Option("--local", metavar="N", min=2, max=_MOST_NODES, help="Virtual nodes to train on.")
-    ] = _NODES,
+    ] = _NODES
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Train in another precision both ways; float64 shows the smallest differences."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@takes_options(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
     """Train a job's first steps on virtual nodes of this machine and by the script itself, and compare all numbers.
 
     A node is killed on the way. Nothing of the script's own outputs is touched. The exit status is 0 where all is
     equal, 3 where something differs, 78 where the job is refused.
     """
-    script, arguments = _parse_words(words or [])
-    code = _verified(
-        job_file, script, arguments, settings or [], steps=steps, num_nodes=local, dtype=dtype, as_json=as_json
-    )
-    raise SystemExit(code)
+    script, arguments = _parse_words(options.words or [])
+    source = JobSource(file=options.job_file, script=script, arguments=arguments, settings=options.settings or ())
+    raise SystemExit(_verified(source, options))
 
 
-def verify_first(
-    job_file: Path | None, script: Path | None, arguments: tuple[str, ...], settings: Sequence[str], *, steps: int
-) -> None:
+def verify_first(source: JobSource, *, steps: int) -> None:
     """Verify a job before it is run. Raises SystemExit where it does not train as the script does by itself."""
-    code = _verified(
-        job_file, script, arguments, settings, steps=steps, num_nodes=_NODES, dtype=None, as_json=False, to_stderr=True
-    )
+    code = _verified(source, VerifyOptions(steps=steps), to_stderr=True)
     if code != ExitCode.DONE:
         typer.echo("oobleck: --verify: it is not shown to train as the script does by itself; not started", err=True)
         raise SystemExit(code)
 
 
-def _verified(
-    job_file: Path | None,
-    script: Path | None,
-    arguments: tuple[str, ...],
-    settings: Sequence[str],
-    *,
-    steps: int,
-    num_nodes: int,
-    dtype: str | None,
-    as_json: bool,
-    to_stderr: bool = False,
-) -> int:
+def _verified(source: JobSource, options: VerifyOptions, *, to_stderr: bool = False) -> int:
     from .both_ways import train_both_ways
     from .report import as_text, refused_json, to_json
 
     began_s = time.time()
     try:
-        job = read_job(job_file, script, arguments, settings, num_nodes=num_nodes)
-        asked = _asked(job, job_file, script, settings, steps=steps, num_nodes=num_nodes, dtype=dtype, began_s=began_s)
+        asked = _asked(read_job(source, num_nodes=options.local), source, options, began_s)
     except UserError as error:
-        if as_json:
+        if options.as_json:
             typer.echo(refused_json(str(error)))
         raise
     outcome = train_both_ways(asked, tell=lambda text: typer.echo(f"oobleck verify: {text}", err=True))
-    if as_json:
+    if options.as_json:
         typer.echo(to_json(asked, outcome))
     else:
         typer.echo(as_text(asked, outcome), err=to_stderr)
     return outcome.exit_code
 
 
-def _asked(
-    job: JobSpec,
-    job_file: Path | None,
-    script: Path | None,
-    settings: Sequence[str],
-    *,
-    steps: int,
-    num_nodes: int,
-    dtype: str | None,
-    began_s: float,
-) -> Asked:
+def _asked(job: JobSpec, source: JobSource, options: VerifyOptions, began_s: float) -> Asked:
     from .both_ways import Asked, is_of_trainer
 
-    num_steps = min(steps, job.max_steps)
+    num_steps, dtype = min(options.steps, job.max_steps), options.dtype
     if dtype is not None:
         if dtype not in ("float32", "float64", "bfloat16", "float16"):
             raise UsageError(f"--dtype: {dtype} is not known; it is one of float32, float64, bfloat16, float16")
@@ -132,11 +109,9 @@ def _asked(
         job = replace(job, max_steps=num_steps)  # both follow the schedule of this many steps
     return Asked(
         job=replace(job, dropout=False),
-        job_file=job_file,
-        script=script,
-        settings=tuple(settings),
+        source=source,
         num_steps=num_steps,
-        num_nodes=num_nodes,
+        num_nodes=options.local,
         began_s=began_s,
     )
 

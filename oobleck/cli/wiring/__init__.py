@@ -1,4 +1,4 @@
-"""What every run on real nodes is wired together from: launchers, journals, lifelines, and what a person sees.
+"""What every run on real nodes is wired together from: launchers, journals, signals, and what a person sees.
 
 `cli/up` wires runs that train, `cli/run` those of a script's ranks.
 """
@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 from .launching import open_launcher
-from .lifeline import end_with_stdin
 from .log_output import background_logging
-from .node_memory import ENDS_WELL, give_memory_back
 from .past import end_left, is_any_alive, keep_image, read_past
-from .places import check_first, open_nodes, remote_paths
+from .places import ENDS_WELL, check_first, give_memory_back, open_nodes, remote_paths
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
 
@@ -21,7 +19,6 @@ __all__ = [
     "background_logging",
     "check_first",
     "end_left",
-    "end_with_stdin",
     "give_memory_back",
     "is_any_alive",
     "keep_image",

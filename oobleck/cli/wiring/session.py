@@ -6,12 +6,13 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import assert_never
 
 import trio
 
-from oobleck.control.events import AddRequested, DrainRequested, Remark, StopRequested
-from oobleck.control.journal import JournalEntry, NodeAdded, NodeLeft, NodeLost, StepDone
+from oobleck.control import journal
+from oobleck.control.events import AddRequested, DrainRequested, NodeLeftOut, Remark, StopRequested
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -19,6 +20,7 @@ from oobleck.job import NodeSpec
 from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime import control_client
+from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
 from oobleck.ui import live
 from oobleck.wire import to_builtins
@@ -65,6 +67,14 @@ class Session:
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
 
+    async def serve(self, socket: Path, remarks: Sequence[NodeLeftOut | Remark]) -> None:
+        """Start what reaches the run from outside, once other terminals can ask for it; say what was found before."""
+        await self._nursery.start(serve_control, socket, self.answer)
+        self._nursery.start_soon(self.watch_signals)
+        self._nursery.start_soon(self.follow_launcher)
+        for remark in remarks:
+            self._master.submit(remark)
+
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start what keeps a person informed. The run continues if it cannot be."""
         self._terminal = output if output.isatty() else None
@@ -81,27 +91,27 @@ class Session:
         self.remark("warning", text)
         _log.warning("%s", text)
 
-    def _note(self, entry: JournalEntry) -> None:
+    def _note(self, entry: journal.JournalEntry) -> None:
         self.account.apply(entry)
         self.view.apply(entry)
         match entry:
-            case NodeLost(node=node):
+            case journal.NodeLost(node=node):
                 self._gone.add(node)
-            case NodeLeft(node=node):
+            case journal.NodeLeft(node=node):
                 self._gone.add(node)
                 self._cluster.release(self._spec(node))
-            case NodeAdded(node=spec):
+            case journal.NodeAdded(node=spec):
                 self._gone.discard(spec.name)
 
-    def _take_due(self, entry: JournalEntry) -> list[str]:
+    def _take_due(self, entry: journal.JournalEntry) -> list[str]:
         """The nodes that are to be killed once this step is committed."""
-        if not isinstance(entry, StepDone):
+        if not isinstance(entry, journal.StepDone):
             return []
         due = [kill for kill in self._due if kill[1] <= entry.record.step]
         self._due = [kill for kill in self._due if kill not in due]
         return [node for node, _ in due]
 
-    def _kill_when_due(self, entry: JournalEntry) -> None:
+    def _kill_when_due(self, entry: journal.JournalEntry) -> None:
         for node in self._take_due(entry):
             self._nursery.start_soon(self._kill, node)
 
@@ -177,6 +187,10 @@ class Session:
             raise UsageError(f"{request.node} has no living process of this run")
         self.remark("info", f"on request: {request.node} takes {request.factor:g} times as long")
         return {"slowed": request.node}
+
+    def tell_of_gap(self, gap: journal.JournalGap) -> None:
+        """Have people read what the journal could not take."""
+        self.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
 
     def remark(self, level: str, text: str) -> None:
         """Have people read something in the journal."""

@@ -7,13 +7,14 @@ import pytest
 
 from oobleck.cli.inputs import (
     KindCount,
+    NodeOptions,
     VirtualOnes,
-    parse_local,
     parse_nodes,
     parse_prices,
     parse_profiles,
     read_source,
 )
+from oobleck.cli.inputs.kinds_option import parse_local
 from oobleck.errors import UsageError
 
 
@@ -69,7 +70,7 @@ def test_virtual_nodes_may_be_of_kinds():
     assert parse_local("-1") == -1, "the limits are the machine's"
     local = parse_local("fast:2,slow:1x2")
     assert isinstance(local, tuple)
-    source = read_source(None, local=local)
+    source = read_source(None, NodeOptions(local=local))
     assert isinstance(source, VirtualOnes)
     assert source.names == ("node0", "node1", "node2")
     assert source.shapes(num_spare=3, num_devices=1) == (
@@ -77,11 +78,11 @@ def test_virtual_nodes_may_be_of_kinds():
         *(("fast", 1), ("slow", 2), ("fast", 1)),
     )
     with pytest.raises(UsageError, match="--local: 30000 nodes are not possible here"):
-        read_source(None, local=(replace(local[0], num_nodes=29_999), local[1]))
+        read_source(None, NodeOptions(local=(replace(local[0], num_nodes=29_999), local[1])))
     with pytest.raises(UsageError, match="--local 'fast' is not KIND:VALUE"):
         parse_local("fast")
 
 
 def test_how_often_a_command_is_asked_is_refused_without_the_command() -> None:
     with pytest.raises(UsageError, match=r"--hosts-every: .*--hosts-from"):
-        read_source(None, local=1, hosts_every_s=5.0)
+        read_source(None, NodeOptions(local=1, hosts_every=5.0))

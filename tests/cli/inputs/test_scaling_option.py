@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from oobleck.cli.inputs.scaling_option import parse_scaling
+from oobleck.cli.inputs.job_options import parse_scaling
 from oobleck.errors import UsageError
 from oobleck.job import ScalingSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oobleck.cli.launch.interrupts import Interrupts
+from oobleck.cli.launch.run import Interrupts
 
 
 def press() -> None:

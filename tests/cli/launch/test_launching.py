@@ -63,7 +63,7 @@ def test_arguments_are_for_scripts(tmp_path: Path):
 
 
 def test_the_same_job_is_the_same_file(tmp_path: Path):
-    from oobleck.cli.launch.job_words import job_words
+    from oobleck.cli.launch.words import job_words
 
     first, again, other = (job_words({"max_steps": steps}, (), tmp_path) for steps in (3, 3, 4))
     assert first == again != other

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.launch.options import known_options, option_words
+from oobleck.cli.launch.words import known_options, option_words
 from oobleck.errors import UsageError
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.cli.inputs import JobSource
 from oobleck.cli.verify.both_ways import Asked, Outcome
 from oobleck.cli.verify.report import as_text, refused_json, to_json
 from oobleck.control.verification import (
@@ -20,7 +21,7 @@ from oobleck.control.verification import (
 from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
 
-ASKED = Asked(job=JobSpec(), job_file=None, script=None, settings=(), num_steps=2, num_nodes=4, began_s=0.0)
+ASKED = Asked(job=JobSpec(), source=JobSource(), num_steps=2, num_nodes=4, began_s=0.0)
 STEPS = tuple(
     StepAccount(step=step, loss=4.0 / step, grad_norm=1.5, learning_rate=0.01, samples=(1, 2)) for step in (1, 2)
 )

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import trio
 
-from oobleck.cli.inputs import parse_hostfile, read_source
+from oobleck.cli.inputs import NodeOptions, parse_hostfile, read_source
 from oobleck.errors import ConfigError, UsageError
 from oobleck.runtime.launchers import DialedInNodes, NodeChange, RayActors, Reported, listen, ray_nodes, settle_keys
 from oobleck.runtime.ssh import open_ssh_loop
@@ -116,9 +116,9 @@ async def test_a_cluster_without_a_node_for_work_is_named(ray: None, monkeypatch
 def test_without_ray_or_with_other_nodes_the_start_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "ray").exists()])
     with pytest.raises(UsageError, match=r"install oobleck\[ray\]"):
-        read_source(None, ray=True)
+        read_source(None, NodeOptions(ray=True))
     with pytest.raises(UsageError, match="--ray names all nodes"):
-        read_source(None, ray=True, local=4)
+        read_source(None, NodeOptions(ray=True, local=4))
 
 
 async def test_every_node_of_the_cluster_dials_in_and_ends_with_the_run(ray: None, tmp_path: Path) -> None:

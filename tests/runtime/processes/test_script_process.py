@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from oobleck.cli.inputs import open_job
+from oobleck.cli.inputs import JobSource, open_job
 from oobleck.cli.main import main
 from oobleck.control.journal import Notice
 from oobleck.errors import ConfigError
@@ -181,7 +181,9 @@ def job():
 def opened(tmp_path: Path, word: str, *, are_virtual: bool = True) -> tuple[JobSpec, object]:
     script = tmp_path / "train.py"
     script.write_text(LAYERS)
-    return open_job(None, script, (word,), [], num_nodes=2, finish=lambda job: job, are_virtual=are_virtual)
+    return open_job(
+        JobSource(script=script, arguments=(word,)), num_nodes=2, finish=lambda job: job, are_virtual=are_virtual
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 
 CODE = """
 import time
-from oobleck.cli.wiring.lifeline import end_with_stdin
+from oobleck.cli.up.command import end_with_stdin
 end_with_stdin()
 print("lives", flush=True)
 time.sleep({seconds})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oobleck.cli.wiring.start_check import choose_nodes
+from oobleck.cli.wiring.places import choose_nodes
 from oobleck.control.events import NodeLeftOut
 from oobleck.control.node_check.messages import NodeFacts
 from oobleck.control.node_check.report import CheckedNode, CheckReport

@@ -1,0 +1,69 @@
+"""A command's options, declared as the fields of a dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from oobleck.cli.common_options import takes_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    size: Annotated[int, typer.Option("--size")]
+    color: Annotated[str, typer.Option("--color")] = "red"
+    shape: Annotated[str | None, typer.Option("--shape")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutShape(Shared):
+    color: Annotated[str, typer.Option("--colour")] = "blue"
+    shape: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    name: Annotated[str, typer.Argument()]
+    size: WithoutShape
+    """Called as one of its own options."""
+    loud: Annotated[bool, typer.Option("--loud")] = False
+
+
+def taken(*words: str) -> Options | str:
+    """What a command is called with, or why it is not called."""
+    seen: list[Options] = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes_options(Options)
+    def command(options: Options) -> None:
+        seen.append(options)
+
+    result = CliRunner().invoke(app, words)
+    return seen[0] if seen else result.output
+
+
+def test_a_group_of_options_arrives_as_one_value() -> None:
+    expected = Options(name="x", size=WithoutShape(size=3, color="green"), loud=True)
+    assert taken("x", "--size", "3", "--colour", "green", "--loud") == expected
+    assert taken("x", "--size", "3") == Options(name="x", size=WithoutShape(size=3))
+
+
+@pytest.mark.parametrize(
+    ("words", "blamed"),
+    [
+        (("x",), "--size"),
+        (("x", "--size", "3", "--shape", "round"), "--shape"),
+        (("x", "--size", "3", "--color", "green"), "--color"),
+    ],
+)
+def test_what_a_group_requires_is_missed_and_what_a_command_leaves_out_is_unknown(
+    words: tuple[str, ...], blamed: str
+) -> None:
+    told = taken(*words)
+    assert isinstance(told, str)
+    assert blamed in told
