@@ -6,7 +6,8 @@
 # all that hardly do. More lanes are little faster, and their runs compute more: they train while their test waits for a
 # busy machine. Tests that compare times have the machine to themselves. Byte code is kept whatever the environment says:
 # the tests start some hundred processes, and each would compile all that it imports. What is never imported is not
-# compiled.
+# compiled. Each lane ends with its slowest tests. `make test` tries a part of the examples of each property, and of
+# several tests of a promise one or two; `make test-all` has all (HYPOTHESIS_PROFILE: see tests/examples.py).
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 LOCK_VENV := .venv-lock
 SITE := site
 SELECT ?= not slow
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
@@ -25,10 +26,12 @@ BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 demo: $(STAMP)
 	$(BIN)/oobleck up --local 4 --kill node2@40
 
+test: export HYPOTHESIS_PROFILE ?= brief
 test: $(STAMP) lint
 	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-decisions test-tools
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
+test-all: export HYPOTHESIS_PROFILE ?= whole
 test-all: test test-slow
 
 test-slow: $(STAMP)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from oobleck.cli.inputs.job_file import load_job
+from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 
 from .harness import TAG, Outcome, Runner, Up, oobleck
@@ -39,15 +41,22 @@ class Elastic:
         self.outcome: Outcome | None = None
 
     def command(self, *words: str) -> None:
-        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 0, done.stderr
+        exit_code, out, err = self._give(*words)
+        assert exit_code == 0, out + err
 
     def refused(self, *words: str) -> str:
         """What a command says that cannot be carried out."""
-        done = oobleck(*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir))
-        assert done.returncode == 2, (done.returncode, done.stderr)
-        assert done.stdout == ""
-        return done.stderr
+        exit_code, out, err = self._give(*words)
+        assert exit_code == 2, (exit_code, err)
+        assert out == ""
+        return err
+
+    def _give(self, *words: str) -> tuple[int, str, str]:
+        """Within this process, for each that is started takes a second to begin: exit code, output, errors."""
+        out, err = StringIO(), StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            exit_code = main([*words, "--tag", TAG, "--base-dir", str(self._runner.base_dir)])
+        return exit_code, out.getvalue(), err.getvalue()
 
     def wait_for_recovery(self, *nodes: str) -> None:
         """Read output until the loss of these nodes has been recovered from."""

@@ -38,10 +38,11 @@ def go_on(run: Elastic) -> None:
     run.up.wait_for_steps(6)
 
 
-def test_all_workers_are_killed_at_once_and_then_the_fork_server_with_one_of_them(
+def test_all_workers_are_killed_then_the_fork_server_with_one_of_them_then_all_that_hold_a_layer(
     start: Callable[..., Any], runner: Runner
 ) -> None:
-    with start(*SAVED, loses_steps=None) as run:
+    """What nobody holds any more costs the steps since the checkpoint: once all workers, once f + 1 nodes are gone."""
+    with start(*SAVED, "--set", "control.rejoin_after_s=0", loses_steps=None) as run:
         run.up.wait_for_step(10)
         kill_workers(runner, *NODES)
         go_on(run)
@@ -51,11 +52,19 @@ def test_all_workers_are_killed_at_once_and_then_the_fork_server_with_one_of_the
         run.up.wait_for("'s fork server ended: ")
         run.up.wait_for("node1 taken in; restart_worker")
         run.up.wait_for_steps(6)
+        assert lost_nodes(runner) == []
+        assert len(restored_steps(runner)) == 1, "the single worker took its layers from its peers"
+        # Both holders of the first layers die at once.
+        *_, newest = (entry["plan"] for entry in runner.journal() if entry["@type"] == "PlanAdopted")
+        victims = {pipeline["nodes"][0] for pipeline in newest["pipelines"]}
+        for pid in [pid for node in victims for pid in runner.pids(node)]:  # all found beforehand, which takes a while
+            send_signal(pid, signal.SIGKILL)
+        go_on(run)
         outcome = run.stop()
-    assert lost_nodes(runner) == []
-    assert nodes_of(outcome) == NODES
-    assert [step > 0 for step in restored_steps(runner)] == [True], "the single worker took its layers from its peers"
-    assert [action for _, action, _ in recoveries(outcome)].count("checkpoint") == 1
+    assert set(lost_nodes(runner)) == victims
+    assert nodes_of(outcome) == sorted(set(NODES) - victims)
+    assert all(restored_steps(runner))
+    assert [action for _, action, _ in recoveries(outcome)].count("checkpoint") == 2
     found = [finding for each in incidents(runner) for finding in (each["root"], *each["consequences"])]
     assert {"killed", "fork_server"} <= {finding["failure"] for finding in found}
 

@@ -140,14 +140,24 @@ def assert_refused(runner: Runner, outcome: Outcome, code: int, *words: str) -> 
     assert runner.left_over() == []
 
 
+_PARTS_ELSEWHERE = pytest.mark.slow
+"""What a worker says of these has tests in tests/training and tests/cli; how it is passed on is the same for all."""
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("model.type=gtp2", ["model.type: 'gtp2'", "did you mean 'gpt2'?"]),
-        ("model.n_layers=3", ["model.config.n_layers: gpt2 has no such key", "did you mean 'n_layer'?"]),
+        pytest.param("model.type=gtp2", ["model.type: 'gtp2'", "did you mean 'gpt2'?"], marks=_PARTS_ELSEWHERE),
+        pytest.param(
+            "model.n_layers=3",
+            ["model.config.n_layers: gpt2 has no such key", "did you mean 'n_layer'?"],
+            marks=_PARTS_ELSEWHERE,
+        ),
         ("model.n_head=3", ["model.config: gpt2 cannot be built", "must be divisible"]),
-        ("data.paths=[/no/such/text]", ["data.paths: /no/such/text does not exist"]),
-        ("data.sequence_length=1000000", ["data.sequence_length"]),
+        pytest.param(
+            "data.paths=[/no/such/text]", ["data.paths: /no/such/text does not exist"], marks=_PARTS_ELSEWHERE
+        ),
+        pytest.param("data.sequence_length=1000000", ["data.sequence_length"], marks=_PARTS_ELSEWHERE),
     ],
 )
 def test_a_job_that_no_worker_can_take_is_told_once(
@@ -178,6 +188,7 @@ def test_an_interpreter_without_the_package_is_told_what_to_install(runner: Runn
     assert_refused(runner, outcome, 1, f"{alone} has no module", f"install oobleck {__version__} there")
 
 
+@pytest.mark.slow  # tests/runtime/test_python_process.py has the reasons
 def test_another_version_there_is_told_apart(runner: Runner, tmp_path: Path) -> None:
     """A package of the same shape that says it is another version."""
     shutil.copytree(Path(__file__).parents[2] / "oobleck", tmp_path / "oobleck", ignore=shutil.ignore_patterns("*.pyc"))
@@ -188,12 +199,14 @@ def test_another_version_there_is_told_apart(runner: Runner, tmp_path: Path) -> 
     assert_refused(runner, outcome, 1, f"oobleck 99.0 is installed there, {__version__} here")
 
 
+@pytest.mark.slow  # tests/runtime/test_python_process.py has the reasons
 def test_a_program_that_is_no_interpreter_is_quoted(runner: Runner, tmp_path: Path) -> None:
     nonsense = script(tmp_path / "python", "echo hello", "echo what is this >&2")
     outcome = runner.run("--job", str(runner.job_file()), "--python", nonsense, nodes=("--local", "2"))
     assert_refused(runner, outcome, 1, "its agent did not start", "what is this")
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_be_reached_are_all_named(runner: Runner, tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "hosts").write_text(f"127.0.0.1 port={port}\nno-such-host.invalid\n")
@@ -209,22 +222,25 @@ def test_hosts_that_cannot_be_reached_are_all_named(runner: Runner, tmp_path: Pa
 
 
 @needs_openssh
-def test_a_wrong_key_and_an_unknown_host_key_say_what_to_do(
+def test_hosts_that_cannot_be_reached_are_all_named_and_what_to_do_about_keys_is_said(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     make_key(tmp_path / "other")
+    port = free_port()
     with serve_openssh(tmp_path / "openssh") as openssh:
         wrong = openssh.host_config(["wrong"]).replace(str(openssh.client_key), str(tmp_path / "other"))
         unknown = openssh.host_config(["unknown"]).replace(str(openssh.known_hosts), str(tmp_path / "none"))
         (tmp_path / "config").write_text(wrong + unknown)
-        (tmp_path / "hosts").write_text("wrong\nunknown\n")
+        (tmp_path / "hosts").write_text(f"wrong\nunknown\n127.0.0.1 port={port}\nno-such-host.invalid\n")
         nodes = (str(tmp_path / "hosts"), "--ssh-config", str(tmp_path / "config"))
         outcome = runner.run("--job", str(runner.job_file()), nodes=nodes)
-    assert "checking 2 nodes" in outcome.output
+    assert "checking 4 nodes" in outcome.output
     assert_refused(runner, outcome, 1, "wrong: wrong lets your user in with none of the keys", "authorized_keys")
     assert f"connect once by `ssh -F {tmp_path}/config unknown`" in outcome.output
+    assert f"127.0.0.1:{port} refused the connection" in outcome.output
+    assert "'no-such-host.invalid' cannot be resolved" in outcome.output
 
 
 @needs_openssh

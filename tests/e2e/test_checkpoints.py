@@ -132,6 +132,7 @@ def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
     assert_went_on(outcome, reference, oldest.manifest.step + 1)
 
 
+@pytest.mark.slow  # after others in test_all_workers.py
 def test_a_layer_without_a_living_copy_costs_the_steps_since_the_checkpoint(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:

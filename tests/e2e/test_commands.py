@@ -14,7 +14,7 @@ import pytest
 from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 
-from .elastic import ENDLESS, PACED
+from .elastic import ENDLESS, PACED, Reference, assert_all_is_right
 from .harness import TAG, Runner, Up
 from .shown_commands import AFTERWARDS, ON_A_RUN, WHILE_IT_TRAINS
 
@@ -65,7 +65,10 @@ def terminal(
 
 
 @pytest.mark.timeout(600)
-def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, terminal: Terminal, tmp_path: Path) -> None:
+def test_what_the_pages_show_for_a_run_does_what_they_say(
+    runner: Runner, terminal: Terminal, tmp_path: Path, endless_reference: Reference
+) -> None:
+    """And, while it saves, changes no loss."""
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
     with runner.up(*options, "--save-every", "10", nodes=("--local", "4", PACED)) as up:
         up.wait_for_step(5)
@@ -76,7 +79,7 @@ def test_what_the_pages_show_for_a_run_does_what_they_say(runner: Runner, termin
             told, _ = following.communicate(timeout=60)
         finally:
             following.kill()
-    assert outcome.exit_code == 0, outcome.output
+    assert_all_is_right(outcome, endless_reference)
     assert "node2" in told
     said: dict[str, str] = {}
     for line in AFTERWARDS:

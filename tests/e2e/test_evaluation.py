@@ -23,6 +23,14 @@ def _evaluations(runner: Runner) -> dict[int, dict[str, Any]]:
     return {entry["step"]: entry for entry in runner.journal() if entry["@type"] == "Evaluated"}
 
 
+def assert_beside_steps(runner: Runner, *steps: int) -> None:
+    """Steps do not have the evaluations in them that were made after these steps."""
+    evaluated = _evaluations(runner)
+    records = [entry["record"] for entry in runner.journal() if entry["@type"] == "StepDone"]
+    durations = {record["step"]: record["duration_s"] for record in records}
+    assert any(durations[step + 1] < evaluated[step]["duration_s"] for step in steps), "steps have evaluations in them"
+
+
 @pytest.fixture(scope="module")
 def reference(runner: Runner) -> tuple[list[float], list[float]]:
     """Losses and evaluations of the job in one process."""
@@ -33,6 +41,7 @@ def reference(runner: Runner) -> tuple[list[float], list[float]]:
     return losses, evaluations
 
 
+@pytest.mark.slow
 def test_it_is_what_one_process_computes_and_costs_no_step(
     runner: Runner, reference: tuple[list[float], list[float]]
 ) -> None:
@@ -43,18 +52,17 @@ def test_it_is_what_one_process_computes_and_costs_no_step(
     assert sorted(evaluated) == [3, 6, 9, 12]
     assert largest_gap([evaluated[step]["loss"] for step in sorted(evaluated)], reference[1]) < TOLERANCE
     assert {entry["num_samples"] for entry in evaluated.values()} == {150}
-    records = [entry["record"] for entry in runner.journal() if entry["@type"] == "StepDone"]
-    durations = {record["step"]: record["duration_s"] for record in records}
-    assert any(durations[step + 1] < evaluated[step]["duration_s"] for step in (3, 6, 9)), (
-        "steps have evaluations in them"
-    )
+    assert_beside_steps(runner, 3, 6, 9)
 
 
 @pytest.mark.parametrize("node", [pytest.param("node0", marks=pytest.mark.slow), "node3"])
 def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     runner: Runner, reference: tuple[list[float], list[float]], node: str
 ) -> None:
-    """The node is killed when the step is committed; evaluating takes many times as long as the news."""
+    """It is what one process computes, and costs no step.
+
+    The node is killed when the step is committed; evaluating takes many times as long as the news.
+    """
     outcome = runner.run("--job", str(runner.job_file()), *OPTIONS, "--kill", f"{node}@6")
     assert_nothing_lost(outcome, STEPS)
     assert largest_gap(outcome.losses, reference[0]) < TOLERANCE
@@ -62,6 +70,8 @@ def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     expected = dict(zip((3, 6, 9, 12), reference[1], strict=True))
     assert evaluated.keys() == expected.keys(), "whoever is left makes it again"
     assert max(abs(entry["loss"] - expected[step]) for step, entry in evaluated.items()) < TOLERANCE
+    assert {entry["num_samples"] for entry in evaluated.values()} == {150}
+    assert_beside_steps(runner, 3, 9)
     recovery = outcome.recoveries[0]
     assert recovery["nodes"] == [node]
 

@@ -34,6 +34,7 @@ def pid_of(runner: Runner, node: str, role: str) -> int:
     return pid
 
 
+@pytest.mark.slow  # with others in test_elastic.py
 def test_an_agent_is_killed_under_its_worker_and_another_is_given_notice(
     start: Callable[..., Any], runner: Runner
 ) -> None:
@@ -96,6 +97,7 @@ def test_workers_fail_in_every_way_and_the_same_exception_on_all_ranks_ends_the_
     assert runner.left_over() == []
 
 
+@pytest.mark.slow  # with others in test_elastic.py
 def test_past_the_last_copy_of_a_layer_the_run_ends_and_names_the_layers(runner: Runner) -> None:
     settings = ("--pipelines", "1", "-f", "0", "--steps", str(ENDLESS))
     with runner.up("--job", str(runner.job_file()), *settings, nodes=("--local", "2")) as up:

@@ -82,7 +82,7 @@ def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
         pytest.param(("node2",), marks=pytest.mark.slow),
         pytest.param(("node3",), marks=pytest.mark.slow),
         pytest.param(("node0", "node1"), marks=pytest.mark.slow),
-        ("node1", "node2"),
+        pytest.param(("node1", "node2"), marks=pytest.mark.slow),  # test_sections.py has it, within a step
     ],
     ids="+".join,
 )
@@ -100,6 +100,7 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(start: Callable[..., Any],
     assert lost_nodes(outcome) == sorted(nodes)
 
 
+@pytest.mark.slow  # with others in test_elastic.py
 def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
     with runner.up("--job", str(runner.job_file()), "--steps", "200") as up:
         up.wait_for_step(5)
@@ -132,18 +133,7 @@ def test_float32_agrees_within_its_own_tolerance(runner: Runner) -> None:
     assert gap_after_a_kill(runner, *options, kill=f"node1@{KILL_STEP}") < 1e-4
 
 
-def test_the_cache_of_tokens_is_made_once(runner: Runner, undisturbed: Outcome) -> None:
-    def when_made() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in (runner.base_dir / "cache").glob("*/*")}
-
-    assert undisturbed.exit_code == 0
-    before = when_made()
-    again = runner.run("--job", str(runner.job_file()), "--set", "max_steps=1")
-    assert_nothing_lost(again, 1)
-    assert before
-    assert when_made() == before
-
-
+@pytest.mark.slow  # the schedule that its timeline chooses has both, and plain passes
 def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, endless_reference: Reference) -> None:
     """Weights' gradients come later than inputs'; a node is killed meanwhile."""
     path = job_file_with(runner, "zero-bubble")
@@ -151,12 +141,23 @@ def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, endless_ref
 
 
 def test_each_pipeline_runs_the_schedule_that_its_timeline_chooses(
-    runner: Runner, endless_reference: Reference
+    runner: Runner, undisturbed: Outcome, endless_reference: Reference
 ) -> None:
-    """Of two stages, the zero-bubble one; once a node is killed, 1F1B where a single stage is left. No loss changes."""
+    """Of two stages, the zero-bubble one; once a node is killed, 1F1B where a single stage is left. No loss changes.
+
+    The cache of tokens is made once, by the run before.
+    """
+
+    def when_made() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (runner.base_dir / "cache").glob("*/*")}
+
+    assert undisturbed.exit_code == 0
+    tokens = when_made()
+    assert tokens
     path = job_file_with(runner, "auto")
     profile = let_splits_pay(runner, path)
     assert_losses(run_with_a_kill(runner, "--job", str(path), kill=f"node3@{KILL_STEP}").losses, endless_reference)
+    assert when_made() == tokens
     job = load_job(path.read_text(), source=str(path))
     journal = tuple(filter(None, follow_journal(runner.base_dir / TAG / "journal.jsonl")))
     (entry,) = (entry for entry in journal if isinstance(entry, ProfileKnown))

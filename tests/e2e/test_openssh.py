@@ -53,15 +53,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_hostfile_trains_what_virtual_nodes_train_survives_a_kill_and_is_followed(
+def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connections_and_a_kill_and_is_followed(
     runner: Runner, endless_reference: Reference, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
 ) -> None:
+    """SSH connections that all end cost no node: the agents live, and the master finds the way to them again."""
     shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
-    with runner.up(*options, nodes=hosts) as up:
+    with runner.up(*options, nodes=(*hosts, PACED)) as up:
         up.wait_for_step(1)
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
-        up.wait_for_step(8)
+        workers = worker_pids(runner)
+        for server in servers:
+            server.kill_sessions()
+        for node in NODES:
+            up.wait_until_said(f"{node} is reached again")
+        up.wait_for_steps(5)
+        assert worker_pids(runner) == workers
+        assert "RecoveryDone" not in {entry["@type"] for entry in runner.journal()}
         killed = oobleck("kill", "gamma", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
         up.wait_for("no step lost")
@@ -74,25 +82,6 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_a_kill_and_is_follo
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
-
-
-def test_ssh_connections_that_all_end_cost_no_node(
-    runner: Runner, endless_reference: Reference, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
-) -> None:
-    """The agents live, and their workers train on: the master finds the way to them again."""
-    with runner.up("--job", str(runner.job_file()), "--steps", str(ENDLESS), nodes=(*hosts, PACED)) as up:
-        up.wait_for_step(2)
-        workers = worker_pids(runner)
-        for server in servers:
-            server.kill_sessions()
-        for node in NODES:
-            up.wait_until_said(f"{node} is reached again")
-        up.wait_for_steps(5)
-        outcome = stopped(runner, up)
-    assert_all_is_right(outcome, endless_reference)
-    assert outcome.recoveries == []
-    assert worker_pids(runner) == workers
-    assert runner.left_over() == []
 
 
 @pytest.mark.slow  # tests/control/nodes/test_machines.py has what is decided, tests/roles what is told

@@ -56,6 +56,7 @@ def await_end(runner: Runner, process: subprocess.Popen[bytes], *, timeout_s: fl
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_reader_goes_away(runner: Runner, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     summary = tmp_path / "summary.json"
@@ -71,14 +72,40 @@ def test_a_run_goes_on_when_its_reader_goes_away(runner: Runner, tmp_path: Path)
     assert runner.left_over() == []
 
 
-def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> None:
+def test_a_run_neither_waits_for_a_reader_that_does_not_read_nor_ends_when_it_goes_away(
+    runner: Runner, tmp_path: Path
+) -> None:
+    reading, writing = full_pipe()
+    summary = tmp_path / "summary.json"
+    options = ("--plain", "--steps", "100000", "--summary", str(summary))
+    with started(runner, *options, output=writing, error=writing) as process:
+        os.close(writing)
+        _until(lambda: steps(runner) >= STEPS)
+        os.close(reading)
+        _until(lambda: any("(Broken pipe)" in notice for notice in notices(runner)))
+        seen = steps(runner)
+        _until(lambda: steps(runner) >= seen + 5)
+        assert oobleck("stop", TAG, "--base-dir", str(runner.base_dir)).returncode == 0
+        assert process.wait(60) == 0
+    assert len([notice for notice in notices(runner) if "(Broken pipe)" in notice]) == 1
+    assert summary.exists()
+    assert runner.left_over() == []
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe, in which there is room for nothing more: the ends to read from and to write to."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     while True:
         try:
             os.write(writing, b"x" * 4096)
         except BlockingIOError:
-            break
+            return reading, writing
+
+
+@pytest.mark.slow
+def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> None:
+    reading, writing = full_pipe()
     with started(runner, "--plain", output=writing, error=writing) as process:
         os.close(writing)
         await_end(runner, process)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.disks import fill, small_disk
@@ -31,6 +32,7 @@ def losses(ranks: Ranks) -> dict[int, float]:
     return {note["step"]: note["loss"] for note in ranks.notes()}
 
 
+@pytest.mark.slow
 def test_all_ranks_of_all_nodes_start_again_when_one_is_killed(ranks: Ranks) -> None:
     with ranks.started("--local", "2", "--nproc-per-node", "2", command=ranks.count(150)) as process:
         victim = ranks.wait_for_step(5, rank=3)
@@ -91,6 +93,39 @@ def test_the_examples_run_and_survive_a_kill(ranks: Ranks, name: str) -> None:
         assert process.wait(60) == 143, ranks.said()
 
 
+def test_all_ranks_start_again_when_one_is_killed_a_node_is_lost_and_one_comes(ranks: Ranks) -> None:
+    options = ("--local", "3", "--nnodes", "2:3", "--nproc-per-node", "2", "--max-restarts", "1")
+    with ranks.started(*options, command=ranks.count(1_000_000)) as process:
+        assert ranks.wait_for_step(3)["world"] == 6
+        victim = ranks.wait_for_step(3, rank=3)
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert ranks.wait_for_step(1, restarts=1)["world"] == 6
+        for rank in range(6):
+            ranks.wait_for_step(1, restarts=1, rank=rank)
+            before, after = ({note["pid"] for note in ranks.notes(rank) if note["restarts"] == n} for n in (0, 1))
+            assert (len(before), len(after)) == (1, 1)
+            assert before != after
+        (down,) = ranks.entries("RankDown")
+        assert (down.node, down.rank, down.local_rank, down.is_first) == ("node1", 3, 1, True)
+
+        status = oobleck("status", "ranks", "--json", "--base-dir", str(ranks.base_dir))
+        shown = json.loads(status.stdout)
+        assert (shown["state"], shown["generation"], len(shown["nodes"])) == ("training", 2, 3)
+        for command, node, world in (("kill", "node1", 4), ("add", "node1", 6), ("drain", "node2", 4)):
+            restarts = ranks.notes()[-1]["restarts"] + 1
+            assert oobleck(command, node, "--tag", "ranks", "--base-dir", str(ranks.base_dir)).returncode == 0
+            assert ranks.wait_for_step(1, restarts=restarts)["world"] == world
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, ranks.said()
+    causes = [entry.cause.value for entry in ranks.entries("GenerationEnded")]
+    assert causes == ["rank_failed", "node_lost", "node_joined", "node_drained", "stopped"]
+    told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
+    assert "node1: a process was killed from outside" in told
+    assert "generation 2: 6 ranks on node0, node1, node2" in told
+    assert "generation 3: 4 ranks on node0, node2" in told
+
+
+@pytest.mark.slow
 def test_a_lost_node_is_left_out_and_one_that_comes_takes_part(ranks: Ranks) -> None:
     options = ("--local", "3", "--nnodes", "2:3", "--max-restarts", "0")
     with ranks.started(*options, command=ranks.count(1_000_000)) as process:
@@ -111,20 +146,6 @@ def test_a_lost_node_is_left_out_and_one_that_comes_takes_part(ranks: Ranks) -> 
     told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
     assert "node1" in told
     assert "generation 2: 2 ranks on node0, node2" in told
-
-
-def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: Ranks) -> None:
-    """Even those that have become another program: the kernel sees to it."""
-    script = ranks.out / "sleep.sh"
-    script.write_text(f"#!/bin/sh\necho $$ > {ranks.out}/pid.$RANK\nexec sleep 300\n")
-    script.chmod(0o700)
-    with ranks.started("--local", "2", "--no-python", command=[str(script)]):
-        pids = [ranks.out / "pid.0", ranks.out / "pid.1"]
-        ranks.wait_until(lambda: all(path.exists() and path.read_text().strip() for path in pids))
-        agent = next(entry for entry in ranks.entries("NodeConnected") if entry.node == "node1")
-        os.kill(agent.agent_pid, signal.SIGKILL)
-        gone = Path("/proc") / pids[1].read_text().strip()
-        ranks.wait_until(lambda: not gone.exists() or "sleep" not in (gone / "cmdline").read_text())
 
 
 INTROSPECTIVE = """\
@@ -310,10 +331,26 @@ def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path
     assert "Traceback" not in ranks.said()
 
 
-def test_a_run_of_fewer_nodes_ends_what_a_killed_master_has_left_on_the_others(ranks: Ranks) -> None:
-    with ranks.started("--local", "2", command=ranks.count(10_000)) as first:
-        ranks.wait_for_step(1, rank=1)
+def test_a_killed_agent_takes_its_ranks_along_and_a_run_of_fewer_nodes_ends_what_a_killed_master_has_left(
+    ranks: Ranks,
+) -> None:
+    """Even ranks that have become another program end with their agent: the kernel sees to it."""
+    script = ranks.out / "sleep.sh"
+    script.write_text(f"#!/bin/sh\necho $$ > {ranks.out}/pid.$RANK\nexec sleep 300\n")
+    script.chmod(0o700)
+    with ranks.started("--local", "3", "--no-python", command=[str(script)]) as first:
+        pids = [ranks.out / f"pid.{rank}" for rank in range(3)]
+        ranks.wait_until(lambda: all(path.exists() and path.read_text().strip() for path in pids))
+        gone = Path("/proc") / pids[2].read_text().strip()
+        agent = next(entry for entry in ranks.entries("NodeConnected") if entry.node == "node2")
+        os.kill(agent.agent_pid, signal.SIGKILL)
+        ranks.wait_until(lambda: not gone.exists() or "sleep" not in (gone / "cmdline").read_text())
         first.kill()
         first.wait()
+    assert left_on(ranks, "node1"), "the agent of another node goes on without a master"
     assert ranks.run("--local", "1", command=ranks.count(3)) == 0, ranks.said()
-    assert not [each for each in processes_with(f"TMPDIR={ranks.temporary}") if "node1" in " ".join(each.cmdline())]
+    assert not left_on(ranks, "node1")
+
+
+def left_on(ranks: Ranks, node: str) -> list[psutil.Process]:
+    return [each for each in processes_with(f"TMPDIR={ranks.temporary}") if node in " ".join(each.cmdline())]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oobleck.storage import CheckpointDirectory, Manifest, Shard, checkpoint_name
 from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.wire import to_builtins
+from tests.examples import examples
 
 RUN = "5f3a9c1e"
 NAME = checkpoint_name(RUN, step=120, generation=2)
@@ -93,7 +94,7 @@ def read(directory: CheckpointDirectory, text: bytes) -> bool:
     return True
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=damaged())
 def test_a_damaged_manifest_is_named_and_nothing_fails(directory: CheckpointDirectory, text: bytes) -> None:
     read(directory, text)

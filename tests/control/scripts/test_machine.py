@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.events import EndRun
@@ -35,6 +35,7 @@ from oobleck.control.scripts.states import (
     TimePassed,
     TooFew,
 )
+from tests.examples import examples
 
 NODES = ("a", "b", "c", "d")
 RULES = Rules(
@@ -246,7 +247,7 @@ class World:
                 self.give(given_input)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_whatever_happens_no_two_generations_run_at_once_and_every_change_is_in_the_table(draw: st.DataObject):
     world = World()
