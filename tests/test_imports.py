@@ -44,11 +44,6 @@ MAY_IMPORT = {
 
 MOST_LINES, MOST_LINES_OF_A_COMMAND = 80, 60
 """Of a function, with its signature and docstring; those of `cli` are mostly lists of what a command was given."""
-LONG_FUNCTIONS = {
-    "control/training/routing.py:_carry_out",
-    "training/step/engine.py:__init__",
-    "training/step/engine.py:_do",
-}
 
 MOST_MODULES = 23
 """Side by side in one folder, its `__init__` counted."""
@@ -208,7 +203,7 @@ def test_functions_are_short():
     long = {
         place for place, lines, is_cli in functions() if lines > (MOST_LINES_OF_A_COMMAND if is_cli else MOST_LINES)
     }
-    assert long <= LONG_FUNCTIONS
+    assert long == set()
 
 
 def test_doors_alone_list_what_they_give_out():

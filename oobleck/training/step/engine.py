@@ -94,11 +94,7 @@ class Engine:
         )
         self._reducers = Reducers(worker_id, share, self._model, groups)
         self._sections = SectionSums(
-            self._follower.partial_commit,
-            commit_state,
-            groups.waiter,
-            agreements,
-            carry_out=self._drive,
+            self._follower.partial_commit, commit_state, groups.waiter, agreements, carry_out=self._drive
         )
         self._step_timer = StepTimer(worker_id.device)
         self._step = StepInFlight(
@@ -155,10 +151,7 @@ class Engine:
             case steps.ForgetStep():
                 self._step.forget()
             case steps.BeginStep(step=step):
-                if (entered := self._epoch_things.enter(step)) is not None:
-                    epoch, alike = entered
-                    self._report(protocol.EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
-                self._step.begin(step, scale=self._layer_store.scale)
+                self._begin_step(step)
             case steps.Save() | steps.SaveEnd() | steps.PrepareToSave():
                 if self._saving is not None:
                     self._save(effect, self._saving)
@@ -211,6 +204,12 @@ class Engine:
             case _:
                 assert_never(effect)
         return None
+
+    def _begin_step(self, step: int) -> None:
+        if (entered := self._epoch_things.enter(step)) is not None:
+            epoch, alike = entered
+            self._report(protocol.EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
+        self._step.begin(step, scale=self._layer_store.scale)
 
     # --- words -----------------------------------------------------------------------------------------------
 
