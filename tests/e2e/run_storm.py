@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from oobleck.control.journal import RankDown, sentence
+from oobleck.control.journal import RankDown
 from oobleck.control.protocol import Unseen
 from oobleck.runtime.files import AgentDir, RunDirectory
 from oobleck.runtime.journals import read_journal
@@ -212,7 +212,7 @@ class RunStorm:
         if any(kind == "server" for _, kind in self.faults):
             return []
         entries = read_journal(self.base_dir / "storm" / "journal.jsonl")
-        return [sentence(entry) for entry in entries if isinstance(entry, RankDown) and isinstance(entry.end, Unseen)]
+        return [entry.sentence for entry in entries if isinstance(entry, RankDown) and isinstance(entry.end, Unseen)]
 
     def left_behind(self) -> list[str]:
         """What is left once the run is over; it is removed."""
