@@ -89,6 +89,12 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Everything in a module's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, absolute name) of everything that a module imports, inside functions as well."""
     return tuple(_imports_of(path))
@@ -96,7 +102,7 @@ def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
 
 def _imports_of(path: Path) -> Iterator[tuple[int, str]]:
     package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -182,7 +188,7 @@ def test_where_many_names_of_a_module_are_needed_the_module_is_imported():
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {len(node.names)} names of {node.module}"
         for _, path in modules()
         if path.name != "__init__.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("oobleck"))
         if len(node.names) > MOST_NAMES
     ]
@@ -192,7 +198,7 @@ def test_where_many_names_of_a_module_are_needed_the_module_is_imported():
 def functions() -> Iterator[tuple[str, int, bool]]:
     """(place, lines, whether it is of a command) of every function."""
     for floor, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 lines = node.end_lineno - node.lineno + 1
@@ -264,7 +270,7 @@ def names_from(module: str) -> Iterator[tuple[str, str]]:
     for _, path in modules():
         file = str(path.relative_to(PACKAGE))
         package = ("oobleck", *path.relative_to(PACKAGE).parent.parts)
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         called: set[str] = set()
         for node in nodes:
             if isinstance(node, ast.ImportFrom):

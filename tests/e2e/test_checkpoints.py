@@ -77,6 +77,7 @@ def first_step_of(runner: Runner) -> int:
     return next(entry["record"]["step"] for entry in runner.journal() if entry["@type"] == "StepDone")
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_the_same_command_goes_on(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:

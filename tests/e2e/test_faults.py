@@ -132,6 +132,7 @@ def everything_on(runner: Runner, node: str, server: OpenSSH) -> list[psutil.Pro
     return [server.process, *server.process.children(recursive=True), *map(psutil.Process, ids)]
 
 
+@pytest.mark.slow
 @needs_openssh
 def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_the_command_that_names_nodes_is_followed(
     start: Callable[..., Any], runner: Runner, machines: tuple[Path, Path, OpenSSH]

@@ -23,6 +23,7 @@ def known_kinds(runner: Runner) -> list[tuple[str, int]]:
     return [(entry["kind"], entry["num_devices"]) for entry in known]
 
 
+@pytest.mark.slow
 def test_a_mixed_run_that_loses_a_node_computes_what_one_process_does(
     start: Callable[..., Any], runner: Runner
 ) -> None:

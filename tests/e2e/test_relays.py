@@ -51,6 +51,7 @@ def generations(runner: Runner) -> list[int]:
     return [entry["generation"] for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_relays_that_are_killed_and_frozen_are_lost_alone(runner: Runner, start: Callable[..., Any]) -> None:
     with start(*RELAYS, *SHORT_LEASE, "--set", "control.rejoin_after_s=0", nodes=LOCAL) as run:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from .elastic import nodes_of, recoveries
 from .harness import Runner
 
 
+@pytest.mark.slow
 def test_nodes_that_a_deadline_does_not_need_rest_and_stand_in_for_a_lost_one(
     start: Callable[..., Any], runner: Runner
 ) -> None:

@@ -150,6 +150,7 @@ def step_when_dry(runner: Runner) -> int:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runner, shards: Shards) -> None:
     options = ("--job", str(shards.job_path))
     where = ("--local", "4", PACED)  # an epoch must not end before everything has happened

@@ -99,6 +99,7 @@ def home(runner: Runner, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_nodes_lost_and_back_cost_no_step_and_a_requeued_job_goes_on_from_the_very_step(
     runner: Runner, endless_reference: Reference, slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from oobleck.runtime.processes.script_process import CallbackProcess, describe_s
 from tests.runtime.ssh_servers import until
 from tests.training.process.test_callbacks import step
 
+SLOW = pytest.mark.slow  # each starts a process that imports torch and transformers
+
 STOPS_AT_TWO = """
 from oobleck import Job
 
@@ -189,10 +191,10 @@ def opened(tmp_path: Path, word: str, *, are_virtual: bool = True) -> tuple[JobS
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("narrow", r"layer 1 does not run"),
+        pytest.param("narrow", r"layer 1 does not run", marks=SLOW),
         ("mean", r"loss"),
-        ("count", r"optimizer\.optim: Counting goes by self\.count"),
-        ("file", r"model cannot be built: FileNotFoundError"),
+        pytest.param("count", r"optimizer\.optim: Counting goes by self\.count", marks=SLOW),
+        pytest.param("file", r"model cannot be built: FileNotFoundError", marks=SLOW),
         ("average", r"Job\(callbacks=….: Average\.model is a Linear"),
     ],
 )
@@ -205,9 +207,17 @@ def test_what_a_script_makes_is_tried_before_anything_is_started(tmp_path: Path,
     ("word", "said"),
     [
         ("file", "the script's model cannot be built: FileNotFoundError: .*; nodes try model, loss and optimizer once"),
-        ("end", r"script \S+train\.py ended, with the exit code 9, as it was tried; nodes try"),
-        ("zeros", r"the script's model\(\) gives parameters or buffers values by itself: each worker builds"),
-        ("nothing", "^$"),
+        pytest.param(
+            "end",
+            r"script \S+train\.py ended, with the exit code 9, as it was tried; nodes try",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "zeros",
+            r"the script's model\(\) gives parameters or buffers values by itself: each worker builds",
+            marks=SLOW,
+        ),
+        pytest.param("nothing", "^$", marks=SLOW),
     ],
 )
 def test_what_only_nodes_can_try_and_what_a_trial_finds_are_said(

@@ -102,7 +102,12 @@ def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
             ConfigError,
             "leave fsdp out",
         ),
-        (PLAIN, ConfigError, r"Mine.train\(\): its class is one of transformers' own Trainer, and would train in the"),
+        pytest.param(
+            PLAIN,
+            ConfigError,
+            r"Mine.train\(\): its class is one of transformers' own Trainer, and would train in the",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_wrong_before_is_said(source: str, kind: type[UsageError], problem: str):
