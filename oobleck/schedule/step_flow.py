@@ -1,8 +1,8 @@
-"""The time and the memory of a step without its history: what the timeline says, for searches that compare many cuts.
+"""The time and the peak memory of a step, equal to the timeline's, for searches that compare many cuts.
 
-The order in which a timeline evaluates instructions does not depend on what they cost: programs are sequential, and the
-messages of a link arrive in the order in which they were sent. So the order is found once for a schedule, and a step of
-given costs is one pass over it. Loads and the end of the step are left out; they cost nothing where plans are compared.
+The order in which a timeline evaluates instructions does not depend on their costs: programs are sequential, and the
+messages of a link arrive in the order in which they were sent. So the order is found once for a schedule, and each step
+with other costs is one pass over it. Loads and the end of the step are left out, as they cost nothing in comparisons.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .schedule import Link, Schedule
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _PRICED = (*_PASSES, *_SENDS)
-_RECEIVE = -1  # the link of what waits for a message
-_PASS = -2  # the link of what computes
+_RECEIVE = -1  # stands for the link of an instruction that receives
+_PASS = -2  # stands for the link of an instruction that computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,14 @@ class StepFlow:
     num_stages: int
     num_links: int
     instructions: tuple[tuple[int, int, int], ...]
-    """(stage, link, number): the number of what is priced for passes and sends, that of the message for receives.
-    Messages are numbered as they are sent."""
+    """(stage, link, number): the number of the cost for passes and sends, that of the message for receives. Messages
+    are numbered as they are sent."""
     changes: tuple[tuple[int, ...], ...]
-    """For each stage, its passes in order: what of the priced changes what is held."""
+    """For each stage, the numbers of its passes' costs, in order."""
 
     def step_s(self, costs: Sequence[StageCost]) -> float:
-        """Return when the last pass has ended, in the seconds of a timeline; O(instructions)."""
+        """Return the end of the last pass, in the seconds of a timeline; O(instructions)."""
+        # Comparisons instead of `max`: a search runs this loop thousands of times.
         seconds = [cost.seconds_of(op) for cost in costs for op in _PRICED]
         now_s, free_s = [0.0] * self.num_stages, [0.0] * self.num_links
         arrivals_s: list[float] = []
@@ -73,7 +74,7 @@ class StepFlow:
 
 @lru_cache(maxsize=32)
 def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> StepFlow:
-    """Return the flow of a compiled schedule; O(instructions), and a look-up when asked again."""
+    """Return the flow of a compiled schedule; O(instructions), or a look-up for the latest ones."""
     schedule = compile_schedule(
         kind, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks, commits=False
     )
@@ -81,7 +82,7 @@ def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num
 
 
 class _Ordering:
-    """Every stage goes as far as it can, and is woken by what it waits for: as in the timeline."""
+    """Runs every stage as far as it can, and wakes it for each message, as the timeline does."""
 
     def __init__(self, schedule: Schedule) -> None:
         stages = range(schedule.num_stages)
@@ -119,12 +120,10 @@ class _Ordering:
     def _advance(self, stage: int, awake: list[int]) -> None:
         program, wires = self._schedule.programs[stage], self._wires[stage]
         while self._position[stage] < len(program):
-            instruction = program[self._position[stage]]
-            wire = wires.get((instruction.op, instruction.chunk))
+            op, chunk = program[self._position[stage]].op, program[self._position[stage]].chunk
+            wire = wires.get((op, chunk))
             if wire is not None and wire.is_send:
-                self._instructions.append(
-                    (stage, self._links[wire.link], self._priced(stage, instruction.op, instruction.chunk))
-                )
+                self._instructions.append((stage, self._links[wire.link], self._priced(stage, op, chunk)))
                 self._sent[wire.link].append(self._num_messages)
                 self._num_messages += 1
                 awake.append(wire.link.target)
@@ -134,6 +133,6 @@ class _Ordering:
                     return
                 self._instructions.append((stage, _RECEIVE, sent[received]))
                 self._received[wire.link] += 1
-            elif instruction.op in _PASSES:
-                self._instructions.append((stage, _PASS, self._priced(stage, instruction.op, instruction.chunk)))
+            elif op in _PASSES:
+                self._instructions.append((stage, _PASS, self._priced(stage, op, chunk)))
             self._position[stage] += 1

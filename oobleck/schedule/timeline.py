@@ -1,9 +1,9 @@
-"""The timeline: when each instruction of a schedule runs, given what each stage's work costs.
+"""The timeline: when each instruction of a schedule runs, given the costs of each stage.
 
 The evaluation is exact, event by event, bubbles included. A stage runs its program in order. A send costs the
-stage nothing: the message waits for the link, occupies it, and has then arrived; messages of one link go one
-after the other, those of different links at the same time. A receive waits for the arrival. A commit begins
-when all stages have come to it. Links here hold any number of messages, since senders do not wait for them.
+stage nothing: the message waits for the link, occupies it, and has then arrived. Messages of one link follow each
+other, those of different links overlap. A receive waits for the arrival. A commit begins when all stages have reached
+it. Links here hold any number of messages, since senders do not wait for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .schedule import Link, Schedule, ScheduleError, Wire, peak_in_flight
 
 
 class Span(NamedTuple):
-    """A time in which a stage is busy with one instruction."""
+    """An interval in which a stage is busy with one instruction."""
 
     start_s: float
     end_s: float
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A time in which a link is busy with the message of one send."""
+    """An interval in which a link is busy with the message of one send."""
 
     start_s: float
     end_s: float
@@ -40,26 +40,26 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When everything happens in one step, in seconds from its start."""
+    """The times of one step, in seconds from its start."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    """For each stage, in order; what takes no time has none."""
+    """The spans of each stage, in order; instructions that take no time have none."""
     transfers: tuple[Transfer, ...]
-    """By link, in order; what takes no time has none."""
+    """The transfers of each link, in order; messages that take no time have none."""
     ends_s: tuple[float, ...]
-    """When each stage has done its last instruction."""
+    """The end of each stage's last instruction."""
     costs: tuple[StageCost, ...]
-    """What it was evaluated with, for each virtual stage."""
+    """The costs of each virtual stage."""
 
     @property
     def makespan_s(self) -> float:
-        """When the last stage has ended: the time of one step."""
+        """The time of one step: the end of the last stage."""
         return max(self.ends_s)
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """For each stage, static memory and activations; the shortest its devices may have together."""
+        """The memory that each stage's devices need together, for static memory and activations."""
         return tuple(
             _peak_memory(program, self.costs[stage :: self.schedule.num_stages])
             for stage, program in enumerate(self.schedule.programs)
@@ -67,7 +67,7 @@ class Timeline:
 
     @cached_property
     def compute_end_s(self) -> float:
-        """When the last pass of the last microbatch has ended, and only the tail is left."""
+        """The end of the last microbatch's last pass, before the tail."""
         return max((s.end_s for spans in self.spans for s in spans if not s.instruction.op.is_tail), default=0.0)
 
     @cached_property
@@ -121,20 +121,21 @@ def _peak_memory(program: Program, costs: Sequence[StageCost]) -> int:
 
 
 class _LinkState:
-    """A link's messages: until when it is busy, and when those not yet received arrive."""
+    """A link's messages."""
 
     __slots__ = ("arrivals_s", "free_s", "is_awaited", "transfers")
 
     def __init__(self) -> None:
         self.free_s = 0.0
         self.is_awaited = False
-        """Its target waits for the next one."""
+        """Whether the target waits for the next message."""
         self.arrivals_s: deque[float] = deque()
+        """Arrivals of messages that were not received yet."""
         self.transfers: list[Transfer] = []
 
 
 class _Run:
-    """One evaluation: every stage goes as far as it can, and is woken by what it waits for."""
+    """One evaluation: every stage runs as far as it can, and wakes when the message or commit it waits for arrives."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
         stages = range(schedule.num_stages)
@@ -178,7 +179,7 @@ class _Run:
         self.spans[stage].append(Span(start_s, start_s + duration_s, instruction))
 
     def _communicate(self, stage: int, wire: Wire, instruction: Instruction, duration_s: float) -> bool:
-        """Send or receive; return whether it could be done."""
+        """Send or receive; returns False if the message has not been sent."""
         link = self.links[wire.link]
         if wire.is_send:
             start_s = max(self.now_s[stage], link.free_s)
@@ -197,7 +198,7 @@ class _Run:
         return True
 
     def _commit(self, stage: int) -> None:
-        """Wait for the others; the last to come lets all continue."""
+        """Wait for the other stages; the last one to arrive lets all continue."""
         self._at_commit.append(stage)
         if len(self._at_commit) < self._schedule.num_stages:
             return
@@ -211,7 +212,7 @@ class _Run:
 
 
 def _seconds_of(costs: Sequence[StageCost]) -> dict[tuple[Op, int], float]:
-    """Map (operation, chunk) to seconds; what belongs to the whole step is the sum over the chunks."""
+    """Map (operation, chunk) to seconds; operations of the whole step take the sum over the chunks."""
     seconds = {(op, chunk): cost.seconds_of(op) for chunk, cost in enumerate(costs) for op in Op}
     for op in (Op.REDUCE_GRAD, Op.OPTIMIZER_STEP):
         seconds[op, 0] = math.fsum(cost.seconds_of(op) for cost in costs)

@@ -1,11 +1,8 @@
 """Executes the compiled program of one stage, instruction by instruction.
 
-What is in flight is kept by microbatch and chunk. Two stages may exchange messages of several chunks in both
-directions of the computation; each has a tag of its own, and a stage takes them in its program's order.
-
-This module decides nothing: the program says what is computed, received and sent, and in which order. Receives are
-posted ahead by helper threads in the program's own order, so that a tensor is often there before it is asked
-for; sends are posted and forgotten, and where nobody else keeps what they send, kept until the step is committed.
+This module decides nothing: the program states what to compute, receive and send, and in which order. Helper threads
+post receives ahead in the program's order, so that a tensor has often arrived before its instruction. Sends are posted
+and forgotten.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
 _Passing = tuple[int, int]
-"""A microbatch in one of the stage's chunks."""
+"""A microbatch, and the chunk of the stage that it passes."""
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _COMPUTING_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class Execution:
-    """Runs one program for some microbatches of a step. Microbatches have the step's own numbers."""
+    """Runs one program for some microbatches of a step, which have the step's numbers."""
 
     def __init__(
         self,
@@ -45,8 +42,8 @@ class Execution:
         sections: SectionSums | None,
         device_work: DeviceWork | None,
     ) -> None:
-        """`work` is added to. `put_off` is what the model puts off to BACKWARD_WEIGHT, if it does; `sections` are
-        looked after between instructions where the program has some; `device_work` times what a GPU computes.
+        """Results are added to `work`. `put_off` holds gradients for BACKWARD_WEIGHT, `sections` advance between
+        instructions, and `device_work` times a GPU's computation; each is None where the program needs none.
         """
         self._batch = batch
         self._work = work
@@ -59,12 +56,12 @@ class Execution:
         self._interrupted = commit_state.is_pipeline_stopped
         self._batches: dict[int, Batch] = {}
         self._num_items: dict[int, int] = {}
-        """Counted tokens of what was loaded, where losses are reported."""
+        """Counted tokens of loaded microbatches, where this stage reports losses."""
         self._inputs: dict[_Passing, torch.Tensor] = {}
         self._outputs: dict[_Passing, torch.Tensor] = {}
         self._output_gradients: dict[_Passing, torch.Tensor] = {}
         self._inboxes: dict[int, Inbox] = {}
-        """Of the neighbours that messages come from, by their stages."""
+        """The inboxes for neighbours' messages, keyed by the neighbour's stage."""
         self._steps: dict[Op, Callable[[int, int], None]] = {
             Op.LOAD: self._load,
             Op.RECV_F: self._receive_forward,
@@ -81,14 +78,13 @@ class Execution:
     def run(
         self, program: Program, microbatches: Sequence[int], *, around_last: AbstractContextManager[object]
     ) -> None:
-        """Run a stage's program, adding to the work and to the gradients.
+        """Run a stage's program up to the instructions that end a step; adds to the work and to the gradients.
 
-        The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
-        end a step (reduce, commit, apply) are not run here: it stops before them. `around_last` is entered for the
+        The program's positions 0 .. m-1 stand for `microbatches`, the step's numbers. `around_last` is entered for the
         backward pass after which gradients are final.
 
-        Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, ShardUnreadable; gradients
-        are then partial.
+        Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, or ShardUnreadable;
+        gradients are then partial.
         """
         self._expect(program, microbatches)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
@@ -107,7 +103,7 @@ class Execution:
         return self._device_work.piece() if self._device_work is not None and op in _COMPUTING_OPS else nullcontext()
 
     def _expect(self, program: Program, microbatches: Sequence[int]) -> None:
-        """Have all messages received, those of each neighbour in the program's order."""
+        """Begin to receive all messages, those of each neighbour in the program's order."""
         for instruction in program:
             op, chunk = instruction.op, instruction.chunk
             if op not in (Op.RECV_F, Op.RECV_B):
@@ -117,7 +113,7 @@ class Execution:
             inbox.expect(self._tag(op, microbatches[_position(instruction)], chunk), post)
 
     def _inbox_of(self, stage: int) -> tuple[Inbox, Post]:
-        """The inbox for what a neighbour sends, and what makes room for one of its messages."""
+        """Return the inbox for a neighbour's messages, and the function that posts the receive of one."""
         group, source, model = self._pipeline_rank.group, self._pipeline_rank.member(stage), self._model
         assert group is not None
         shape = (self._batch.microbatch_size, model.structure.sequence_length, model.structure.hidden_size)
@@ -130,7 +126,7 @@ class Execution:
         return self._inboxes[stage], post
 
     def _check(self) -> None:
-        """Raise Interrupted if the pipeline is stopped; called before each piece, as none can be interrupted."""
+        """Raise Interrupted if the pipeline is stopped, before a piece of computation, which cannot be interrupted."""
         if self._interrupted():
             raise Interrupted
 
@@ -175,7 +171,7 @@ class Execution:
         self._backward_weight(microbatch, chunk)
 
     def _backward_input(self, microbatch: int, chunk: int) -> None:
-        """Take a microbatch backward, with all gradients but those of weights that are put off."""
+        """Run a backward pass, with all gradients but those of weights that are put off."""
         self._check()
         if self._put_off is not None:
             self._put_off.begin(microbatch)
@@ -184,13 +180,13 @@ class Execution:
         if self._reports_loss(chunk):
             self._work.losses.append(output.detach())
             self._work.num_items += self._num_items.pop(microbatch)
-        if output.requires_grad:  # not so on a first stage that trains nothing
+        if output.requires_grad:  # False on a first stage that trains nothing
             output.backward(gradient)  # type: ignore[no-untyped-call]
 
     def _backward_weight(self, microbatch: int, chunk: int) -> None:
         if self._put_off is not None:
             self._put_off.finish(microbatch)
-        if chunk == 0:  # the last of a stage's to which a microbatch comes back
+        if chunk == 0:  # a microbatch returns to a stage's chunks in reverse: it is done here
             self._commit_state.note_microbatch()
         if self._pipeline_rank.is_first(chunk) and self._pipeline_rank.reports:
             self._work.counted.append(microbatch)
@@ -212,11 +208,15 @@ class Execution:
         group, member = self._pipeline_rank.group, self._pipeline_rank.member(target)
         assert group is not None
         tensor = tensor.contiguous()
+        # A group that does not keep what it sends returns the send, whose tensor must live until the step is committed.
         if (pending := group.send_off(tensor, member, self._tag(op, microbatch, chunk))) is not None:
             self._work.sends.append((pending, tensor))
 
     def _tag(self, op: Op, microbatch: int, chunk: int) -> int:
-        """A number that no other message of the step has, between the same two workers."""
+        """Return a number that no other message of the step has between the same two workers.
+
+        Two stages may exchange messages of several chunks, in both directions of the computation.
+        """
         rank, is_backward = self._pipeline_rank, op in (Op.SEND_B, Op.RECV_B)
         cut = rank.cut_before(chunk) if op in (Op.RECV_F, Op.SEND_B) else rank.cut_after(chunk)
         return 2 * rank.tag(microbatch, cut) + is_backward

@@ -1,8 +1,8 @@
-"""Sections of a step: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs.
+"""Sections of a step: carries out the effects of `control.steps.PartialCommit` with real sums, while a program runs.
 
-What is done of a step is set aside without a copy; its sums are added to those that are committed. `PartialCommit` says
-when a section is begun, taken or given up; this module says how, and waits.
-`sim/cluster/sections.py` is the same without tensors."""
+`PartialCommit` decides when a section begins, is committed or is given up. `sim/cluster/sections.py` does the same
+without tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .step_work import StepWork
 
 @dataclass(slots=True, kw_only=True)
 class _Posted:
-    """A section whose gradients are on their way."""
+    """A section whose sums are under way."""
 
     work: StepWork
-    """What it was taken from, and is given back to."""
+    """The work that it was taken from, and is given back to."""
     own: dict[str, torch.Tensor]
-    """This worker's gradients, set aside."""
+    """This worker's gradients."""
     losses: list[torch.Tensor]
     loss: HostCopy | None
     counted: list[int]
     num_items: int
     sums: dict[str, torch.Tensor] | None = None
-    """Once they are all here."""
+    """None until all are complete."""
     subject: Subject | None = None
-    """Once this worker has brought its part to the agreement on it."""
+    """None until this worker has posted its part of the section's agreement."""
 
 
 class SectionSums:
-    """The committed sums, and the section that is on its way to them."""
+    """The committed sums, and the section that is to be added to them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SectionSums:
         *,
         carry_out: Callable[[steps.WorkerEffects], None],
     ) -> None:
-        """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
+        """`carry_out` carries out effects of `partial_commit`, those of sections by the method of that name here."""
         self._partial_commit = partial_commit
         self._commit_state = commit_state
         self._waiter = waiter
@@ -59,30 +59,31 @@ class SectionSums:
         self._carry_out = carry_out
         self._in_force: PlanReducer | None = None
         self._work: StepWork | None = None
-        """What is done of the step in flight, where a section of it was begun."""
+        """The work of the step in flight, once a section of it has begun."""
         self._posted: _Posted | None = None
         self.sums: dict[str, torch.Tensor] = {}
-        """Of the gradients of what is committed, by parameter; empty where nothing is."""
+        """The committed sums of gradients, keyed by parameter."""
 
     def adopt(self, in_force: PlanReducer | None, sums: Mapping[str, torch.Tensor]) -> None:
-        """Put a plan in force, with these committed sums of the step in flight; None for a spare.
-
-        The reducer is the one that also ends the step: it has no sums under way when a section begins.
-        """
+        """Put a plan in force, with these committed sums of the step in flight; None for a spare."""
+        # This reducer also ends the step: its own sums are never under way when a section begins.
         self._in_force, self.sums = in_force, dict(sums)
 
     def end_step(self) -> None:
-        """The step is applied: nothing is committed of the next."""
+        """Drop the committed sums of a step that is applied."""
         self.sums = {}
 
     def begin_step_sums(self) -> bool:
-        """Return whether the step's own sums may be posted: no section is on its way, and none has failed."""
+        """Return whether the step's own sums may be posted: no section is under way, and none has failed."""
         return self._partial_commit.begin_step_sums()
 
     # --- while a program runs ------------------------------------------------------------------------------
 
     def begin(self, work: StepWork) -> None:
-        """Commit what is done of a step, while the program continues. Raises Interrupted if the pipeline is stopped."""
+        """Begin to commit a step's work so far, while the program continues.
+
+        Raises Interrupted if the pipeline is stopped.
+        """
         self._work = work
         self._carry_out(self._partial_commit.begin(work.step))
 
@@ -94,11 +95,12 @@ class SectionSums:
     def look_until(
         self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
     ) -> None:
-        """Look after the section while waiting for something else: others may be waiting for our part in it.
+        """Advance the section during a wait for something else. Raises Interrupted once `interrupted`.
 
-        Returns once `ready`, or with nothing to look after. Raises Interrupted once `interrupted`.
+        Returns once `ready`, or once no section is under way.
         """
         waits_for = tuple(waits_for)
+        # The workers that this one waits for may themselves wait for its part of the section.
         while self._partial_commit.is_busy and not ready():
             self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
@@ -106,7 +108,7 @@ class SectionSums:
     # --- effects -------------------------------------------------------------------------------------------
 
     def carry_out(self, effect: steps.SectionEffect) -> steps.EffectOutcome:
-        """Carry out an effect of the partial commit. Raises what the effect may raise."""
+        """Carry out an effect of the partial commit."""
         match effect:
             case steps.PostSection():
                 self._post()
@@ -129,6 +131,7 @@ class SectionSums:
     def _post(self) -> None:
         work, reducer = self._work, self._plan.reducer
         assert work is not None
+        # Gradients are set aside without a copy: the next backward pass begins new ones.
         own: dict[str, torch.Tensor] = {}
         for name, parameter in reducer.parameters.items():
             if parameter.grad is not None:
@@ -186,7 +189,7 @@ class SectionSums:
             parameter = reducer.parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    # --- what is waited for --------------------------------------------------------------------------------
+    # --- waits ---------------------------------------------------------------------------------------------
 
     @property
     def _section(self) -> _Posted:
