@@ -7,16 +7,18 @@ with other costs is one pass over it. Loads and the end of the step are left out
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 from oobleck.plan import ScheduleKind
 
 from .compile import compile_schedule
 from .cost import StageCost
 from .instruction import Op
-from .schedule import Link, Schedule
+from .schedule import Link
 
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
@@ -78,61 +80,36 @@ def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num
     schedule = compile_schedule(
         kind, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks, commits=False
     )
-    return _Ordering(schedule).flow()
 
+    def priced(stage: int, op: Op, chunk: int) -> int:
+        return (chunk * num_stages + stage) * len(_PRICED) + _PRICED.index(op)
 
-class _Ordering:
-    """Runs every stage as far as it can, and wakes it for each message, as the timeline does."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        stages = range(schedule.num_stages)
-        self._schedule = schedule
-        self._wires = [schedule.wires_of(stage) for stage in stages]
-        links = {wire.link for wires in self._wires for wire in wires.values()}
-        self._links = {link: index for index, link in enumerate(sorted(links))}
-        self._position = [0] * schedule.num_stages
-        self._sent: dict[Link, list[int]] = {link: [] for link in self._links}
-        self._received = dict.fromkeys(self._links, 0)
-        self._instructions: list[tuple[int, int, int]] = []
-        self._num_messages = 0
-
-    def flow(self) -> StepFlow:
-        awake = list(range(self._schedule.num_stages))
-        while awake:
-            self._advance(awake.pop(), awake)
-        return StepFlow(
-            num_stages=self._schedule.num_stages,
-            num_links=len(self._links),
-            instructions=tuple(self._instructions),
-            changes=tuple(
-                tuple(
-                    self._priced(stage, instruction.op, instruction.chunk)
-                    for instruction in program
-                    if instruction.op in _PASSES
-                )
-                for stage, program in enumerate(self._schedule.programs)
-            ),
-        )
-
-    def _priced(self, stage: int, op: Op, chunk: int) -> int:
-        return (chunk * self._schedule.num_stages + stage) * len(_PRICED) + _PRICED.index(op)
-
-    def _advance(self, stage: int, awake: list[int]) -> None:
-        program, wires = self._schedule.programs[stage], self._wires[stage]
-        while self._position[stage] < len(program):
-            op, chunk = program[self._position[stage]].op, program[self._position[stage]].chunk
-            wire = wires.get((op, chunk))
+    # As in the timeline, every stage runs as far as it can, and each message wakes its target.
+    wires = [schedule.wires_of(stage) for stage in range(num_stages)]
+    links = {link: index for index, link in enumerate(sorted({wire.link for own in wires for wire in own.values()}))}
+    unreceived: dict[Link, deque[int]] = {link: deque() for link in links}
+    instructions: list[tuple[int, int, int]] = []
+    position = [0] * num_stages
+    num_messages = 0
+    awake = list(range(num_stages))
+    while awake:
+        stage = awake.pop()
+        for op, chunk in ((each.op, each.chunk) for each in islice(schedule.programs[stage], position[stage], None)):
+            wire = wires[stage].get((op, chunk))
             if wire is not None and wire.is_send:
-                self._instructions.append((stage, self._links[wire.link], self._priced(stage, op, chunk)))
-                self._sent[wire.link].append(self._num_messages)
-                self._num_messages += 1
+                instructions.append((stage, links[wire.link], priced(stage, op, chunk)))
+                unreceived[wire.link].append(num_messages)
+                num_messages += 1
                 awake.append(wire.link.target)
             elif wire is not None:
-                sent, received = self._sent[wire.link], self._received[wire.link]
-                if received == len(sent):
-                    return
-                self._instructions.append((stage, _RECEIVE, sent[received]))
-                self._received[wire.link] += 1
+                if not unreceived[wire.link]:
+                    break
+                instructions.append((stage, _RECEIVE, unreceived[wire.link].popleft()))
             elif op in _PASSES:
-                self._instructions.append((stage, _PASS, self._priced(stage, op, chunk)))
-            self._position[stage] += 1
+                instructions.append((stage, _PASS, priced(stage, op, chunk)))
+            position[stage] += 1
+    changes = tuple(
+        tuple(priced(stage, each.op, each.chunk) for each in program if each.op in _PASSES)
+        for stage, program in enumerate(schedule.programs)
+    )
+    return StepFlow(num_stages=num_stages, num_links=len(links), instructions=tuple(instructions), changes=changes)

@@ -130,9 +130,6 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
     return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
 
 
-# --- settings --------------------------------------------------------------------------------------------------
-
-
 def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
@@ -233,9 +230,6 @@ def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str,
 
 def _eval_steps(trainer: Any, state: TrainerState, epochs: Epochs) -> int:
     return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(state.eval_steps)
-
-
-# --- parts -----------------------------------------------------------------------------------------------------
 
 
 def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:

@@ -133,8 +133,6 @@ class Observation:
             "sample, which is never predicted; here both divide by the predicted ones"
         )
 
-    # --- samples -----------------------------------------------------------------------------------------------
-
     def _note_batches_of(self, trainer: Any, loader: Any) -> None:
         _require_lasting_samples(loader)
         inner, epochs = loader.batch_sampler, epochs_of(trainer, loader)
@@ -159,8 +157,6 @@ class Observation:
             numbers += self._order(step)
         ends = np.cumsum([len(batch) for batch in batches])
         return [numbers[end - len(batch) : end] for end, batch in zip(ends.tolist(), batches, strict=True)]
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def train_begins(self, trainer: Any) -> None:
         """Start the recorder with the initial model, without dropout."""

@@ -144,7 +144,7 @@ SOUND = """\
         ("load:1 forward:1", "load:1 load:2 forward:1", "(load:2): is outside of the schedule's 2 microbatches"),
         ("load:1 forward:1", "load:1 forward:1/1", "(forward:1/1): is outside of the schedule's 2 microbatches and 1"),
         ("load:1 forward:1", "load:1 commit forward:1", "(commit): may appear only once"),
-        ("send_b:1", "send_b:1 reduce_grad commit optimizer_step", "stage 1, instruction 10 (reduce_grad): belongs"),
+        ("send_b:1", "send_b:1 reduce_grad commit optimizer_step", "stage 1, instruction 10 (reduce_grad): may appear"),
         (
             "recv_b:0 backward:0 recv_b:1 backward:1",
             "recv_b:1 backward:1 recv_b:0 backward:0",

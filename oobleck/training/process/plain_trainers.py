@@ -11,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -39,23 +39,15 @@ class _Watch(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loading(spec.loader)
+            loader = spec.loader
+            load = loader.exec_module
+
+            def load_and_refuse(module: ModuleType) -> None:
+                load(module)
+                _refuse(module)
+
+            loader.exec_module = load_and_refuse  # type: ignore[method-assign]  # this spec's own loader
         return spec
-
-
-class _Loading(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _refuse(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # tracebacks read the source through the loader
 
 
 def _refuse(module: ModuleType) -> None:

@@ -96,7 +96,7 @@ class Engine:
         )
         self._reducers = Reducers(worker_id, share, self._model, groups)
         self._sections = SectionSums(
-            self._follower.partial_commit, commit_state, groups.waiter, agreements, carry_out=self._drive
+            self._follower.partial_commit, commit_state, groups.waiter, agreements, drive=self._drive
         )
         self._step_timer = StepTimer(worker_id.device)
         self._step = StepInFlight(
@@ -239,8 +239,6 @@ class Engine:
             case _:
                 assert_never(effect)
 
-    # --- a step ----------------------------------------------------------------------------------------------
-
     def _sum_over(
         self, committee: steps.Committee, subject: protocol.Subject, numbers: tuple[float, ...]
     ) -> tuple[float, ...]:
@@ -322,8 +320,6 @@ class Engine:
             )
         self._step_timer.begin_step()
         return outcome
-
-    # --- from one plan to the next -----------------------------------------------------------------------------
 
     def _exchange(self, effect: steps.Exchange) -> None:
         """Exchange the layers that change hands. Raises Interrupted or PeerLost."""

@@ -73,8 +73,6 @@ class LayerStore:
         self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
         self.drop_kept()  # a step is committed only after all have adopted the plan
 
-    # --- the state of a layer ------------------------------------------------------------------------------
-
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer's state, named as in a file."""
         state = self._optimizer.named_state(self._structure.layer_parameters(layer))
@@ -108,8 +106,6 @@ class LayerStore:
         trained = [shapes[name].numel() for name in self._structure.trained_parameters(layer)]
         held = sum(shapes[name].numel() for name in self._structure.layer_parameters(layer))
         return held - sum(trained) + sum(layout.size(count) + count * has_partial for count in trained)
-
-    # --- from one plan to the next -------------------------------------------------------------------------
 
     def read(
         self, restore: Restore, layers: Collection[int], transfers: Collection[LayerTransfer], saving: LayerSaver
