@@ -49,8 +49,6 @@ def _check_section_commits(schedule: Schedule) -> None:
 
 
 class _End(NamedTuple):
-    """A send or receive, and its connection."""
-
     at: int
     """Index in its program."""
     instruction: Instruction
@@ -63,7 +61,6 @@ class _End(NamedTuple):
 
 
 def _ends_of(schedule: Schedule, stage: int) -> list[_End]:
-    """List the sends and receives of a stage in their order."""
     wires = schedule.wires_of(stage)
     return [
         _End(at, instruction, wires[key])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import lru_cache
-from itertools import chain
 
 from oobleck.plan import ScheduleKind
 
@@ -81,27 +80,16 @@ def section_stops(num_microbatches: int, num_sections: int, *, round_size: int =
 
 def _compile_program(order: Order, shape: PipelineShape, stage: int, section_ends: Collection[int]) -> Program:
     last = shape.num_stages - 1, shape.num_chunks - 1
-    return tuple(
-        chain.from_iterable(
-            _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last)
-            + (
-                (_section_commit(microbatch),)
-                if op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
-                else ()
-            )
-            for op, microbatch, chunk in order(shape, stage)
-        )
-    )
-
-
-@lru_cache(maxsize=4096)
-def _section_commit(microbatch: int) -> Instruction:
-    return Instruction(Op.COMMIT_SECTION, microbatch)
+    program: list[Instruction] = []
+    for op, microbatch, chunk in order(shape, stage):
+        ends_section = op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
+        program += _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last, ends_section)
+    return tuple(program)
 
 
 # Stages share these tuples, which makes compiling cheap; they are small, and bounded in number.
 @lru_cache(maxsize=65536)
-def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool) -> Program:
+def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool, ends_section: bool) -> Program:
     """Surround a pass with its communication at a first, middle or last virtual stage."""
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
@@ -111,5 +99,5 @@ def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool) 
         after = (Op.SEND_F,) * (not is_last)
     elif op is not Op.BACKWARD_WEIGHT:
         before = (Op.RECV_B,) * (not is_last)
-        after = (Op.SEND_B,) * (not is_first)
+        after = (Op.SEND_B,) * (not is_first) + (Op.COMMIT_SECTION,) * ends_section
     return tuple(Instruction(each, microbatch, chunk) for each in (*before, op, *after))

@@ -7,7 +7,9 @@ over the model, and the chain runs through all stages once for each chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from oobleck.errors import UserError
@@ -108,6 +110,41 @@ class Schedule:
         if not 0 <= virtual_stage < self.num_stages * self.num_chunks:
             return None
         return virtual_stage % self.num_stages, virtual_stage // self.num_stages
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Instruction, Wire | None]]:
+    """Yield all (stage, instruction, wire) in an order in which each can run, with unbounded links.
+
+    A commit waits for all stages. Raises `ScheduleError` on a schedule that deadlocks. O(instructions).
+    """
+    # Every stage runs as far as it can, and each message wakes its target. Whatever the instructions cost, each stage
+    # runs its own in the same order, and the messages of a link arrive in the order in which they were sent.
+    stages = range(schedule.num_stages)
+    wires = [schedule.wires_of(stage) for stage in stages]
+    under_way = {wire.link: 0 for own in wires for wire in own.values()}
+    position, awake = [0 for _ in stages], list(stages)
+    at_commit: set[int] = set()
+    while awake:
+        stage = awake.pop()
+        for instruction in islice(schedule.programs[stage], position[stage], None):
+            wire = wires[stage].get((instruction.op, instruction.chunk))
+            if wire is not None and wire.is_send:
+                under_way[wire.link] += 1
+                awake.append(wire.link.target)
+            elif wire is not None:
+                if not under_way[wire.link]:
+                    break
+                under_way[wire.link] -= 1
+            elif instruction.op is Op.COMMIT and len(at_commit) < schedule.num_stages:
+                at_commit.add(stage)
+                if len(at_commit) == schedule.num_stages:
+                    awake += stages
+                break
+            yield stage, instruction, wire
+            position[stage] += 1
+    for stage, (at, program) in enumerate(zip(position, schedule.programs, strict=True)):
+        if at < len(program):
+            raise ScheduleError("deadlock", stage=stage, index=at, instruction=program[at])
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

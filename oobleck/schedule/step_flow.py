@@ -1,8 +1,8 @@
 """The time and the peak memory of a step, equal to the timeline's, for searches that compare many cuts.
 
-The order in which a timeline evaluates instructions does not depend on their costs: programs are sequential, and the
-messages of a link arrive in the order in which they were sent. So the order is found once for a schedule, and each step
-with other costs is one pass over it. Loads and the end of the step are left out, as they cost nothing in comparisons.
+The order of a schedule's instructions (`in_order`) does not depend on their costs. So it is found once for a schedule,
+and each step with other costs is one pass over it. Loads and the end of the step are left out, as they cost nothing in
+comparisons.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 
 from oobleck.plan import ScheduleKind
 
 from .compile import compile_schedule
 from .cost import StageCost
 from .instruction import Op
-from .schedule import Link
+from .schedule import Link, in_order
 
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
@@ -84,30 +83,21 @@ def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num
     def priced(stage: int, op: Op, chunk: int) -> int:
         return (chunk * num_stages + stage) * len(_PRICED) + _PRICED.index(op)
 
-    # As in the timeline, every stage runs as far as it can, and each message wakes its target.
     wires = [schedule.wires_of(stage) for stage in range(num_stages)]
     links = {link: index for index, link in enumerate(sorted({wire.link for own in wires for wire in own.values()}))}
     unreceived: dict[Link, deque[int]] = {link: deque() for link in links}
     instructions: list[tuple[int, int, int]] = []
-    position = [0] * num_stages
     num_messages = 0
-    awake = list(range(num_stages))
-    while awake:
-        stage = awake.pop()
-        for op, chunk in ((each.op, each.chunk) for each in islice(schedule.programs[stage], position[stage], None)):
-            wire = wires[stage].get((op, chunk))
-            if wire is not None and wire.is_send:
-                instructions.append((stage, links[wire.link], priced(stage, op, chunk)))
-                unreceived[wire.link].append(num_messages)
-                num_messages += 1
-                awake.append(wire.link.target)
-            elif wire is not None:
-                if not unreceived[wire.link]:
-                    break
-                instructions.append((stage, _RECEIVE, unreceived[wire.link].popleft()))
-            elif op in _PASSES:
-                instructions.append((stage, _PASS, priced(stage, op, chunk)))
-            position[stage] += 1
+    for stage, instruction, wire in in_order(schedule):
+        op, chunk = instruction.op, instruction.chunk
+        if wire is not None and wire.is_send:
+            instructions.append((stage, links[wire.link], priced(stage, op, chunk)))
+            unreceived[wire.link].append(num_messages)
+            num_messages += 1
+        elif wire is not None:
+            instructions.append((stage, _RECEIVE, unreceived[wire.link].popleft()))
+        elif op in _PASSES:
+            instructions.append((stage, _PASS, priced(stage, op, chunk)))
     changes = tuple(
         tuple(priced(stage, each.op, each.chunk) for each in program if each.op in _PASSES)
         for stage, program in enumerate(schedule.programs)

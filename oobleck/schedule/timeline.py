@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple
 
 from .cost import StageCost
 from .instruction import Instruction, Op, Program
-from .schedule import Link, Schedule, ScheduleError, Wire, peak_in_flight
+from .schedule import Link, Schedule, ScheduleError, in_order, peak_in_flight
 
 
 class Span(NamedTuple):
@@ -99,116 +98,50 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
     expected = schedule.num_stages * schedule.num_chunks
     if len(costs) != expected:
         raise ScheduleError(f"{len(costs)} costs for {expected} virtual stages; each needs one")
-    run = _Run(schedule, costs)
-    run.run()
+    size = schedule.num_stages
+    seconds = [_seconds_of(costs[stage::size]) for stage in range(size)]
+    commit_s = max(cost.commit_s for cost in costs)
+    committed_s: float | None = None
+    now_s = [0.0] * size
+    spans: list[list[Span]] = [[] for _ in range(size)]
+    transfers: dict[Link, list[Transfer]] = {}
+    free_s: dict[Link, float] = {}
+    arrivals_s: dict[Link, deque[float]] = {}
+    for stage, instruction, wire in in_order(schedule):
+        start_s, duration_s = now_s[stage], seconds[stage][instruction.op, instruction.chunk]
+        if wire is not None and wire.is_send:
+            link = wire.link
+            start_s = max(start_s, free_s.get(link, 0.0))
+            free_s[link] = start_s + duration_s
+            arrivals_s.setdefault(link, deque()).append(free_s[link])
+            if duration_s:
+                transfers.setdefault(link, []).append(Transfer(start_s, free_s[link], link, instruction))
+            continue
+        if wire is not None:
+            now_s[stage] = max(start_s, arrivals_s[wire.link].popleft())
+            continue
+        if instruction.op is Op.COMMIT:  # all stages have reached it
+            committed_s = max(now_s) if committed_s is None else committed_s
+            start_s, duration_s = max(start_s, committed_s), commit_s
+        now_s[stage] = start_s + duration_s
+        if duration_s:
+            spans[stage].append(Span(start_s, now_s[stage], instruction))
     return Timeline(
         schedule=schedule,
-        spans=tuple(map(tuple, run.spans)),
-        transfers=tuple(transfer for link in sorted(run.links) for transfer in run.links[link].transfers),
-        ends_s=tuple(run.now_s),
+        spans=tuple(map(tuple, spans)),
+        transfers=tuple(transfer for link in sorted(transfers) for transfer in transfers[link]),
+        ends_s=tuple(now_s),
         costs=tuple(costs),
     )
 
 
 def _peak_memory(program: Program, costs: Sequence[StageCost]) -> int:
-    """Return the most bytes a stage holds; `costs` are those of its chunks."""
     changes = {(op, chunk): cost.bytes_of(op) for chunk, cost in enumerate(costs) for op in Op}
     held = peak = sum(cost.static_bytes for cost in costs)
     for instruction in program:
         held += changes[instruction.op, instruction.chunk]
         peak = max(peak, held)
     return peak
-
-
-class _LinkState:
-    """A link's messages."""
-
-    __slots__ = ("arrivals_s", "free_s", "is_awaited", "transfers")
-
-    def __init__(self) -> None:
-        self.free_s = 0.0
-        self.is_awaited = False
-        """Whether the target waits for the next message."""
-        self.arrivals_s: deque[float] = deque()
-        """Arrivals of messages that were not received yet."""
-        self.transfers: list[Transfer] = []
-
-
-class _Run:
-    """One evaluation: every stage runs as far as it can, and wakes when the message or commit it waits for arrives."""
-
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
-        stages = range(schedule.num_stages)
-        self._schedule = schedule
-        self._wires = [schedule.wires_of(stage) for stage in stages]
-        self._seconds = [_seconds_of(costs[stage :: schedule.num_stages]) for stage in stages]
-        self._commit_s = max(cost.commit_s for cost in costs)
-        self._position = [0] * schedule.num_stages
-        self._awake = list(stages)
-        self._at_commit: list[int] = []
-        self.now_s = [0.0] * schedule.num_stages
-        self.spans: list[list[Span]] = [[] for _ in stages]
-        self.links = {wire.link: _LinkState() for wires in self._wires for wire in wires.values()}
-
-    def run(self) -> None:
-        while self._awake:
-            self._advance(self._awake.pop())
-        for stage, (at, program) in enumerate(zip(self._position, self._schedule.programs, strict=True)):
-            if at < len(program):
-                raise ScheduleError("deadlock", stage=stage, index=at, instruction=program[at])
-
-    def _advance(self, stage: int) -> None:
-        """Run one stage until it ends or must wait for another."""
-        wires, seconds = self._wires[stage], self._seconds[stage]
-        for instruction in islice(self._schedule.programs[stage], self._position[stage], None):
-            key = instruction.op, instruction.chunk
-            wire = wires.get(key)
-            if wire is not None:
-                if not self._communicate(stage, wire, instruction, seconds[key]):
-                    return
-            elif instruction.op is Op.COMMIT:
-                self._commit(stage)
-                return
-            elif seconds[key]:
-                self._occupy(stage, instruction, seconds[key])
-            self._position[stage] += 1
-
-    def _occupy(self, stage: int, instruction: Instruction, duration_s: float) -> None:
-        start_s = self.now_s[stage]
-        self.now_s[stage] = start_s + duration_s
-        self.spans[stage].append(Span(start_s, start_s + duration_s, instruction))
-
-    def _communicate(self, stage: int, wire: Wire, instruction: Instruction, duration_s: float) -> bool:
-        """Send or receive; returns False if the message has not been sent."""
-        link = self.links[wire.link]
-        if wire.is_send:
-            start_s = max(self.now_s[stage], link.free_s)
-            link.free_s = start_s + duration_s
-            link.arrivals_s.append(link.free_s)
-            if duration_s:
-                link.transfers.append(Transfer(start_s, link.free_s, wire.link, instruction))
-            if link.is_awaited:
-                link.is_awaited = False
-                self._awake.append(wire.link.target)
-            return True
-        if not link.arrivals_s:
-            link.is_awaited = True
-            return False
-        self.now_s[stage] = max(self.now_s[stage], link.arrivals_s.popleft())
-        return True
-
-    def _commit(self, stage: int) -> None:
-        """Wait for the other stages; the last one to arrive lets all continue."""
-        self._at_commit.append(stage)
-        if len(self._at_commit) < self._schedule.num_stages:
-            return
-        start_s = max(self.now_s)
-        for each in self._at_commit:
-            self.now_s[each] = start_s
-            if self._commit_s:
-                self._occupy(each, self._schedule.programs[each][self._position[each]], self._commit_s)
-            self._position[each] += 1
-        self._awake.extend(self._at_commit)
 
 
 def _seconds_of(costs: Sequence[StageCost]) -> dict[tuple[Op, int], float]:

@@ -136,9 +136,11 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
     global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     is_evaluated = evaluates(trainer)
+    asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
     loaders = [loader, trainer.get_eval_dataloader()] if is_evaluated else [loader]
     length = max(2, *(longest_row(each) for each in loaders))
-    return {
+    settings = {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
         "data": {
@@ -156,12 +158,15 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
-        "activation_checkpointing": _recomputes(trainer),
+        "activation_checkpointing": recomputes,
         "compile": args.torch_compile,
         "checkpoint": _checkpoints(trainer, state, epochs),
         "control": {"start_timeout_s": _START_TIMEOUT_S},
-        **({"eval_steps": _eval_steps(trainer, state, epochs)} if is_evaluated else {}),
     }
+    if is_evaluated:
+        by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
+        settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
+    return settings
 
 
 def longest_row(loader: Any) -> int:
@@ -212,12 +217,6 @@ def _dtype(trainer: Any) -> str:
     return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
 
 
-def _recomputes(trainer: Any) -> bool:
-    args = trainer.args
-    asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
-    return any(asked) or any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-
-
 def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
     args = trainer.args
     by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
@@ -226,10 +225,6 @@ def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str,
         **({"save_steps": int(steps)} if steps else {}),
         **({"save_total_limit": limit} if limit else {}),
     }
-
-
-def _eval_steps(trainer: Any, state: TrainerState, epochs: Epochs) -> int:
-    return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(state.eval_steps)
 
 
 def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:

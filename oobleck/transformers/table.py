@@ -22,8 +22,6 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The fate of one argument."""
-
     fate: Fate
     note: str = ""
     """An explanation; for a refused argument, what to do instead."""

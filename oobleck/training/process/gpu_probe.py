@@ -178,7 +178,6 @@ class GpuSpeed:
         return 2 * self.copy_bytes / self._seconds(lambda: target.copy_(source))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the shortest time of several."""
         best_s, began_s = float("inf"), time.perf_counter()
         self._synchronize()
         while best_s == float("inf") or time.perf_counter() - began_s < self.least_s:

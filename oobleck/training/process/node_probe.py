@@ -209,7 +209,6 @@ def _best_s(work: Callable[[], object], times: int) -> float:
 
 
 def _write(directory: Path) -> None:
-    """Write 16 MiB, and wait until they are on the disk."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".check") as file:
         file.write(b"\xa5" * _DISK_BYTES)
         file.flush()
@@ -217,7 +216,6 @@ def _write(directory: Path) -> None:
 
 
 def _loopback() -> None:
-    """Send 16 MiB over TCP to this process."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:

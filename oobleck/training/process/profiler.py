@@ -205,7 +205,6 @@ def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, spl
 
 
 def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
-    """Run once with the weights' gradients put off."""
     put_off.engage(is_on=True)
     put_off.begin(0)
     forward_s, backward_input_s = _run(stage, batch)

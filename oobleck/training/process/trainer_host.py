@@ -70,7 +70,6 @@ class _TrainerHost:
         """Whether the master has received a job, or the reason why there is none."""
 
     def send(self, answer: object) -> None:
-        """Send the master a job or a problem."""
         self.has_begun = True
         self._master.sendall(json.dumps(answer).encode() + b"\n")
 

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from oobleck.training.forking import ForkServerSide
@@ -37,41 +38,32 @@ _MOST_STARTS = 4
 _MESSAGE_BYTES = 4096
 
 
+@dataclass(slots=True)
 class Warmer:
     """The warm process of a fork server."""
 
-    def __init__(
-        self,
-        log: int,
-        warmth: Path,
-        work: Callable[[socket.socket], None],
-        server: ForkServerSide,
-        *,
-        import_s: float = _IMPORT_S,
-        quiet_s: float = _QUIET_S,
-    ) -> None:
-        """`log` is the descriptor of the import log, `warmth` a file that exists while the process is ready.
-
-        `server` receives reasons why ranks start cold.
-        """
-        self._log = LogReader(log)
-        self._file = log
-        self._warmth = warmth
-        self._work = work
-        self._server = server
-        self._import_s = import_s
-        self._quiet_s = quiet_s
-        self._refused: set[str] = set()
-        self._sock: socket.socket | None = None
-        self._pid = 0
-        self._trying = ""
-        self._due_s: float | None = None
-        """When the current import must have ended; None while there is none."""
-        self._learned_bytes = 0
-        """The part of the log that the process was asked to import."""
-        self._size_bytes = 0
-        self._since_s = self._grown_s = time.monotonic()
-        self._num_starts = 0
+    log: int
+    """The descriptor of the import log."""
+    warmth: Path
+    """A file that exists while the process is ready."""
+    work: Callable[[socket.socket], None]
+    server: ForkServerSide
+    """Receives reasons why ranks start cold."""
+    _: KW_ONLY
+    import_s: float = _IMPORT_S
+    quiet_s: float = _QUIET_S
+    _refused: set[str] = field(init=False, default_factory=set)
+    _sock: socket.socket | None = field(init=False, default=None)
+    _pid: int = field(init=False, default=0)
+    _trying: str = field(init=False, default="")
+    _due_s: float | None = field(init=False, default=None)
+    """When the current import must have ended; None while there is none."""
+    _learned_bytes: int = field(init=False, default=0)
+    """The part of the log that the process was asked to import."""
+    _size_bytes: int = field(init=False, default=0)
+    _since_s: float = field(init=False, default_factory=time.monotonic)
+    _grown_s: float = field(init=False, default_factory=time.monotonic)
+    _num_starts: int = field(init=False, default=0)
 
     def tick(self) -> float:
         """Do what is due; returns the seconds until the next call."""
@@ -79,7 +71,7 @@ class Warmer:
             self._listen(self._sock)
             if self._due_s is not None and time.monotonic() > self._due_s:
                 self._refused.add(self._trying)
-                self._lose(f"importing {self._trying} has not ended within {self._import_s:g} s")
+                self._lose(f"importing {self._trying} has not ended within {self.import_s:g} s")
             return _IMPORT_TICK_S
         if self._num_starts < _MOST_STARTS or self._sock is not None:
             self._check_log()
@@ -127,21 +119,21 @@ class Warmer:
     def _check_log(self) -> None:
         """Have the process import what the log holds, once it has not grown for a while."""
         now_s = time.monotonic()
-        size_bytes = self._log.size_bytes
+        size_bytes = LogReader(self.log).size_bytes
         if size_bytes == self._learned_bytes:
             self._since_s = self._grown_s = now_s
         elif size_bytes != self._size_bytes:
             self._grown_s = now_s
-        elif now_s - self._grown_s >= self._quiet_s or now_s - self._since_s >= _LONGEST_S:
+        elif now_s - self._grown_s >= self.quiet_s or now_s - self._since_s >= _LONGEST_S:
             self._learn(size_bytes)
         self._size_bytes = size_bytes
 
     def _learn(self, size_bytes: int) -> None:
-        self._warmth.unlink(missing_ok=True)
+        self.warmth.unlink(missing_ok=True)
         if self._sock is None:
             self._start()
         if self._sock is not None:
-            self._trying, self._due_s = "", time.monotonic() + self._import_s
+            self._trying, self._due_s = "", time.monotonic() + self.import_s
             self._learned_bytes = size_bytes
             with suppress(OSError):  # it has ended: `note_end` follows
                 self._sock.send(LEARN + str(size_bytes).encode())
@@ -149,16 +141,16 @@ class Warmer:
     def _start(self) -> None:
         self._num_starts += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log = LogReader(self._file)
+        log = LogReader(self.log)
         try:
             pid = os.fork()
         except OSError:
             pid = -1
         if pid == 0:
             ours.close()
-            self._server.leave()
+            self.server.leave()
             try:
-                be_warm(theirs, log, frozenset(self._refused), self._work)
+                be_warm(theirs, log, frozenset(self._refused), self.work)
             except BaseException:  # noqa: BLE001  the server notices the end
                 traceback.print_exc()
             finally:
@@ -179,7 +171,7 @@ class Warmer:
                 return True
             kind, text = message[:1], message[1:].decode(errors="replace")
             if kind == TRYING:
-                self._trying, self._due_s = text, time.monotonic() + self._import_s
+                self._trying, self._due_s = text, time.monotonic() + self.import_s
             elif kind == REFUSED:
                 name, _, why = text.partition(" ")
                 self._refused.add(name)
@@ -187,7 +179,7 @@ class Warmer:
                 return False
             elif kind == READY:
                 self._due_s = None
-                self._warmth.touch()
+                self.warmth.touch()
             else:
                 return True  # an empty message: it has ended, and `note_end` follows
 
@@ -195,11 +187,11 @@ class Warmer:
         self.close()
         self._learned_bytes = self._size_bytes = 0  # the next process begins with all of the log
         again = "another one skips that" if self._num_starts < _MOST_STARTS else "there is no other one"
-        self._server.tell(f"{problem}; {again}")
+        self.server.tell(f"{problem}; {again}")
 
     def close(self) -> None:
         """End the process, and all processes that packages have started in it."""
-        self._warmth.unlink(missing_ok=True)
+        self.warmth.unlink(missing_ok=True)
         sock, self._sock = self._sock, None
         if sock is None:
             return

@@ -271,7 +271,6 @@ class _Worker:
         self._agreements.note_lost(worker_id)
 
     def _answer(self, fence: protocol.Fence) -> protocol.Status:
-        """Raise the fence, and log the answer."""
         status = self._commit_state.answer(fence)
         self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
         self._links.forget(fence.lost)

@@ -322,7 +322,6 @@ class Engine:
         return outcome
 
     def _exchange(self, effect: steps.Exchange) -> None:
-        """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
         update, device = effect.update, self._worker_id.device
 
         def report(received_bytes: int, all_bytes: int) -> None:
