@@ -1,7 +1,7 @@
-"""Schedules: what each stage of a pipeline does in one step, in order.
+"""Schedules: the work of each stage of a pipeline in one step, in order.
 
-A schedule is compiled once, proven sound, and executed as it stands. This package knows the order of the
-work and what it costs; it knows neither tensors nor processes, neither clock nor network.
+A schedule is compiled once, proven sound, and executed unchanged. This package knows the order of the work and its
+costs; it knows no tensors, processes, clock or network.
 """
 
 from __future__ import annotations

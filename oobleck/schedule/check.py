@@ -1,17 +1,13 @@
-"""The checker: proof that a schedule can be run, whatever the timing.
+"""The checker: proof that a schedule can run, whatever the timing.
 
-It trusts nothing about how a schedule was made. In order:
+It assumes nothing about how a schedule was made, and checks in this order:
 
 1. each program alone: every microbatch passes every chunk once forward and once backward, with the load,
-   the sends and the receives that its place in the chain needs, each after what it depends on; activations
-   in flight stay within the stage's bound; the step's tail is complete, at the end, and on all stages; so is
-   what they commit, and each holds whole microbatches;
-2. each link: the target receives what the source sends, in the same order;
+   sends and receives that its place in the chain needs, each after its dependencies; activations in flight stay
+   within the stage's bound; the step's tail is complete and at the end, on all stages; all stages commit the same
+   sections, and each section holds whole microbatches;
+2. each link: the target receives the source's messages, in the same order;
 3. all together: no deadlock with bounded links.
-
-The third needs one run only. Programs are sequential and each link has one writer and one reader, so an
-instruction that can run stays able to run whatever others do first (a Kahn process network; with a bound, a
-marked graph): if one interleaving ends, all do, and if one deadlocks, all do at the same place.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = 
     """Prove the schedule sound, or raise a `ScheduleError` that names stage, index and instruction.
 
     `max_in_flight` bounds, for each stage, the microbatches times chunks whose activations are held at once.
-    `buffers` is how many messages a link holds that were sent and not yet received: a send waits only when
-    so many are under way. Links keep their order. O(instructions).
+    `buffers` is the number of sent messages that a link holds: a send waits while the link is full. Links keep their
+    order. O(instructions).
     """
     assert buffers >= 1, "a link without a buffer is a rendezvous, which sends do not wait for"
     assert max_in_flight is None or len(max_in_flight) == schedule.num_stages
@@ -42,21 +38,17 @@ def check_schedule(schedule: Schedule, *, max_in_flight: Sequence[int] | None = 
 
 def _check_section_commits(schedule: Schedule) -> None:
     section_ends = [[each for each in program if each.op is Op.COMMIT_SECTION] for program in schedule.programs]
-    wanted = {section_commit.microbatch: section_commit for of_stage in section_ends for section_commit in of_stage}
+    wanted = {commit.microbatch: commit for of_stage in section_ends for commit in of_stage}
     for stage, of_stage in enumerate(section_ends):
-        program, found = schedule.programs[stage], [section_commit.microbatch for section_commit in of_stage]
-        for microbatch, section_commit in sorted(wanted.items(), key=lambda item: item[0] or 0):
+        found, end = [commit.microbatch for commit in of_stage], len(schedule.programs[stage])
+        for microbatch, commit in sorted(wanted.items(), key=lambda item: item[0] or 0):
             if microbatch not in found:
-                raise ScheduleError(
-                    f"{section_commit} is missing, which other stages have", stage=stage, index=len(program)
-                )
+                raise _error(stage, end, None, f"{commit} is missing, which other stages have")
             if found.count(microbatch) > 1:
-                raise ScheduleError(f"{section_commit} is twice", stage=stage, index=len(program))
+                raise _error(stage, end, None, f"{commit} appears twice")
 
 
 class _End(NamedTuple):
-    """A send or receive, and its connection."""
-
     at: int
     """Index in its program."""
     instruction: Instruction
@@ -64,12 +56,11 @@ class _End(NamedTuple):
 
     @property
     def message(self) -> tuple[int | None, int]:
-        """What the two ends of one message agree on."""
+        """The identity of the message, equal at its two ends."""
         return self.instruction.microbatch, self.wire.source_chunk
 
 
 def _ends_of(schedule: Schedule, stage: int) -> list[_End]:
-    """List the sends and receives of a stage in their order."""
     wires = schedule.wires_of(stage)
     return [
         _End(at, instruction, wires[key])
@@ -89,11 +80,14 @@ def _check_order(ends: Sequence[Sequence[_End]]) -> None:
         for source, target in zip(sent[link], received[link], strict=True):
             if source.message != target.message:
                 reason = f"the next message of the {link} is {source.instruction}"
-                raise ScheduleError(reason, stage=link.target, index=target.at, instruction=target.instruction)
+                raise _error(link.target, target.at, target.instruction, reason)
 
 
 def _check_progress(ends: Sequence[Sequence[_End]], buffers: int) -> None:
     """Run all sends and receives against bounded links, each stage as far as it gets, until none moves."""
+    # One run is enough. Programs are sequential and each link has one writer and one reader, so an instruction that can
+    # run stays able to run whatever others do first (a Kahn process network; with a bound, a marked graph): if one
+    # interleaving ends, all do, and if one deadlocks, all do at the same place.
     under_way = {end.wire.link: 0 for of_stage in ends for end in of_stage}
     position = [0] * len(ends)
     awake = list(range(len(ends)))
@@ -111,13 +105,13 @@ def _check_progress(ends: Sequence[Sequence[_End]], buffers: int) -> None:
         peer = end.wire.link.target if end.wire.is_send else end.wire.link.source
         where = f"stuck at instruction {stuck[peer].at} ({stuck[peer].instruction})"
         reason = f"deadlock: waits for stage {peer}, which is {where}"
-        raise ScheduleError(reason, stage=stage, index=end.at, instruction=end.instruction)
+        raise _error(stage, end.at, end.instruction, reason)
 
 
 # --- one program alone -----------------------------------------------------------------------------------------------
 
-# A large schedule has some hundred thousand instructions, so what was seen of a microbatch is a set of bits, and a rule
-# is three such sets.
+# A large schedule has hundreds of thousands of instructions, so the operations seen of a microbatch are a set of bits,
+# and a rule is three such sets.
 
 _BITS = {op: 1 << number for number, op in enumerate(Op)}
 _LOAD, _FORWARD = _BITS[Op.LOAD], _BITS[Op.FORWARD]
@@ -127,16 +121,16 @@ _WHOLE = _BITS[Op.BACKWARD] | _BOTH_PARTS
 
 
 class _Rule(NamedTuple):
-    """What an operation does at one virtual stage, as sets of bits."""
+    """The rule of an operation at one virtual stage, as sets of bits."""
 
     sets: int
-    """What has been done after it: a whole backward pass counts as both its parts, too."""
+    """Operations that are done after it: a whole backward pass also counts as both its parts."""
     needs: int
-    """What must have been done before."""
+    """Operations that must be done before it."""
     excludes: int
-    """What must not have been done before."""
+    """Operations that must not be done before it."""
     activations: int = 0
-    """By how many the activations in flight change."""
+    """The change of the number of activations in flight."""
 
 
 def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) -> None:
@@ -149,7 +143,7 @@ def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) ->
     for index, instruction in enumerate(program[:stop]):
         microbatch, chunk = instruction.microbatch, instruction.chunk
         if microbatch is None:
-            raise _error(stage, index, instruction, "belongs to the end of a program, and there once")
+            raise _error(stage, index, instruction, "may appear only once, at the end of a program")
         if microbatch >= schedule.num_microbatches or chunk >= schedule.num_chunks:
             counts = f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
             raise _error(stage, index, instruction, f"is outside of the schedule's {counts}")
@@ -173,7 +167,7 @@ def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) ->
 
 
 def _check_section_commit(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
-    """A partial commit holds the microbatches up to its own whole, no others; the last are the step's own."""
+    """Prove that a section holds the whole microbatches up to its own, and no others."""
     assert instruction.microbatch is not None
     if instruction.microbatch >= len(seen[0]) - 1:
         raise _error(stage, index, instruction, "commits nothing that the end of the step does not reduce")
@@ -186,7 +180,7 @@ def _check_section_commit(stage: int, index: int, instruction: Instruction, seen
 
 
 def _check_tail(schedule: Schedule, stage: int) -> int:
-    """Return where the microbatches' instructions end."""
+    """Return the index at which the microbatches' instructions end."""
     program = schedule.programs[stage]
     tail = STEP_TAIL if schedule.commits else ()
     stop = max(0, len(program) - len(tail))
@@ -198,7 +192,7 @@ def _check_tail(schedule: Schedule, stage: int) -> int:
 
 
 def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
-    """Collect the rules of the operations that have a place at this virtual stage."""
+    """Return the rules of the operations that this virtual stage may have."""
     is_first = schedule.previous_of(stage, chunk) is None
     is_last = schedule.next_of(stage, chunk) is None
     before_forward = _LOAD if is_first else _LOAD | _BITS[Op.RECV_F]
@@ -209,7 +203,7 @@ def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
         Op.BACKWARD_INPUT: _Rule(_INPUT, before_backward, _INPUT),
         Op.BACKWARD_WEIGHT: _Rule(_WEIGHT, _INPUT, _WEIGHT, activations=-1),
     }
-    # A microbatch is loaded once for all chunks of its stage, with the first.
+    # A microbatch is loaded once for all chunks of its stage, with the first chunk.
     place = {Op.LOAD: 0} if chunk == 0 else {}
     place |= {} if is_first else {Op.RECV_F: 0, Op.SEND_B: _INPUT}
     place |= {} if is_last else {Op.SEND_F: _FORWARD, Op.RECV_B: 0}
@@ -218,7 +212,7 @@ def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
 
 def _explain(op: Op, rule: _Rule, done: int) -> str:
     if done & _BITS[op] and not (op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) and done & _BITS[Op.BACKWARD]):
-        return "is there a second time"
+        return "appears a second time"
     if done & rule.excludes:
         return "a backward pass is either whole or in two parts"
     missing = next(need for need, bit in _BITS.items() if bit & rule.needs & ~done)
@@ -227,7 +221,7 @@ def _explain(op: Op, rule: _Rule, done: int) -> str:
 
 def _check_completeness(stage: int, program: Program, rules: list[dict[Op, _Rule]], seen: list[list[int]]) -> None:
     for chunk, done_of in enumerate(seen):
-        # Both parts are enough for a backward pass; the whole one sets them as well.
+        # A whole backward pass sets both parts as well.
         needed = [op for op in rules[chunk] if op is not Op.BACKWARD]
         complete = sum(_BITS[op] for op in needed)
         for microbatch, done in enumerate(done_of):

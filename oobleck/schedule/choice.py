@@ -1,9 +1,8 @@
-"""Which schedule a pipeline runs, where that is left open: 1F1B, or the zero-bubble kind where it saves time.
+"""Chooses a pipeline's schedule where the job leaves that open: 1F1B, or the zero-bubble kind where it saves time.
 
-The timeline decides, with the costs of a backward pass in two parts as they were measured. A pipeline that was cut
-into several chunks a stage is interleaved: whether to cut it so was decided before
-(`interleaving.py`). Like `forecast`, this is apart from the package's own names, since it brings the planner's cost
-model along.
+The timeline decides, with measured costs of a backward pass in two parts. A pipeline with several chunks a stage is
+interleaved, as decided before (`interleaving.py`). Like `forecast`, this module is not among the package's names,
+because it imports the planner's cost model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from .step_flow import StepFlow, step_flow
 from .timeline import Timeline, timeline
 
 LEAST_GAIN = 0.01
-"""Another schedule than 1F1B has to save this share of a step: times are measured, and it holds more activations."""
+"""The share of a step that another schedule than 1F1B must save, as times are measured, and it holds more
+activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ScheduleChoice:
 
 
 def kind_for(template: PipelineTemplate, kind: ScheduleKind) -> ScheduleKind:
-    """Return what a pipeline runs where others run `kind`: interleaved with several chunks a stage, and only then."""
+    """Return a pipeline's kind where others run `kind`: interleaved with several chunks a stage, and only then."""
     if template.num_chunks > 1:
         return ScheduleKind.INTERLEAVED
     return ScheduleKind.ONE_F_ONE_B if kind is ScheduleKind.INTERLEAVED else kind
@@ -53,23 +53,16 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Choose between 1F1B and zero-bubble for one pipeline by their timelines; `profile` is as for `stage_costs`.
 
-    1F1B reduces gradients while the last backward pass runs, and is taken to hide all of it (`reduce_s`); zero-bubble
-    is not, and must fit the memory of every stage's devices at its fullest. O(instructions).
+    Zero-bubble must fit the memory of every stage's devices. O(instructions).
     """
     kind, saved, _ = _choose(profile, template, num_microbatches, reduce_s, reserved_memory_bytes)
     found = evaluate(kind, profile, template, num_microbatches, reduce_s=reduce_s)
     return ScheduleChoice(timeline=found, saved=saved)
 
 
-def chosen_step_s(
-    profile: Profile | Sequence[Profile],
-    template: PipelineTemplate,
-    num_microbatches: int,
-    *,
-    reserved_memory_bytes: int = 0,
-) -> float:
+def chosen_step_s(profile: Profile | Sequence[Profile], template: PipelineTemplate, num_microbatches: int) -> float:
     """Return the seconds of a step under the schedule that would be chosen, without the reduction; O(instructions)."""
-    return _choose(profile, template, num_microbatches, 0.0, reserved_memory_bytes)[-1]
+    return _choose(profile, template, num_microbatches, 0.0, 0)[-1]
 
 
 def _choose(
@@ -87,18 +80,22 @@ def _choose(
     flow = _flow(ScheduleKind.ZERO_BUBBLE, template, num_microbatches)
     costs = stage_costs(profile, template, splits=True)
     split_s = flow.step_s(costs)
+    # 1F1B reduces gradients during the last backward pass, and is assumed to hide all of that; zero-bubble hides none.
     saved = 1 - (split_s + reduce_s) / plain_s
-    if saved < LEAST_GAIN or not _has_room(
-        flow.peak_memory_bytes(costs), profile, template, reserved_memory_bytes=reserved_memory_bytes
-    ):
+    if saved < LEAST_GAIN:
         return plain_kind, 0.0, plain_s
-    return ScheduleKind.ZERO_BUBBLE, saved, split_s
+    profiles, peaks = profiles_of_stages(profile, template), flow.peak_memory_bytes(costs)
+    has_room = all(
+        peak <= stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes)
+        for peak, stage, own in zip(peaks, template.stages, profiles, strict=True)
+    )
+    return (ScheduleKind.ZERO_BUBBLE, saved, split_s) if has_room else (plain_kind, 0.0, plain_s)
 
 
 def step_s(
     kind: ScheduleKind, profile: Profile | Sequence[Profile], template: PipelineTemplate, num_microbatches: int
 ) -> float:
-    """Return the seconds of a step, those of its timeline, without the reduction."""
+    """Return the seconds of a step on its timeline, without the reduction."""
     costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
     return _flow(kind, template, num_microbatches).step_s(costs)
 
@@ -121,26 +118,5 @@ def evaluate(
     schedule = compile_schedule(
         kind, num_stages=template.num_stages, num_microbatches=num_microbatches, num_chunks=template.num_chunks
     )
-    return timeline(
-        schedule, stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE)
-    )
-
-
-def fits(
-    found: Timeline, profile: Profile | Sequence[Profile], template: PipelineTemplate, *, reserved_memory_bytes: int = 0
-) -> bool:
-    """Tell whether every stage's devices hold what the timeline says at its fullest."""
-    return _has_room(found.peak_memory_bytes, profile, template, reserved_memory_bytes=reserved_memory_bytes)
-
-
-def _has_room(
-    peak_memory_bytes: Sequence[int],
-    profile: Profile | Sequence[Profile],
-    template: PipelineTemplate,
-    *,
-    reserved_memory_bytes: int,
-) -> bool:
-    each = zip(peak_memory_bytes, template.stages, profiles_of_stages(profile, template), strict=False)
-    return all(
-        peak <= stage.num_devices * (own.device.memory_bytes - reserved_memory_bytes) for peak, stage, own in each
-    )
+    costs = stage_costs(profile, template, reduce_s=reduce_s, splits=kind is ScheduleKind.ZERO_BUBBLE)
+    return timeline(schedule, costs)

@@ -1,8 +1,8 @@
 """The compiler: from a kind, a number of stages and a number of microbatches to one program a stage.
 
-The kind gives the order of the passes. The compiler adds to each what its place in the chain of virtual
-stages asks for: receives right before what needs them, sends right after what makes them, so that a stage
-waits as late and gives as early as it can.
+The kind determines the order of the passes. The compiler adds the communication that each needs in the chain of virtual
+stages: a receive right before its pass, and a send right after, so that a stage waits as late and sends as early as it
+can.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import lru_cache
-from itertools import chain
 
 from oobleck.plan import ScheduleKind
 
@@ -19,10 +18,8 @@ from .orders import ORDERS, Order, PipelineShape
 from .schedule import Schedule, ScheduleError, check_numbers
 
 SECTIONED_KINDS = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED)
-"""The kinds whose backward passes are whole and in order, so that there is a moment between two sections.
-
-With several chunks a stage, that is so between two rounds of as many microbatches as there are stages.
-"""
+"""The kinds whose backward passes are whole and in order, so that each section ends at one point of a program: after a
+microbatch, or with several chunks a stage after a round of as many microbatches as there are stages."""
 
 
 @lru_cache(maxsize=64)
@@ -37,13 +34,13 @@ def compile_schedule(
 ) -> Schedule:
     """Compile one step of a pipeline.
 
-    `num_microbatches` is the pipeline's own share; none at all is allowed, and leaves a step in which the
-    pipeline adds zeros to the reduction. With `commits=False` the programs end with the last backward pass:
-    an extra program that finishes another pipeline's share of an interrupted step. Gradients are committed at the end
-    of each of `num_sections` sections of like size but the last, whose gradients the step's own reduction sums.
+    `num_microbatches` is the pipeline's own share; without any, the pipeline adds zeros to the reduction. With
+    `commits=False` the programs end with the last backward pass: such programs finish another pipeline's share of an
+    interrupted step. Gradients are committed at the end of each of `num_sections` sections of about equal size but the
+    last, whose gradients the step's own reduction sums.
 
-    Raises `ScheduleError` where the numbers make no schedule. O(stages · microbatches · chunks); results
-    are kept, and calling again with the same numbers costs a look-up.
+    Raises `ScheduleError` for numbers that have no schedule. O(stages · microbatches · chunks), or a look-up for recent
+    arguments.
     """
     check_numbers(num_stages, num_microbatches, num_chunks)
     if kind is not ScheduleKind.INTERLEAVED and num_chunks != 1:
@@ -52,7 +49,7 @@ def compile_schedule(
         raise ScheduleError(f"num_chunks is {num_chunks} with one stage, which would send to itself; use 1")
     if num_sections > 1 and kind not in SECTIONED_KINDS:
         raise ScheduleError(
-            f"num_sections is {num_sections}; {kind.value} takes 1: its gradients are never of a section"
+            f"num_sections is {num_sections}; {kind.value} takes 1, because its gradients are never those of a section"
         )
     round_size = num_stages if num_chunks > 1 else 1
     if not 1 <= num_sections <= max(1, math.ceil(num_microbatches / round_size)):
@@ -74,7 +71,7 @@ def compile_schedule(
 
 
 def section_stops(num_microbatches: int, num_sections: int, *, round_size: int = 1) -> tuple[int, ...]:
-    """Where each section of a pipeline's share ends, as positions that it does not include: after whole rounds."""
+    """Return the exclusive end of each section of a pipeline's share, after whole rounds."""
     rounds = math.ceil(num_microbatches / round_size)
     return tuple(
         min(num_microbatches, round_size * (rounds * (number + 1) // num_sections)) for number in range(num_sections)
@@ -83,28 +80,17 @@ def section_stops(num_microbatches: int, num_sections: int, *, round_size: int =
 
 def _compile_program(order: Order, shape: PipelineShape, stage: int, section_ends: Collection[int]) -> Program:
     last = shape.num_stages - 1, shape.num_chunks - 1
-    return tuple(
-        chain.from_iterable(
-            _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last)
-            + (
-                (_section_commit(microbatch),)
-                if op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
-                else ()
-            )
-            for op, microbatch, chunk in order(shape, stage)
-        )
-    )
+    program: list[Instruction] = []
+    for op, microbatch, chunk in order(shape, stage):
+        ends_section = op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
+        program += _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last, ends_section)
+    return tuple(program)
 
 
-@lru_cache(maxsize=4096)
-def _section_commit(microbatch: int) -> Instruction:
-    return Instruction(Op.COMMIT_SECTION, microbatch)
-
-
-# Stages share these tuples, which is what makes compiling cheap; they are small, and bounded in number.
+# Stages share these tuples, which makes compiling cheap; they are small, and bounded in number.
 @lru_cache(maxsize=65536)
-def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool) -> Program:
-    """Surround a pass with what it needs at a first, middle or last virtual stage."""
+def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool, ends_section: bool) -> Program:
+    """Surround a pass with its communication at a first, middle or last virtual stage."""
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     if op is Op.FORWARD:
@@ -113,5 +99,5 @@ def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool) 
         after = (Op.SEND_F,) * (not is_last)
     elif op is not Op.BACKWARD_WEIGHT:
         before = (Op.RECV_B,) * (not is_last)
-        after = (Op.SEND_B,) * (not is_first)
+        after = (Op.SEND_B,) * (not is_first) + (Op.COMMIT_SECTION,) * ends_section
     return tuple(Instruction(each, microbatch, chunk) for each in (*before, op, *after))

@@ -1,4 +1,4 @@
-"""What the work of one virtual stage costs, in seconds and bytes."""
+"""The costs of one virtual stage, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from .schedule import ScheduleError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One virtual stage: seconds and bytes for one microbatch, and what it adds to the end of the step."""
+    """The costs of one virtual stage: for one microbatch, and at the end of the step."""
 
     forward_s: float
     backward_s: float
     backward_weight_s: float | None = None
-    """Its part that BACKWARD_WEIGHT takes; None means half."""
+    """The part of `backward_s` for BACKWARD_WEIGHT; None means half."""
     send_forward_s: float = 0.0
-    """How long the link to the virtual stage after is busy with one microbatch, until it has arrived."""
+    """The time from the send of a microbatch to its arrival at the next virtual stage."""
     send_backward_s: float = 0.0
-    """How long the link to the virtual stage before is busy with one microbatch, until it has arrived."""
+    """The time from the send of a microbatch to its arrival at the previous virtual stage."""
     load_s: float = 0.0
-    """What a LOAD keeps the stage from computing; counted at its first chunk only."""
+    """The time for which a LOAD blocks computation; counted at a stage's first chunk only."""
     reduce_s: float = 0.0
-    """What of the gradient reduction is left after the last backward pass."""
+    """The rest of the gradient reduction after the last backward pass."""
     commit_s: float = 0.0
-    """The agreement at the end, once all have come to it; the slowest stage's counts."""
+    """The agreement at the end, once all stages have reached it; the slowest stage's counts."""
     optimizer_s: float = 0.0
     activation_bytes: int = 0
-    """Kept of a microbatch from its forward pass to the end of its backward pass."""
+    """Memory that a microbatch holds from its forward pass to the end of its backward pass."""
     weight_activation_bytes: int | None = None
-    """What BACKWARD_INPUT must leave for BACKWARD_WEIGHT: some of that, and gradients; None means as much as that."""
+    """Memory that is held from BACKWARD_INPUT to BACKWARD_WEIGHT: some activations, and gradients. None means
+    `activation_bytes`."""
     static_bytes: int = 0
-    """Held during the whole step: weights, gradients, optimizer state, copies, messages, and room for a pass."""
+    """Memory held for the whole step: weights, gradients, optimizer state, copies, messages, and room for a pass."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,41 +54,27 @@ class StageCost:
         return self.activation_bytes if self.weight_activation_bytes is None else self.weight_activation_bytes
 
     def seconds_of(self, op: Op) -> float:
-        """How long the operation keeps the stage busy, or for a send the link; receives only wait."""
-        match op:
-            case Op.FORWARD:
-                return self.forward_s
-            case Op.BACKWARD:
-                return self.backward_s
-            case Op.BACKWARD_INPUT:
-                return self.backward_s - self._weight_s
-            case Op.BACKWARD_WEIGHT:
-                return self._weight_s
-            case Op.SEND_F:
-                return self.send_forward_s
-            case Op.SEND_B:
-                return self.send_backward_s
-            case Op.LOAD:
-                return self.load_s
-            case Op.REDUCE_GRAD:
-                return self.reduce_s
-            case Op.COMMIT:
-                return self.commit_s
-            case Op.OPTIMIZER_STEP:
-                return self.optimizer_s
-            case _:
-                return 0.0
+        """Return how long the operation keeps the stage busy, or for a send the link; receives only wait."""
+        seconds = {
+            Op.FORWARD: self.forward_s,
+            Op.BACKWARD: self.backward_s,
+            Op.BACKWARD_INPUT: self.backward_s - self._weight_s,
+            Op.BACKWARD_WEIGHT: self._weight_s,
+            Op.SEND_F: self.send_forward_s,
+            Op.SEND_B: self.send_backward_s,
+            Op.LOAD: self.load_s,
+            Op.REDUCE_GRAD: self.reduce_s,
+            Op.COMMIT: self.commit_s,
+            Op.OPTIMIZER_STEP: self.optimizer_s,
+        }
+        return seconds.get(op, 0.0)
 
     def bytes_of(self, op: Op) -> int:
-        """By how many bytes the operation changes what is kept of activations."""
-        match op:
-            case Op.FORWARD:
-                return self.activation_bytes
-            case Op.BACKWARD:
-                return -self.activation_bytes
-            case Op.BACKWARD_INPUT:
-                return self._weight_bytes - self.activation_bytes
-            case Op.BACKWARD_WEIGHT:
-                return -self._weight_bytes
-            case _:
-                return 0
+        """Return the change in bytes of the memory that activations hold."""
+        changes = {
+            Op.FORWARD: self.activation_bytes,
+            Op.BACKWARD: -self.activation_bytes,
+            Op.BACKWARD_INPUT: self._weight_bytes - self.activation_bytes,
+            Op.BACKWARD_WEIGHT: -self._weight_bytes,
+        }
+        return changes.get(op, 0)

@@ -1,13 +1,12 @@
-"""What a plan will do: the timeline and the memory of each of its pipelines, predicted from a profile.
+"""Predicts the timeline and the memory of each of a plan's pipelines from a profile.
 
-Here a plan meets a schedule. The module is apart from the package's own names, since it brings the planner's
-cost model, and numpy with it, along.
+This module is not among the package's names, because it imports the planner's cost model, and numpy with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,25 +20,25 @@ from .costs_of_stages import profiles_of_stages
 from .timeline import Timeline
 
 _Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
-"""What pipelines that do the same have in common: stages, their nodes' profiles by identity, microbatches."""
+"""Stages, identities of their nodes' profiles, and microbatches: pipelines that have these alike behave alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What a stage's devices hold at their fullest, together: bytes by kind."""
+    """The peak memory of a stage's devices together, in bytes by kind."""
 
     weights: int
     gradients: int
     optimizer: int
     copies: int
     activations: int
-    """Of the microbatches in flight, with what a pass takes for a moment."""
+    """Activations of the microbatches in flight, and the transient memory of a pass."""
     communication: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineForecast:
-    """What all pipelines of one template with the same number of microbatches do."""
+    """The forecast of all pipelines of one template with the same number of microbatches."""
 
     pipelines: tuple[int, ...]
     """Indices in the plan."""
@@ -47,12 +46,12 @@ class PipelineForecast:
     timeline: Timeline
     footprints: tuple[Footprint, ...]
     available_bytes: tuple[int, ...]
-    """For each stage, the memory of its devices that the model may have."""
+    """For each stage, the memory of its devices that the model may use."""
     profiles: tuple[Profile, ...]
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """For each stage; its kinds add up to the timeline's peak."""
+        """The memory of each stage, whose kinds add up to the timeline's peak."""
         return tuple(
             StageMemory(
                 weights=held.weight_bytes,
@@ -67,29 +66,29 @@ class PipelineForecast:
 
     @property
     def headroom_bytes(self) -> tuple[int, ...]:
-        """For each stage, the memory left at its fullest; negative where the plan does not fit."""
+        """For each stage, the memory left at its peak; negative where the plan does not fit."""
         used = self.timeline.peak_memory_bytes
         return tuple(available - peak for available, peak in zip(self.available_bytes, used, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a plan's step takes."""
+    """The forecast of a plan's step."""
 
     plan: ExecutionPlan
     pipelines: tuple[PipelineForecast, ...]
     """One for each kind of pipeline, in the order of their first appearance."""
     reduce_s: float
-    """The part of the step after the last backward pass: the reduction of gradients."""
+    """The seconds of the gradients' reduction, after the last backward pass."""
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of one step: those of the slowest pipeline, as all commit together."""
+        """The seconds of a step: those of the slowest pipeline, as all commit together."""
         return max(pipeline.timeline.makespan_s for pipeline in self.pipelines)
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which devices that train wait, reduction included as waiting."""
+        """The share of the step in which devices that train wait, including the reduction."""
         stages = sum(len(each.pipelines) * each.template.num_stages for each in self.pipelines)
         busy_s = math.fsum(len(each.pipelines) * math.fsum(each.timeline.busy_s) for each in self.pipelines)
         return 1.0 - busy_s / (stages * self.step_s)
@@ -105,10 +104,9 @@ def forecast(
 ) -> Forecast:
     """Evaluate every kind of pipeline of a plan event by event; without a `kind`, under the schedule that it chooses.
 
-    Pipelines whose stages have several chunks are interleaved, whatever the `kind`.
-    Gradients are reduced once all are there, at the rate that the planner assumes; nothing of it overlaps
-    with the backward pass. Where nodes are of several kinds, `profile_of` returns the profile of each node's, with the
-    network that all share. O(instructions of the distinct pipelines).
+    Pipelines whose stages have several chunks are interleaved, whatever the `kind`. The reduction of gradients is not
+    overlapped with the backward pass, and runs at the rate that the planner assumes. Where nodes are of several kinds,
+    `profile_of` returns a node's profile, with the network that all share. O(instructions of the distinct pipelines).
     """
     groups: dict[_Alike, list[int]] = {}
     profiles: dict[_Alike, tuple[Profile, ...]] = {}
@@ -141,10 +139,16 @@ def _pipeline(
 ) -> PipelineForecast:
     each = [(template.chunks_of(stage), own) for stage, own in enumerate(profiles_of_stages(profiles, template))]
     each = each[: template.num_stages]
+    if kind is None:
+        timeline = choose_schedule(
+            profiles, template, num_microbatches, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
+        ).timeline
+    else:
+        timeline = evaluate(kind_for(template, kind), profiles, template, num_microbatches, reduce_s=reduce_s)
     return PipelineForecast(
         pipelines=pipelines,
         template=template,
-        timeline=_timeline(profiles, template, num_microbatches, kind, reduce_s, reserved_memory_bytes),
+        timeline=timeline,
         footprints=tuple(chunks_footprint(own, chunks) for chunks, own in each),
         available_bytes=tuple(
             chunks[0].num_devices * (own.device.memory_bytes - reserved_memory_bytes) for chunks, own in each
@@ -154,23 +158,8 @@ def _pipeline(
 
 
 def _trained_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:
-    """For each node, the bytes of the trained parameters of all its stages."""
+    """Return for each node the bytes of the trained parameters of all its stages."""
     nodes = [0] * template.num_nodes
     for stage in template.stages:
         nodes[stage.node_index] += sum(profile.layers[layer].trained_bytes for layer in stage.layers)
     return nodes
-
-
-def _timeline(
-    profile: Sequence[Profile],
-    template: PipelineTemplate,
-    num_microbatches: int,
-    kind: ScheduleKind | None,
-    reduce_s: float,
-    reserved_memory_bytes: int,
-) -> Timeline:
-    if kind is None:
-        return choose_schedule(
-            profile, template, num_microbatches, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
-        ).timeline
-    return evaluate(kind_for(template, kind), profile, template, num_microbatches, reduce_s=reduce_s)

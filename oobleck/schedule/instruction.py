@@ -1,21 +1,19 @@
-"""Instructions: the smallest things that a worker does, and programs, which are lists of them.
+"""Instructions, the smallest units of a worker's work, and programs, which are lists of them.
 
-What each one means to the worker that executes it:
-
-    LOAD             fetch the microbatch's samples; once a microbatch, on every stage
-    RECV_F           block until the hidden states of the virtual stage before have arrived
-    FORWARD          compute the chunk's layers, and keep their activations
-    SEND_F           hand the result to the link to the virtual stage after; do not wait for its arrival
-    RECV_B           block until the gradient of that result has arrived
-    BACKWARD         compute the gradients of input and weights, and drop the activations
-    BACKWARD_INPUT   compute the gradient of the input alone, and keep what the weights still need
-    BACKWARD_WEIGHT  compute the gradients of the weights, and drop the activations
-    SEND_B           hand the gradient of the input to the link to the virtual stage before; do not wait
-    COMMIT_SECTION   begin to sum the gradients so far over each parameter's owner set, beside what follows; all
-                     microbatches up to this one are in them, and no other
-    REDUCE_GRAD      sum the gradients over each parameter's owner set
-    COMMIT           agree with every worker of every pipeline that the step is complete
-    OPTIMIZER_STEP   apply the optimizer
+LOAD             fetch the microbatch's samples; once a microbatch, on every stage
+RECV_F           block until the hidden states of the previous virtual stage have arrived
+FORWARD          compute the chunk's layers, and keep their activations
+SEND_F           hand the result to the link to the next virtual stage; do not wait for its arrival
+RECV_B           block until the gradient of that result has arrived
+BACKWARD         compute the gradients of input and weights, and drop the activations
+BACKWARD_INPUT   compute the gradient of the input alone, and keep what the weights still need
+BACKWARD_WEIGHT  compute the gradients of the weights, and drop the activations
+SEND_B           hand the gradient of the input to the link to the previous virtual stage; do not wait
+COMMIT_SECTION   begin to sum the gradients so far over each parameter's owner set, while the program continues;
+                 they are those of all microbatches up to this one, and no other
+REDUCE_GRAD      sum the gradients over each parameter's owner set
+COMMIT           agree with every worker of every pipeline that the step is complete
+OPTIMIZER_STEP   apply the optimizer
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from enum import StrEnum
 
 
 class Op(StrEnum):
-    """What is done. The values are the words of the text form."""
+    """An operation. The values are the words of the text form."""
 
     LOAD = "load"
     FORWARD = "forward"
@@ -41,12 +39,12 @@ class Op(StrEnum):
     COMMIT = "commit"
     OPTIMIZER_STEP = "optimizer_step"
 
-    # Enum hashes by a function in Python; a checker looks up operations by the hundred thousand.
+    # Enum's own hash is a Python function, and a checker looks up hundreds of thousands of operations.
     __hash__ = str.__hash__
 
     @property
     def is_tail(self) -> bool:
-        """Whether it belongs to the whole step instead of one microbatch."""
+        """Whether the operation belongs to the whole step instead of one microbatch."""
         return self in _TAIL_OPS
 
 
@@ -59,9 +57,9 @@ class Instruction:
 
     op: Op
     microbatch: int | None = None
-    """Position within the pipeline's share, from 0; None for what belongs to the whole step."""
+    """Position within the pipeline's share, from 0; None for an operation of the whole step."""
     chunk: int = 0
-    """Which of the stage's virtual stages; sends and receives name their own side's."""
+    """The stage's own chunk, of sends and receives as well."""
 
     def __post_init__(self) -> None:
         assert (self.microbatch is None) == self.op.is_tail, f"{self.op} with microbatch {self.microbatch}"
@@ -76,7 +74,7 @@ class Instruction:
 
 
 Program = tuple[Instruction, ...]
-"""What one stage does in one step, in order."""
+"""The work of one stage in one step, in order."""
 
 STEP_TAIL: Program = tuple(Instruction(op) for op in _TAIL_OPS)
-"""How every program that commits its step ends."""
+"""The end of every program that commits its step."""

@@ -1,8 +1,8 @@
-"""Pipelines cut for an interleaved schedule: several chunks of layers a stage, where the timeline shows that it pays.
+"""Cuts pipelines into several chunks of layers a stage, for an interleaved schedule, where the timeline is shorter.
 
-A cut begins with the most even chunks (their squared seconds add up to the least, found exactly), and is improved by
-moving single layers over a boundary where the timeline of the step becomes shorter. Like `forecast`, this is apart
-from the package's own names, since it brings the planner's cost model along.
+A cut begins with the most even chunks (those with the least sum of squared seconds), and is improved by moving single
+layers over a boundary where that shortens the step's timeline. Like `forecast`, this module is not among the package's
+names, because it imports the planner's cost model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
-_Stops = tuple[int, ...]  # 0, and where each chunk stops
+_Stops = tuple[int, ...]
+"""0, and the layer at which each chunk stops."""
 
 _MOST_ROUNDS = 8
-"""Beyond so many rounds of a microbatch for each stage, the time of each further round is taken as constant."""
-_ROUNDS = 2  # with so many microbatches for each stage cuts are compared: what differs between them shows in each round
+"""Rounds of a microbatch for each stage that are evaluated; the time of each further round is taken as constant."""
+_ROUNDS = 2
+"""Rounds with which cuts are compared: their differences show in each round."""
 _PASSES = 2
-"""Over the boundaries, each of which is moved to where it is best beside the others: a recovery waits for it."""
-_MOST_CHUNKS = 16  # where a pipeline has more, the even cut is taken as it is
+"""Passes over the boundaries, each moving every boundary to its best place: few, as a recovery waits for them."""
+_MOST_CHUNKS = 16
+"""Chunks of a pipeline up to which the even cut is improved."""
 
 
 def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile], Interleaving] | None:
-    """Return what a planner is to cut its pipelines with for a schedule: None for those of one chunk a stage.
+    """Return the function that makes a planner's cutter for a schedule; None for kinds with one chunk a stage.
 
-    Without a `kind`, plans choose: pipelines are cut where that saves time.
+    Without a `kind`, pipelines are cut where that saves time.
     """
     if kind not in (None, ScheduleKind.INTERLEAVED):
         return None
@@ -41,25 +44,22 @@ def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile
 
 
 class Interleaving:
-    """Cuts the templates of one profile into several chunks a stage. Remembers what it has found; changes nothing."""
+    """Cuts the templates of one profile into several chunks a stage. Remembers its results."""
 
-    def __init__(
-        self, profile: Profile, *, num_chunks: int, always: bool = False, reserved_memory_bytes: int = 0
-    ) -> None:
-        """`always`, wherever there are layers and memory enough; else only where it saves time."""
+    def __init__(self, profile: Profile, *, num_chunks: int, always: bool = False) -> None:
+        """With `always`, cut wherever layers and memory suffice; else only where that saves time."""
         self._profile = profile
         self._num_chunks = num_chunks
         self._always = always
-        self._reserved_memory_bytes = reserved_memory_bytes
         self._known: dict[tuple[object, int], PipelineTemplate] = {}
         self._steps_s: dict[tuple[object, ...], float] = {}
         self._of_speed: dict[float, Profile] = {}
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template for steps of so many microbatches: cut into chunks, or the object that it is.
+        """Return the template for steps of `num_microbatches`: cut into chunks, or the same object.
 
-        O(L² · chunks) for L layers, and an evaluation of two rounds for each of a few cuts at every boundary, once for
-        like numbers.
+        O(L² · chunks) for L layers, plus an evaluation of two rounds for each of a few cuts at every boundary; once for
+        equal arguments.
         """
         key = template.stages, num_microbatches
         if key not in self._known:
@@ -69,30 +69,30 @@ class Interleaving:
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
         """Return the event-exact seconds of a step under the best schedule for a template as it is cut.
 
-        `speeds` are those of its nodes, 0.5 for one that takes twice as long; by default, none is slow. O(instructions)
-        of up to 8 rounds, once for like steps.
+        `speeds` are those of its nodes, 0.5 for a node that takes twice as long; by default, none is slow.
+        O(instructions) of up to 8 rounds, once for equal arguments.
         """
         key = template.stages, num_microbatches, None if speeds is None else tuple(speeds)
         if key not in self._steps_s:
-            profile = self._profile if speeds is None else [self._slowed(speed) for speed in speeds]
+            profile: Profile | Sequence[Profile] = self._profile
+            if speeds is not None:
+                for speed in speeds:
+                    if speed not in self._of_speed:
+                        self._of_speed[speed] = with_speed(self._profile, speed)
+                profile = [self._of_speed[speed] for speed in speeds]
             self._steps_s[key] = self._step_s(profile, template, num_microbatches)
         return self._steps_s[key]
-
-    def _slowed(self, speed: float) -> Profile:
-        if speed not in self._of_speed:
-            self._of_speed[speed] = with_speed(self._profile, speed)
-        return self._of_speed[speed]
 
     def _step_s(self, profile: Profile | Sequence[Profile], template: PipelineTemplate, num_microbatches: int) -> float:
         size = template.num_stages
         more = math.ceil(num_microbatches / size) - _MOST_ROUNDS
-        if more > 0:  # as many microbatches in the last round, which is not always full
+        if more > 0:  # whole rounds are left out, so that the last one keeps its microbatches, which may be fewer
             most, fewer = num_microbatches - more * size, _MOST_ROUNDS // 2
             most_s = self._step_s(profile, template, most)
             return most_s + more / fewer * (most_s - self._step_s(profile, template, most - fewer * size))
         if self._always:
             return step_s(kind_for(template, ScheduleKind.ONE_F_ONE_B), profile, template, num_microbatches)
-        return chosen_step_s(profile, template, num_microbatches, reserved_memory_bytes=self._reserved_memory_bytes)
+        return chosen_step_s(profile, template, num_microbatches)
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         count = template.num_stages * self._num_chunks
@@ -105,25 +105,24 @@ class Interleaving:
         return best if interleaved_s <= (1 - LEAST_GAIN) * plain_s else template
 
     def _improved(self, template: PipelineTemplate, stops: _Stops, num_microbatches: int) -> PipelineTemplate | None:
-        """Return the best cut that is found from one on; None where that does not fit, as then few around it do."""
+        """Return the best cut near the first one; None where that does not fit, as then few around it do."""
         flow = step_flow(
             ScheduleKind.INTERLEAVED,
             num_stages=template.num_stages,
-            # With more, no more are in flight.
+            # More microbatches would not be in flight at once.
             num_microbatches=min(num_microbatches, _ROUNDS * template.num_stages),
             num_chunks=self._num_chunks,
         )
-        usable_bytes = self._profile.device.memory_bytes - self._reserved_memory_bytes
-        devices = [stage.num_devices for stage in template.stages]
+        device_bytes = self._profile.device.memory_bytes
 
         def better(stops: _Stops, than: tuple[float, _Stops]) -> tuple[float, _Stops]:
-            """Return a cut with its seconds, if it has room and fewer of them, or the same and comes first."""
+            """Return a cut with its seconds if it fits and is faster than another, or as fast and sorts first."""
             costs = stage_costs(self._profile, _with_stops(template, stops))
             found = flow.step_s(costs), stops
             if found >= than:
                 return than
-            each = zip(flow.peak_memory_bytes(costs), devices, strict=True)
-            return found if all(peak <= count * usable_bytes for peak, count in each) else than
+            each = zip(flow.peak_memory_bytes(costs), template.stages, strict=True)
+            return found if all(peak <= stage.num_devices * device_bytes for peak, stage in each) else than
 
         best = better(stops, (math.inf, ()))
         if best[0] == math.inf:
@@ -139,7 +138,7 @@ class Interleaving:
 
 
 def _even_stops(profile: Profile, template: PipelineTemplate, count: int) -> _Stops:
-    """Return the cut into `count` chunks whose squared seconds add up to the least; O(L² · count)."""
+    """Return the cut into `count` chunks with the least sum of squared seconds; O(L² · count)."""
     size, num_layers = template.num_stages, template.num_layers
     sums = [
         (0.0, *accumulate(layer.forward_s[devices] + layer.backward_s[devices] for layer in profile.layers))

@@ -1,9 +1,9 @@
-"""The kinds of schedules: in which order a stage runs its passes.
+"""The order in which a stage runs its passes, for each kind of schedule.
 
-A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk. What a
-pass must receive and send is the compiler's business; here is only what distinguishes one kind from another.
+A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk. The compiler adds
+receives and sends.
 
-Backward passes run in the order of the forward passes in every kind, so that a chunk's gradients are summed
+In every kind, backward passes run in the order of the forward passes, so that a chunk's gradients are summed
 in the order of the microbatches, whatever the kind and the number of stages.
 """
 
@@ -28,8 +28,6 @@ class Pass(NamedTuple):
 
 
 class PipelineShape(NamedTuple):
-    """The numbers that a schedule is made from."""
-
     num_stages: int
     num_microbatches: int
     num_chunks: int
@@ -48,25 +46,21 @@ def _one_f_one_b(shape: PipelineShape, stage: int) -> Iterator[Pass]:
 
 
 def _interleaved(shape: PipelineShape, stage: int) -> Iterator[Pass]:
-    """Order passes as Narayanan et al. (2021), section 2.2, do; any number of microbatches will do here.
-
-    Rounds of `num_stages` microbatches go through all chunks: when the last of a round has passed stage 0,
-    the first is back from the last stage. Gradients come back to a stage after a round trip through the
-    stages after it, two passes for each.
-    """
+    """Order passes as Narayanan et al. (2021), section 2.2, but for any number of microbatches."""
     if shape.num_chunks == 1:
         return _one_f_one_b(shape, stage)
+    # Rounds of `num_stages` microbatches pass all chunks: when the last of a round has passed stage 0, the first
+    # returns from the last stage. Gradients return to a stage after a round trip through the later stages, two passes
+    # for each.
     return _alternate(shape, 2 * (shape.num_stages - 1 - stage) + (shape.num_chunks - 1) * shape.num_stages)
 
 
 def _zero_bubble(shape: PipelineShape, stage: int) -> Iterator[Pass]:
-    """Order passes as ZB-H1 (Qi et al., 2023, section 2.3) does: 1F1B in which weight gradients lag behind.
-
-    The gradient of the input is sent at once. The weights' lags by as many microbatches as there are
-    stages before, and fills the end of the step. Every stage so holds up to `num_stages` activations, as
-    the first one of 1F1B does. The first stage itself sends no gradient, and keeps its backward passes whole.
-    """
+    """Order passes as ZB-H1 (Qi et al., 2023, section 2.3): 1F1B in which weight gradients lag behind."""
     order = _one_f_one_b(shape, stage)
+    # The gradient of the input is sent at once. The weights' gradients lag by one microbatch for each earlier stage and
+    # fill the end of the step, so every stage holds up to `num_stages` activations, like the first one in 1F1B. The
+    # first stage sends no gradient, and keeps its backward passes whole.
     return _split_backward(order, stage, shape.num_microbatches) if stage else order
 
 
@@ -95,12 +89,10 @@ ORDERS: Mapping[ScheduleKind, Order] = MappingProxyType(
 
 
 def _alternate(shape: PipelineShape, warm_up: int) -> Iterator[Pass]:
-    """Yield `warm_up` forward passes, then one forward and one backward pass in turn, then what is left.
-
-    The last round is filled up with microbatches that do not exist, and these are left out at the end: what
-    is sound with them is sound without, as no other microbatch waits for them. A last round that is simply
-    smaller can deadlock (5 microbatches over 4 stages with 3 chunks do).
-    """
+    """Yield `warm_up` forward passes, then one forward and one backward pass in turn, then the remaining ones."""
+    # The last round is filled up with microbatches that do not exist, and these are dropped afterwards: no other
+    # microbatch waits for them, so the order stays sound. A smaller last round can deadlock (5 microbatches over 4
+    # stages with 3 chunks do).
     forwards = _rounds(Op.FORWARD, shape, range(shape.num_chunks))
     backwards = _rounds(Op.BACKWARD, shape, range(shape.num_chunks - 1, -1, -1))
     for step in chain(islice(forwards, warm_up), _in_turn(forwards, backwards), backwards):
@@ -115,7 +107,7 @@ def _in_turn(forwards: Iterator[Pass], backwards: Iterator[Pass]) -> Iterator[Pa
 
 
 def _rounds(op: Op, shape: PipelineShape, chunks: range) -> Iterator[Pass]:
-    """Yield the passes of one direction, the last round filled up: round by round, chunk by chunk."""
+    """Yield the passes of one direction, round by round and chunk by chunk, with a full last round."""
     for start in range(0, shape.num_microbatches, shape.num_stages):
         for chunk in chunks:
             for microbatch in range(start, start + shape.num_stages):

@@ -1,4 +1,4 @@
-"""Schedules as values: the programs of all stages of one pipeline, and who is connected with whom.
+"""Schedules as values: the programs of all stages of one pipeline, and the links between the stages.
 
 A pipeline of `num_stages` stages with `num_chunks` chunks each is a chain of `num_stages * num_chunks`
 virtual stages: chunk c of stage s is number `c * num_stages + s`. So the chunks of one stage are spread
@@ -7,7 +7,9 @@ over the model, and the chain runs through all stages once for each chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from oobleck.errors import UserError
@@ -22,14 +24,8 @@ class ScheduleError(UserError):
     def __init__(
         self, reason: str, *, stage: int | None = None, index: int | None = None, instruction: Instruction | None = None
     ) -> None:
-        place = ", ".join(
-            part
-            for part in (
-                f"stage {stage}" if stage is not None else "",
-                f"instruction {index}" if index is not None else "",
-            )
-            if part
-        )
+        numbers = (("stage", stage), ("instruction", index))
+        place = ", ".join(f"{name} {number}" for name, number in numbers if number is not None)
         what = f" ({instruction})" if instruction is not None else ""
         super().__init__(f"{place}{what}: {reason}" if place else reason)
         self.reason = reason
@@ -50,13 +46,13 @@ class Link(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How one operation of one virtual stage is connected."""
+    """The connection of one operation of one virtual stage."""
 
     link: Link
     is_send: bool
     """Whether the stage is the link's source."""
     source_chunk: int
-    """The chunk as the source counts it: the two ends of one message agree on it."""
+    """The source's chunk, which identifies a message at both ends."""
 
 
 def check_numbers(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
@@ -91,22 +87,23 @@ class Schedule:
         return bool(self.programs[0]) and self.programs[0][-1].op is Op.OPTIMIZER_STEP
 
     def next_of(self, stage: int, chunk: int) -> tuple[int, int] | None:
-        """(stage, chunk) that takes the hidden states of this one; None after the last virtual stage."""
+        """Return the (stage, chunk) after this one; None for the last virtual stage."""
         return self._position(chunk * self.num_stages + stage + 1)
 
     def previous_of(self, stage: int, chunk: int) -> tuple[int, int] | None:
-        """(stage, chunk) that gives this one its hidden states; None before the first virtual stage."""
+        """Return the (stage, chunk) before this one; None for the first virtual stage."""
         return self._position(chunk * self.num_stages + stage - 1)
 
     def wires_of(self, stage: int) -> dict[tuple[Op, int], Wire]:
         """Map every (operation, chunk) of the stage that sends or receives to its connection."""
         wires = {}
         for op in (Op.RECV_F, Op.SEND_F, Op.RECV_B, Op.SEND_B):
+            is_send, is_forward = op in (Op.SEND_F, Op.SEND_B), op in (Op.RECV_F, Op.SEND_F)
             for chunk in range(self.num_chunks):
-                is_downstream = op in (Op.SEND_F, Op.RECV_B)
-                peer = (self.next_of if is_downstream else self.previous_of)(stage, chunk)
+                peer = (self.next_of if is_send == is_forward else self.previous_of)(stage, chunk)
                 if peer is not None:
-                    wires[op, chunk] = _wire(op, (stage, chunk), peer)
+                    source, target = ((stage, chunk), peer) if is_send else (peer, (stage, chunk))
+                    wires[op, chunk] = Wire(Link(source[0], target[0], is_forward), is_send, source[1])
         return wires
 
     def _position(self, virtual_stage: int) -> tuple[int, int] | None:
@@ -115,22 +112,48 @@ class Schedule:
         return virtual_stage % self.num_stages, virtual_stage // self.num_stages
 
 
-def _wire(op: Op, own: tuple[int, int], peer: tuple[int, int]) -> Wire:
-    is_send = op in (Op.SEND_F, Op.SEND_B)
-    source, target = (own, peer) if is_send else (peer, own)
-    return Wire(Link(source[0], target[0], op in (Op.SEND_F, Op.RECV_F)), is_send, source[1])
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Instruction, Wire | None]]:
+    """Yield all (stage, instruction, wire) in an order in which each can run, with unbounded links.
+
+    A commit waits for all stages. Raises `ScheduleError` on a schedule that deadlocks. O(instructions).
+    """
+    # Every stage runs as far as it can, and each message wakes its target. Whatever the instructions cost, each stage
+    # runs its own in the same order, and the messages of a link arrive in the order in which they were sent.
+    stages = range(schedule.num_stages)
+    wires = [schedule.wires_of(stage) for stage in stages]
+    under_way = {wire.link: 0 for own in wires for wire in own.values()}
+    position, awake = [0 for _ in stages], list(stages)
+    at_commit: set[int] = set()
+    while awake:
+        stage = awake.pop()
+        for instruction in islice(schedule.programs[stage], position[stage], None):
+            wire = wires[stage].get((instruction.op, instruction.chunk))
+            if wire is not None and wire.is_send:
+                under_way[wire.link] += 1
+                awake.append(wire.link.target)
+            elif wire is not None:
+                if not under_way[wire.link]:
+                    break
+                under_way[wire.link] -= 1
+            elif instruction.op is Op.COMMIT and len(at_commit) < schedule.num_stages:
+                at_commit.add(stage)
+                if len(at_commit) == schedule.num_stages:
+                    awake += stages
+                break
+            yield stage, instruction, wire
+            position[stage] += 1
+    for stage, (at, program) in enumerate(zip(position, schedule.programs, strict=True)):
+        if at < len(program):
+            raise ScheduleError("deadlock", stage=stage, index=at, instruction=program[at])
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Count the most microbatches, times chunks, whose activations each stage holds at once.
-
-    Activations live from FORWARD to BACKWARD or BACKWARD_WEIGHT; the order within a program decides this
-    alone, whatever things cost. O(instructions).
-    """
+    """Return the most microbatches, times chunks, whose activations each stage holds at once. O(instructions)."""
     return tuple(_peak_of(program) for program in schedule.programs)
 
 
 def _peak_of(program: Program) -> int:
+    # Activations live from FORWARD to BACKWARD or BACKWARD_WEIGHT. Only the order within a program counts, no costs.
     held = peak = 0
     for instruction in program:
         if instruction.op is Op.FORWARD:

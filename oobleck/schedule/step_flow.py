@@ -1,12 +1,13 @@
-"""The time and the memory of a step without its history: what the timeline says, for searches that compare many cuts.
+"""The time and the peak memory of a step, equal to the timeline's, for searches that compare many cuts.
 
-The order in which a timeline evaluates instructions does not depend on what they cost: programs are sequential, and the
-messages of a link arrive in the order in which they were sent. So the order is found once for a schedule, and a step of
-given costs is one pass over it. Loads and the end of the step are left out; they cost nothing where plans are compared.
+The order of a schedule's instructions (`in_order`) does not depend on their costs. So it is found once for a schedule,
+and each step with other costs is one pass over it. Loads and the end of the step are left out, as they cost nothing in
+comparisons.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,13 +17,13 @@ from oobleck.plan import ScheduleKind
 from .compile import compile_schedule
 from .cost import StageCost
 from .instruction import Op
-from .schedule import Link, Schedule
+from .schedule import Link, in_order
 
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _PRICED = (*_PASSES, *_SENDS)
-_RECEIVE = -1  # the link of what waits for a message
-_PASS = -2  # the link of what computes
+_RECEIVE = -1  # stands for the link of an instruction that receives
+_PASS = -2  # stands for the link of an instruction that computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,14 @@ class StepFlow:
     num_stages: int
     num_links: int
     instructions: tuple[tuple[int, int, int], ...]
-    """(stage, link, number): the number of what is priced for passes and sends, that of the message for receives.
-    Messages are numbered as they are sent."""
+    """(stage, link, number): the number of the cost for passes and sends, that of the message for receives. Messages
+    are numbered as they are sent."""
     changes: tuple[tuple[int, ...], ...]
-    """For each stage, its passes in order: what of the priced changes what is held."""
+    """For each stage, the numbers of its passes' costs, in order."""
 
     def step_s(self, costs: Sequence[StageCost]) -> float:
-        """Return when the last pass has ended, in the seconds of a timeline; O(instructions)."""
+        """Return the end of the last pass, in the seconds of a timeline; O(instructions)."""
+        # Comparisons instead of `max`: a search runs this loop thousands of times.
         seconds = [cost.seconds_of(op) for cost in costs for op in _PRICED]
         now_s, free_s = [0.0] * self.num_stages, [0.0] * self.num_links
         arrivals_s: list[float] = []
@@ -73,67 +75,31 @@ class StepFlow:
 
 @lru_cache(maxsize=32)
 def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> StepFlow:
-    """Return the flow of a compiled schedule; O(instructions), and a look-up when asked again."""
+    """Return the flow of a compiled schedule; O(instructions), or a look-up for the latest ones."""
     schedule = compile_schedule(
         kind, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks, commits=False
     )
-    return _Ordering(schedule).flow()
 
+    def priced(stage: int, op: Op, chunk: int) -> int:
+        return (chunk * num_stages + stage) * len(_PRICED) + _PRICED.index(op)
 
-class _Ordering:
-    """Every stage goes as far as it can, and is woken by what it waits for: as in the timeline."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        stages = range(schedule.num_stages)
-        self._schedule = schedule
-        self._wires = [schedule.wires_of(stage) for stage in stages]
-        links = {wire.link for wires in self._wires for wire in wires.values()}
-        self._links = {link: index for index, link in enumerate(sorted(links))}
-        self._position = [0] * schedule.num_stages
-        self._sent: dict[Link, list[int]] = {link: [] for link in self._links}
-        self._received = dict.fromkeys(self._links, 0)
-        self._instructions: list[tuple[int, int, int]] = []
-        self._num_messages = 0
-
-    def flow(self) -> StepFlow:
-        awake = list(range(self._schedule.num_stages))
-        while awake:
-            self._advance(awake.pop(), awake)
-        return StepFlow(
-            num_stages=self._schedule.num_stages,
-            num_links=len(self._links),
-            instructions=tuple(self._instructions),
-            changes=tuple(
-                tuple(
-                    self._priced(stage, instruction.op, instruction.chunk)
-                    for instruction in program
-                    if instruction.op in _PASSES
-                )
-                for stage, program in enumerate(self._schedule.programs)
-            ),
-        )
-
-    def _priced(self, stage: int, op: Op, chunk: int) -> int:
-        return (chunk * self._schedule.num_stages + stage) * len(_PRICED) + _PRICED.index(op)
-
-    def _advance(self, stage: int, awake: list[int]) -> None:
-        program, wires = self._schedule.programs[stage], self._wires[stage]
-        while self._position[stage] < len(program):
-            instruction = program[self._position[stage]]
-            wire = wires.get((instruction.op, instruction.chunk))
-            if wire is not None and wire.is_send:
-                self._instructions.append(
-                    (stage, self._links[wire.link], self._priced(stage, instruction.op, instruction.chunk))
-                )
-                self._sent[wire.link].append(self._num_messages)
-                self._num_messages += 1
-                awake.append(wire.link.target)
-            elif wire is not None:
-                sent, received = self._sent[wire.link], self._received[wire.link]
-                if received == len(sent):
-                    return
-                self._instructions.append((stage, _RECEIVE, sent[received]))
-                self._received[wire.link] += 1
-            elif instruction.op in _PASSES:
-                self._instructions.append((stage, _PASS, self._priced(stage, instruction.op, instruction.chunk)))
-            self._position[stage] += 1
+    wires = [schedule.wires_of(stage) for stage in range(num_stages)]
+    links = {link: index for index, link in enumerate(sorted({wire.link for own in wires for wire in own.values()}))}
+    unreceived: dict[Link, deque[int]] = {link: deque() for link in links}
+    instructions: list[tuple[int, int, int]] = []
+    num_messages = 0
+    for stage, instruction, wire in in_order(schedule):
+        op, chunk = instruction.op, instruction.chunk
+        if wire is not None and wire.is_send:
+            instructions.append((stage, links[wire.link], priced(stage, op, chunk)))
+            unreceived[wire.link].append(num_messages)
+            num_messages += 1
+        elif wire is not None:
+            instructions.append((stage, _RECEIVE, unreceived[wire.link].popleft()))
+        elif op in _PASSES:
+            instructions.append((stage, _PASS, priced(stage, op, chunk)))
+    changes = tuple(
+        tuple(priced(stage, each.op, each.chunk) for each in program if each.op in _PASSES)
+        for stage, program in enumerate(schedule.programs)
+    )
+    return StepFlow(num_stages=num_stages, num_links=len(links), instructions=tuple(instructions), changes=changes)

@@ -4,8 +4,8 @@
     0: load:0 forward:0 send_f:0 load:1 forward:1 send_f:1 recv_b:0 backward:0 …
     1: load:0 recv_f:0 forward:0 backward:0 send_b:0 …
 
-An instruction is `operation:microbatch`, with `/chunk` after it for every chunk but the first; what belongs
-to the whole step is the operation alone. Formatting and parsing are exact inverses.
+An instruction is `operation:microbatch`, followed by `/chunk` for every chunk but the first; an instruction of the
+whole step is the operation alone. Formatting and parsing are exact inverses.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str, *, stage: int | None = None) -> Program:
-    """Read a program; instructions are separated by white space.
-
-    `stage` is only for errors. Raises `ScheduleError`.
-    """
+    """Read a program; white space separates instructions. Raises `ScheduleError`, which names `stage`."""
     return tuple(_parse_instruction(word, index, stage) for index, word in enumerate(text.split()))
 
 
@@ -48,7 +45,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read a schedule. Raises `ScheduleError`; whether it is sound is for `check_schedule` to say."""
+    """Read a schedule. Raises `ScheduleError`; `check_schedule` then tells whether it is sound."""
     header, *lines = text.strip().splitlines() or [""]
     match = _HEADER.fullmatch(header.strip())
     if match is None or match[1] not in _KINDS:
@@ -74,7 +71,7 @@ def _parse_instruction(word: str, index: int, stage: int | None) -> Instruction:
     match = _INSTRUCTION.fullmatch(word)
     op = _OPS.get(match["op"]) if match else None
     if match is None or op is None:
-        raise ScheduleError(f"{word[:80]!r} is no instruction; one looks like forward:3", stage=stage, index=index)
+        raise ScheduleError(f"{word[:80]!r} is not an instruction, such as forward:3", stage=stage, index=index)
     if (match["microbatch"] is None) != op.is_tail:
         expectation = "takes no microbatch" if op.is_tail else "needs a microbatch"
         raise ScheduleError(f"{word!r}: {op.value} {expectation}", stage=stage, index=index)

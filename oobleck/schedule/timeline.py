@@ -1,9 +1,9 @@
-"""The timeline: when each instruction of a schedule runs, given what each stage's work costs.
+"""The timeline: when each instruction of a schedule runs, given the costs of each stage.
 
 The evaluation is exact, event by event, bubbles included. A stage runs its program in order. A send costs the
-stage nothing: the message waits for the link, occupies it, and has then arrived; messages of one link go one
-after the other, those of different links at the same time. A receive waits for the arrival. A commit begins
-when all stages have come to it. Links here hold any number of messages, since senders do not wait for them.
+stage nothing: the message waits for the link, occupies it, and has then arrived. Messages of one link follow each
+other, those of different links overlap. A receive waits for the arrival. A commit begins when all stages have reached
+it. Links here hold any number of messages, since senders do not wait for them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple
 
 from .cost import StageCost
 from .instruction import Instruction, Op, Program
-from .schedule import Link, Schedule, ScheduleError, Wire, peak_in_flight
+from .schedule import Link, Schedule, ScheduleError, in_order, peak_in_flight
 
 
 class Span(NamedTuple):
-    """A time in which a stage is busy with one instruction."""
+    """An interval in which a stage is busy with one instruction."""
 
     start_s: float
     end_s: float
@@ -30,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A time in which a link is busy with the message of one send."""
+    """An interval in which a link is busy with the message of one send."""
 
     start_s: float
     end_s: float
@@ -40,26 +39,26 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When everything happens in one step, in seconds from its start."""
+    """The times of one step, in seconds from its start."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    """For each stage, in order; what takes no time has none."""
+    """The spans of each stage, in order; instructions that take no time have none."""
     transfers: tuple[Transfer, ...]
-    """By link, in order; what takes no time has none."""
+    """The transfers of each link, in order; messages that take no time have none."""
     ends_s: tuple[float, ...]
-    """When each stage has done its last instruction."""
+    """The end of each stage's last instruction."""
     costs: tuple[StageCost, ...]
-    """What it was evaluated with, for each virtual stage."""
+    """The costs of each virtual stage."""
 
     @property
     def makespan_s(self) -> float:
-        """When the last stage has ended: the time of one step."""
+        """The time of one step: the end of the last stage."""
         return max(self.ends_s)
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """For each stage, static memory and activations; the shortest its devices may have together."""
+        """The memory that each stage's devices need together, for static memory and activations."""
         return tuple(
             _peak_memory(program, self.costs[stage :: self.schedule.num_stages])
             for stage, program in enumerate(self.schedule.programs)
@@ -67,7 +66,7 @@ class Timeline:
 
     @cached_property
     def compute_end_s(self) -> float:
-        """When the last pass of the last microbatch has ended, and only the tail is left."""
+        """The end of the last microbatch's last pass, before the tail."""
         return max((s.end_s for spans in self.spans for s in spans if not s.instruction.op.is_tail), default=0.0)
 
     @cached_property
@@ -99,19 +98,44 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
     expected = schedule.num_stages * schedule.num_chunks
     if len(costs) != expected:
         raise ScheduleError(f"{len(costs)} costs for {expected} virtual stages; each needs one")
-    run = _Run(schedule, costs)
-    run.run()
+    size = schedule.num_stages
+    seconds = [_seconds_of(costs[stage::size]) for stage in range(size)]
+    commit_s = max(cost.commit_s for cost in costs)
+    committed_s: float | None = None
+    now_s = [0.0] * size
+    spans: list[list[Span]] = [[] for _ in range(size)]
+    transfers: dict[Link, list[Transfer]] = {}
+    free_s: dict[Link, float] = {}
+    arrivals_s: dict[Link, deque[float]] = {}
+    for stage, instruction, wire in in_order(schedule):
+        start_s, duration_s = now_s[stage], seconds[stage][instruction.op, instruction.chunk]
+        if wire is not None and wire.is_send:
+            link = wire.link
+            start_s = max(start_s, free_s.get(link, 0.0))
+            free_s[link] = start_s + duration_s
+            arrivals_s.setdefault(link, deque()).append(free_s[link])
+            if duration_s:
+                transfers.setdefault(link, []).append(Transfer(start_s, free_s[link], link, instruction))
+            continue
+        if wire is not None:
+            now_s[stage] = max(start_s, arrivals_s[wire.link].popleft())
+            continue
+        if instruction.op is Op.COMMIT:  # all stages have reached it
+            committed_s = max(now_s) if committed_s is None else committed_s
+            start_s, duration_s = max(start_s, committed_s), commit_s
+        now_s[stage] = start_s + duration_s
+        if duration_s:
+            spans[stage].append(Span(start_s, now_s[stage], instruction))
     return Timeline(
         schedule=schedule,
-        spans=tuple(map(tuple, run.spans)),
-        transfers=tuple(transfer for link in sorted(run.links) for transfer in run.links[link].transfers),
-        ends_s=tuple(run.now_s),
+        spans=tuple(map(tuple, spans)),
+        transfers=tuple(transfer for link in sorted(transfers) for transfer in transfers[link]),
+        ends_s=tuple(now_s),
         costs=tuple(costs),
     )
 
 
 def _peak_memory(program: Program, costs: Sequence[StageCost]) -> int:
-    """Return the most bytes a stage holds; `costs` are those of its chunks."""
     changes = {(op, chunk): cost.bytes_of(op) for chunk, cost in enumerate(costs) for op in Op}
     held = peak = sum(cost.static_bytes for cost in costs)
     for instruction in program:
@@ -120,98 +144,8 @@ def _peak_memory(program: Program, costs: Sequence[StageCost]) -> int:
     return peak
 
 
-class _LinkState:
-    """A link's messages: until when it is busy, and when those not yet received arrive."""
-
-    __slots__ = ("arrivals_s", "free_s", "is_awaited", "transfers")
-
-    def __init__(self) -> None:
-        self.free_s = 0.0
-        self.is_awaited = False
-        """Its target waits for the next one."""
-        self.arrivals_s: deque[float] = deque()
-        self.transfers: list[Transfer] = []
-
-
-class _Run:
-    """One evaluation: every stage goes as far as it can, and is woken by what it waits for."""
-
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
-        stages = range(schedule.num_stages)
-        self._schedule = schedule
-        self._wires = [schedule.wires_of(stage) for stage in stages]
-        self._seconds = [_seconds_of(costs[stage :: schedule.num_stages]) for stage in stages]
-        self._commit_s = max(cost.commit_s for cost in costs)
-        self._position = [0] * schedule.num_stages
-        self._awake = list(stages)
-        self._at_commit: list[int] = []
-        self.now_s = [0.0] * schedule.num_stages
-        self.spans: list[list[Span]] = [[] for _ in stages]
-        self.links = {wire.link: _LinkState() for wires in self._wires for wire in wires.values()}
-
-    def run(self) -> None:
-        while self._awake:
-            self._advance(self._awake.pop())
-        for stage, (at, program) in enumerate(zip(self._position, self._schedule.programs, strict=True)):
-            if at < len(program):
-                raise ScheduleError("deadlock", stage=stage, index=at, instruction=program[at])
-
-    def _advance(self, stage: int) -> None:
-        """Run one stage until it ends or must wait for another."""
-        wires, seconds = self._wires[stage], self._seconds[stage]
-        for instruction in islice(self._schedule.programs[stage], self._position[stage], None):
-            key = instruction.op, instruction.chunk
-            wire = wires.get(key)
-            if wire is not None:
-                if not self._communicate(stage, wire, instruction, seconds[key]):
-                    return
-            elif instruction.op is Op.COMMIT:
-                self._commit(stage)
-                return
-            elif seconds[key]:
-                self._occupy(stage, instruction, seconds[key])
-            self._position[stage] += 1
-
-    def _occupy(self, stage: int, instruction: Instruction, duration_s: float) -> None:
-        start_s = self.now_s[stage]
-        self.now_s[stage] = start_s + duration_s
-        self.spans[stage].append(Span(start_s, start_s + duration_s, instruction))
-
-    def _communicate(self, stage: int, wire: Wire, instruction: Instruction, duration_s: float) -> bool:
-        """Send or receive; return whether it could be done."""
-        link = self.links[wire.link]
-        if wire.is_send:
-            start_s = max(self.now_s[stage], link.free_s)
-            link.free_s = start_s + duration_s
-            link.arrivals_s.append(link.free_s)
-            if duration_s:
-                link.transfers.append(Transfer(start_s, link.free_s, wire.link, instruction))
-            if link.is_awaited:
-                link.is_awaited = False
-                self._awake.append(wire.link.target)
-            return True
-        if not link.arrivals_s:
-            link.is_awaited = True
-            return False
-        self.now_s[stage] = max(self.now_s[stage], link.arrivals_s.popleft())
-        return True
-
-    def _commit(self, stage: int) -> None:
-        """Wait for the others; the last to come lets all continue."""
-        self._at_commit.append(stage)
-        if len(self._at_commit) < self._schedule.num_stages:
-            return
-        start_s = max(self.now_s)
-        for each in self._at_commit:
-            self.now_s[each] = start_s
-            if self._commit_s:
-                self._occupy(each, self._schedule.programs[each][self._position[each]], self._commit_s)
-            self._position[each] += 1
-        self._awake.extend(self._at_commit)
-
-
 def _seconds_of(costs: Sequence[StageCost]) -> dict[tuple[Op, int], float]:
-    """Map (operation, chunk) to seconds; what belongs to the whole step is the sum over the chunks."""
+    """Map (operation, chunk) to seconds; operations of the whole step take the sum over the chunks."""
     seconds = {(op, chunk): cost.seconds_of(op) for chunk, cost in enumerate(costs) for op in Op}
     for op in (Op.REDUCE_GRAD, Op.OPTIMIZER_STEP):
         seconds[op, 0] = math.fsum(cost.seconds_of(op) for cost in costs)

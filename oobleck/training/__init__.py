@@ -1,4 +1,4 @@
-"""Training: models, data, the execution of schedules, collectives. Torch lives here alone.
+"""Training: models, data, the execution of schedules, collectives. No package below this one imports torch.
 
-It knows plans, schedules and messages; it knows nothing of SSH, trio or how decisions are made.
+It knows plans, schedules and messages, and nothing of SSH, trio or the making of decisions.
 """

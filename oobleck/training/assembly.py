@@ -1,4 +1,4 @@
-"""Everything that a job trains with, made from its settings and its script: data, model and optimizer."""
+"""Makes a job's data, model and optimizer from its settings and its script."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
 _LEAST_KEPT, _STEPS_KEPT = 4096, 96
-"""Samples of a stream that stay in memory: records are dealt some 32 steps ahead, and a step may be run again."""
+"""Samples and steps of a stream that stay in memory: records are assigned about 32 steps ahead, and a step may run
+again."""
 
 _Made = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """A job and what it trains with, before there is a plan."""
+    """A job with its parts, before there is a plan."""
 
     job: JobSpec
     train: Dataset
@@ -42,11 +43,11 @@ class Assembly:
 
 
 def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
-    """Make all parts of a job. Blocks for as long as its data takes.
+    """Make all parts of a job. Blocks for as long as reading its data takes.
 
-    Raises ConfigError for whatever the user must change.
+    Raises ConfigError for a job that the user must change.
     """
-    made = _made_by_script(job)
+    made = made_by_script(job)
     if "live_model" in made:
         return _assemble_live(job, made, cache_dir)
     with _blaming_the_data():
@@ -64,21 +65,23 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
         train = train.with_masking(probability=job.data.mlm_probability, seed=job.seed)
         if validation is not None:
             validation = validation.with_masking(probability=job.data.mlm_probability, seed=job.seed)
-        if train.vocab_size != train.source.vocab_size and "model" not in made:  # the mask is a token more
+        if train.vocab_size != train.source.vocab_size and "model" not in made:  # masking adds a token
             structure = _structure(job, made, vocab_size=train.vocab_size)
     inputs = _inputs(structure)
     with _blaming_the_data():
         train = train.with_inputs(inputs)
         validation = None if validation is None else validation.with_inputs(inputs)
     if job.eval_steps and validation is None:
-        raise ConfigError("eval_steps: nothing is kept for evaluation; set data.validation_split as well, to 0.05 say")
+        raise ConfigError(
+            "eval_steps: no samples are kept for evaluation; set data.validation_split as well, to 0.05 for instance"
+        )
     return Assembly(
         job=job, train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made, structure)
     )
 
 
 def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
-    """The same for a script that trains a model as it is, by a transformers `Trainer`."""
+    """Make the parts for a script that trains by a transformers `Trainer`."""
     decayed = made["decayed"]()
     structure = _live_structure(job, made, cache_dir)
     inputs = _inputs(structure)
@@ -109,7 +112,7 @@ def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.
 
 @contextmanager
 def _blaming_the_data() -> Iterator[None]:
-    """Whatever the user must change while the data is opened is to be changed in the data, or in its settings."""
+    """Turn a ConfigError raised while the data is opened into a DataError."""
     try:
         yield
     except ConfigError as error:
@@ -117,13 +120,13 @@ def _blaming_the_data() -> Iterator[None]:
 
 
 def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
-    """Do all trials of a job that take neither data nor devices; returns the layers of its model.
+    """Run all trials of a job that need neither data nor devices; returns the structure of its model.
 
-    `made` is what its script makes, if that has been run already. The vocabulary counts as the job asks for it. Takes
-    as long as it takes to build the model without memory, or with, if the script gives it values itself. Raises
-    ConfigError for what cannot be trained, UnbuiltModel where the script's model cannot be built here.
+    `made` is what its script makes, if that has run already. The vocabulary has the size that the job asks for. The
+    cost is that of building the model, without memory unless the script sets its values. Raises ConfigError for a job
+    that cannot be trained, UnbuiltModel where the script's model cannot be built here.
     """
-    made = _made_by_script(job) if made is None else made
+    made = made_by_script(job) if made is None else made
     check_optimizer(job, made)
     structure = structure_of_job(job, made)
     model.share_of(structure, rank=0, degree=job.tensor_parallel)
@@ -133,16 +136,16 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
 
 
 def structure_of_job(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
-    """Find the layers of a job's model alone; the vocabulary counts as the job asks for it."""
-    made = _made_by_script(job) if made is None else made
+    """Return the structure of a job's model; the vocabulary has the size that the job asks for."""
+    made = made_by_script(job) if made is None else made
     if "live_model" in made:
-        return _live_structure(job, made, None)  # its own process has tried its layers
+        return _live_structure(job, made, None)  # the script's own process has tried its layers
     return _structure(job, made, vocab_size=job.data.vocab_size)
 
 
 def check_optimizer(job: JobSpec, made: _Made | None = None) -> None:
-    """Try a job's optimizer, and the rates of its first steps. Raises ConfigError for one that cannot be."""
-    optimizer = _optimizer(job, _made_by_script(job) if made is None else made, None)
+    """Try a job's optimizer, and the rates of its first steps. Raises ConfigError for an invalid one."""
+    optimizer = _optimizer(job, made_by_script(job) if made is None else made, None)
     optimizer.layout()
     optimizer.require_pure_schedule(max_steps=job.max_steps)
 
@@ -160,10 +163,11 @@ def _optimizer(
     )
 
 
-def _made_by_script(job: JobSpec) -> _Made:
+def made_by_script(job: JobSpec) -> _Made:
+    """Run a job's script, if there is one; returns the functions that make its parts."""
     if job.script is None:
         return {}
-    seed_scripts()  # models that a script initializes are the same wherever it runs
+    seed_scripts()  # so that a script initializes its model alike wherever it runs
     return run_script(job.script).made
 
 
@@ -187,7 +191,7 @@ def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Data
 
 
 def _streams(job: JobSpec) -> bool:
-    """Whether the script gives its samples one after the other."""
+    """Return whether the script makes a stream of samples."""
     return job.data.shards == (SCRIPT_STREAM,)
 
 
@@ -223,7 +227,7 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | 
 
 
 def _inputs(structure: model.ModelStructure) -> ModelInputs:
-    """What a model takes of samples."""
+    """Return which values of samples a model takes."""
     config, task = structure.config, structure.task
     pad_id = getattr(config, "pad_token_id", None)
     has_padding = isinstance(pad_id, int) and pad_id >= 0

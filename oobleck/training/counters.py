@@ -1,7 +1,7 @@
-"""Plain numbers that change with every call of what a script brings: whether results depend on them sooner or later.
+"""Finds numbers that change with every call of a script's code, and on which its results depend, at once or later.
 
-A warm-up over a thousand steps shows in the first two; something that begins with the thousandth call does not. So what
-counts is set to much more, and what has counted is asked again.
+A warm-up over a thousand steps shows in the first two calls; an effect that begins with the thousandth does not. So
+each counter is set to much higher values, and the code is called again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 _LATER = (1_000, 1_000_000)
-"""How many calls later results are looked at."""
+"""What is added to a counter before each further call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A place where a number is kept."""
+    """A variable, attribute or buffer that may hold a number."""
 
     name: str
     read: Callable[[], Any]
@@ -36,7 +36,6 @@ class _Number:
         return float(found) if type(found) in (int, float) else None
 
     def set(self, value: float) -> None:
-        """Put another number there."""
         found = self.read()
         if isinstance(found, torch.Tensor):
             found.fill_(value)
@@ -47,8 +46,8 @@ class _Number:
 def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | None:
     """Name a number that results depend on, among those that change with every call.
 
-    `owners` are modules or functions by their names, and `same` calls what they belong to, and says whether it returns
-    what it has returned before. What fails with another number is not counted.
+    `owners` are modules or functions by their names. `same` calls the code that uses them, and returns whether its
+    result is the same as before. A number with which the code fails does not count.
     """
     seen: list[dict[str, float | None]] = []
     for _ in range(3):
@@ -61,7 +60,7 @@ def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | 
             continue
         for later in _LATER:
             number.set(value + later)
-            with suppress(Exception):  # it is somebody else's code, and may fail in any way
+            with suppress(Exception):  # the user's code may fail in any way
                 if not same():
                     return number.name
         number.set(value)
@@ -69,7 +68,7 @@ def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | 
 
 
 def numbers_of(owners: Mapping[str, object]) -> dict[str, float | None]:
-    """Return all numbers that modules or functions keep, by their names."""
+    """Return all numbers that modules or functions keep, keyed by name."""
     return {number.name: number.value() for number in _all_numbers(owners)}
 
 
@@ -82,7 +81,8 @@ def _all_numbers(owners: Mapping[str, object]) -> Iterator[_Number]:
         if isinstance(owner, types.FunctionType):
             yield from _in(f"{name}.", owner.__globals__, owner.__code__.co_names)
             for variable, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
-                yield _Number(f"{name}.{variable}", functools.partial(_content, cell), functools.partial(_fill, cell))
+                read = functools.partial(_content, cell)
+                yield _Number(f"{name}.{variable}", read, functools.partial(setattr, cell, "cell_contents"))
             continue
         prefix = f"{name}." if name else ""
         if isinstance(owner, nn.Module):
@@ -101,9 +101,5 @@ def _in(prefix: str, values: dict[str, Any], names: Iterable[str]) -> Iterator[_
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return None
-
-
-def _fill(cell: types.CellType, value: Any) -> None:
-    cell.cell_contents = value

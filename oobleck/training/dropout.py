@@ -1,7 +1,4 @@
-"""Dropout turned off, for runs that are compared with others, whose dropout draws other numbers.
-
-Some models drop by modules, others by functions that read a probability from the module or from the configuration.
-"""
+"""Turns off dropout, for runs that are compared with others, whose dropout draws other numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +11,17 @@ _WORDS = ("drop", "jitter", "noise")
 
 
 def names_a_probability(key: str) -> bool:
-    """Return whether a key of a configuration names a probability to drop something, or an amount of noise."""
+    """Return whether a key of a configuration names a dropout probability, or an amount of noise."""
     return any(word in key for word in _WORDS)
 
 
 def turn_off_dropout(model: nn.Module) -> dict[str, float]:
-    """Set every probability to drop something, and every amount of noise, to zero.
+    """Set all dropout probabilities and amounts of noise to zero.
 
-    Returns what they were, by the names of its configuration, and by those of modules where it names none of that size;
-    only those above zero.
+    Returns those above zero, keyed by name in the configuration, or by module where the configuration has no such
+    value.
     """
+    # Some models drop by modules, others by functions that read a probability from the module or the configuration.
     of_modules: dict[str, float] = {}
     found: dict[str, float] = {}
     owners: dict[int, Any] = {}
@@ -45,5 +43,5 @@ def turn_off_dropout(model: nn.Module) -> dict[str, float]:
 def _probabilities(owner: Any) -> Iterator[tuple[str, float]]:
     for key, value in vars(owner).items():
         is_one = isinstance(value, float) and value > 0 and names_a_probability(key)
-        if is_one and not key.startswith("summary"):  # of GPT-2's, for a head that is a module of its own
+        if is_one and not key.startswith("summary"):  # GPT-2's is for a head that is a module of its own
             yield key, value

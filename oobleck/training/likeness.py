@@ -1,6 +1,6 @@
-"""What a worker has that all others must have too, as digests: the master compares them.
+"""Digests of what all workers must have alike, for the master to compare.
 
-Each of these follows from a script that runs in every worker, and from files and libraries that lie on every node.
+Each follows from the script, which runs in every worker, and from files and libraries on every node.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from oobleck.training.data import Batch, Dataset
 from oobleck.training.model import ModelStructure
 
 _PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "numpy")
-"""What results depend on, where it is imported."""
+"""Packages on which results depend, if they are imported."""
 _OF_A_NODE = ("_name_or_path", "transformers_version")
-"""What a configuration says of where it was read, and by what."""
+"""Keys of a configuration that depend on where it was read, and by what."""
 
 
 def things_of_worker(assembly: Assembly) -> Things:
-    """Return what a worker must have as all others do before the first step; reads the first samples."""
+    """Return the digests of a worker before the first step; reads the first samples."""
     structure = assembly.structure
     weights = () if structure.weights is None else ((WEIGHTS, structure.weights.digest()),)
     return (
@@ -37,15 +37,15 @@ def things_of_worker(assembly: Assembly) -> Things:
 
 
 class EpochThings:
-    """What a worker must have as all others do in each epoch that it enters; nothing of records from shards."""
+    """Digests of each epoch that a worker enters; none for records from shards."""
 
     def __init__(self, job: JobSpec, dataset: Dataset) -> None:
         self._job = job
         self._dataset = dataset
-        self._entered = 0  # with the report before the first step
+        self._entered = 0  # `things_of_worker` reports the first epoch
 
     def enter(self, step: int) -> tuple[int, Things] | None:
-        """Return the epoch of a step and what is to be told of it, once for each epoch after the first."""
+        """Return a step's epoch and its digests, once for each epoch after the first."""
         epoch = self._epoch_of(step)
         if epoch is None or epoch == self._entered:
             return None
@@ -53,7 +53,7 @@ class EpochThings:
         return epoch, self.of(epoch)
 
     def of(self, epoch: int) -> Things:
-        """Return digests of an epoch's order and of its first microbatch. Raises ConfigError as reading it does."""
+        """Return digests of an epoch's order and of its first microbatch. Raises ConfigError if reading that does."""
         dataset, job = self._dataset, self._job
         if dataset.records is not None:
             return ()
@@ -76,7 +76,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     for name in _PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
-            yield name, str(version).partition("+")[0]  # what is behind it says for which device it was built
+            yield name, str(version).partition("+")[0]  # the rest names the device that a build is for
 
 
 def _digest_of_structure(structure: ModelStructure) -> str:

@@ -1,8 +1,7 @@
-"""Randomness by key: what is drawn depends on names and numbers, never on what was drawn before.
+"""Randomness by key: draws depend on names and numbers, never on earlier draws.
 
-Initial values, dropout and the order of samples must not depend on how the model is cut or on which worker
-does the work. So every draw starts from a seed that is a digest of what the draw is for. Knows nothing of
-models or data.
+Initial values, dropout and the order of samples must not depend on how the model is cut or on which worker computes. So
+every draw starts from a seed that is a digest of its purpose. Knows nothing of models or data.
 """
 
 from __future__ import annotations
@@ -16,39 +15,33 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_SCRIPTS = 0
-"""The seed that scripts begin with, wherever they run."""
+_SCRIPT_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchKey:
-    """Which microbatch of which step a forward pass belongs to: the key of its randomness."""
+    """The key of a forward pass's randomness."""
 
     seed: int
     step: int
     microbatch: int
-    """Number of the microbatch within the step, over all pipelines."""
+    """The microbatch's number within the step, over all pipelines."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2**63) for what `parts` name; equal in every process, different for different parts.
-
-    Each part is preceded by its type and length, so that ("a", "bc") and ("ab", "c") are different.
-    """
+    """Return a seed in [0, 2**63) for `parts`; equal in every process, different for different parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = str(part).encode()
+        # Type and length come first, so that ("a", "bc") and ("ab", "c") differ.
         digest.update(f"{type(part).__name__}{len(text)}:".encode())
         digest.update(text)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Set the state of the generator that models on `device` draw from.
-
-    Goes to the one generator instead of `torch.manual_seed`, which visits every backend and is called here
-    once a layer.
-    """
+    """Seed the generator that models on `device` draw from."""
+    # Not `torch.manual_seed`, which visits every backend: this runs once a layer.
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
@@ -57,15 +50,15 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 
 def seed_scripts() -> None:
-    """Seed all that a script may draw random numbers from, before it begins."""
-    random.seed(_SCRIPTS)
-    np.random.seed(_SCRIPTS)
-    torch.manual_seed(_SCRIPTS)
+    """Seed all global generators before a script begins, alike wherever it runs."""
+    random.seed(_SCRIPT_SEED)
+    np.random.seed(_SCRIPT_SEED)
+    torch.manual_seed(_SCRIPT_SEED)
 
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Within the block the CPU's generator draws from `seed`; afterwards it continues where it was."""
+    """Seed torch's CPU generator with `seed` within the block, and restore its state afterwards."""
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -76,34 +69,32 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Within the block, code of a script's draws from `seed` whatever it draws from; afterwards all continues where it
-    was.
+    """Seed `random`, numpy, torch and the generators in `beside` within the block, and restore them all afterwards.
 
-    That is `random`, numpy and torch, and generators of its own, which are given by `beside`: so what it draws depends
-    on nothing that this process has done before.
+    A script's code in the block so draws the same in every process.
     """
-    kept, of_numpy = random.getstate(), np.random.get_state()
-    of_own = [(generator, generator.get_state()) for generator in beside]
+    of_random, of_numpy = random.getstate(), np.random.get_state()
+    of_others = [(generator, generator.get_state()) for generator in beside]
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    for generator, _ in of_own:
+    for generator, _ in of_others:
         generator.manual_seed(seed)
     try:
         with drawing_from(seed):
             yield
     finally:
-        random.setstate(kept)
+        random.setstate(of_random)
         np.random.set_state(of_numpy)
-        for generator, state in of_own:
+        for generator, state in of_others:
             generator.set_state(state)
 
 
 def building_alike(seed: int) -> AbstractContextManager[None]:
-    """Within the block, a script's model with values of its own draws the same wherever a job of `seed` builds it."""
+    """Have a script's model draw the same values in every process that builds it in the block, for a job's seed."""
     return drawing_alike(derive_seed(seed, "values of a script's model"))
 
 
 def generator_states() -> tuple[object, ...]:
-    """Return the states of what a script's code draws from, to be compared: `random`, numpy and torch, on the CPU."""
+    """Return the states of the CPU's global generators (`random`, numpy, torch), for comparison."""
     kind, keys, *others = np.random.get_state()
     return random.getstate(), kind, np.asarray(keys).tobytes(), *others, torch.default_generator.get_state().tolist()

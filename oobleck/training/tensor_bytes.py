@@ -1,8 +1,9 @@
-"""Tensors of torch around bytes: of shared memory, or of a file."""
+"""Tensors of torch over bytes of shared memory or of a file."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,12 +24,12 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What files call types; they have no others."""
+"""The names of types in files, which have no other types."""
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
-    """A tensor whose memory these bytes are."""
+    """Return a tensor over these bytes, without a copy."""
     dtype = _TORCH_DTYPES[spec.dtype]
     if not data:
         return torch.empty(spec.shape, dtype=dtype)
@@ -36,12 +37,10 @@ def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
 
 
 def no_room(directory: Path, layout: Layout, error: OSError) -> str:
-    """Say why there is no memory for a layout: what is wanted, and what is there."""
-    wanted = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are wanted, for two copies of what this worker saves"
-    try:
-        found = shutil.disk_usage(directory)
-    except OSError:
-        there = ""
-    else:
-        there = f"; {found.free / 2**20:,.1f} MiB of {found.total / 2**20:,.1f} MiB are free there"
-    return f"no shared memory in {directory}: {error.strerror}; {wanted}{there}; a container gets more by --shm-size"
+    """Explain why there is no memory for a layout: the bytes needed, and the bytes free."""
+    needed = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are needed, for two copies of what this worker saves"
+    free = ""
+    with suppress(OSError):
+        disk = shutil.disk_usage(directory)
+        free = f"; {disk.free / 2**20:,.1f} MiB of {disk.total / 2**20:,.1f} MiB are free there"
+    return f"no shared memory in {directory}: {error.strerror}; {needed}{free}; a container gets more by --shm-size"

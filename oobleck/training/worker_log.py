@@ -1,7 +1,7 @@
-"""A worker's log: lines for people, each with the worker and the generation that it follows.
+"""A worker's log: lines for people, each with the worker and its generation.
 
-The lines of all workers of a machine go to the log of the agent that started its fork server. Those of one worker,
-read alone, tell how it went through a recovery: fenced, ordered, groups, transfers, finish, adopt.
+The lines of all workers of a machine go to the log of the agent that started its fork server. The lines of one worker
+show its way through a recovery: fence, order, groups, transfers, finish, adoption.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ class WorkerLog(logging.LoggerAdapter[logging.Logger]):
         self._generation = generation
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Put the worker before a line; the line's own arguments are still put in lazily."""
+        """Put the worker before a line, whose arguments are still formatted lazily."""
         which = "" if self._generation is None else f" generation {self._generation()}"
         return f"[{self._worker_id}{which}] {msg}", kwargs
 
 
 def start_logging(level: str) -> None:
-    """Have this process write to its standard error: our lines from `level` on, those of others from warnings on.
-
-    Costs a worker nothing but the lines: a full disk, or a log that is gone, ends nothing.
-    """
-    logging.raiseExceptions = False
+    """Log to standard error: our lines from `level` on, those of others from warnings on."""
+    logging.raiseExceptions = False  # a full disk, or a lost log, must not end a worker
     logging.basicConfig(level=logging.WARNING, format=_FORMAT, force=True)
     logging.getLogger("oobleck").setLevel(level.upper())

@@ -2,8 +2,9 @@
 
     from oobleck.transformers import Trainer
 
-In a worker the script ends at `train()`, and the trainer's parts are the job's. Where `oobleck up` is, it waits there
-for the run's end, and continues with the weights. It knows transformers, and what a job is; it knows nothing of nodes.
+In a worker the script ends at `train()`, and the trainer's parts become the job's. On the machine of `oobleck up` it
+waits there for the run's end, and continues with the trained weights. This package knows transformers and jobs, and
+nothing of nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a trainer can be trained here: everything that has no meaning is refused by name, with what to do instead."""
+"""Checks whether a trainer can be trained here: refuses each unsupported feature by name, with an alternative."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from oobleck.errors import ConfigError
 
 from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
-_UNKNOWN = Rule(Fate.REFUSED, "leave it out: it is not known to this version of Oobleck")
-_OF_EVALUATIONS = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
-"""Schedules that follow evaluations."""
+_UNKNOWN = Rule(Fate.REFUSED, "leave it out: this version of Oobleck does not know it")
+_EVALUATION_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _OURS = __name__.rpartition(".")[0]
 _OWN_PACKAGES = (_OURS.partition(".")[0], "transformers", "torch", "contextlib", "functools")
-"""Where methods of trainers are written, and what decorates them."""
+"""Packages that define methods of trainers, or decorate them."""
 _EVENTS_WITHIN_STEPS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 _OTHER_RECOMPUTATION = ("every_n_layers", "offload")
 
 
 def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> None:
-    """Raise ConfigError for a trainer that asks for something that has no meaning here; warn of what has no effect.
+    """Raise ConfigError for a trainer with an unsupported feature; warn of arguments without effect.
 
-    `default` are the arguments where nothing is said.
+    `default` are the default arguments.
     """
     check_arguments(trainer.args, default)
     _check_methods(trainer)
@@ -42,12 +41,20 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     _check_callbacks(trainer)
 
 
+def evaluates(trainer: Any) -> bool:
+    """Return whether training includes evaluations."""
+    return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+
+
 def check_arguments(
     args: TrainingArguments, default: TrainingArguments, rules: Mapping[str, Rule] = TRAINING_ARGUMENTS
 ) -> None:
-    """Raise ConfigError for an argument that has a value, and no meaning here; warn of those without effect."""
+    """Raise ConfigError for an unsupported argument that is set; warn of those without effect."""
     unused = []
-    for name, value in non_default(args, default):
+    for field in dataclasses.fields(TrainingArguments):
+        name, value = field.name, getattr(args, field.name, None)
+        if value == getattr(default, name, None):
+            continue
         rule = rules.get(name, _UNKNOWN)
         if rule.fate is Fate.REFUSED and value not in rule.allowed:
             raise ConfigError(f"TrainingArguments({name}={value!r}): {rule.note}")
@@ -59,25 +66,13 @@ def check_arguments(
 
 
 def default_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return arguments where nothing is said but where to compute.
-
-    They set devices up, so they are to be made before the trainer.
-    """
+    """Return the default arguments for the same device. They set devices up, so make them before the trainer."""
     return TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
 
 
-def non_default(args: TrainingArguments, default: TrainingArguments) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments, of transformers' own, that have another value than the default."""
-    for field in dataclasses.fields(TrainingArguments):
-        value = getattr(args, field.name, None)
-        if value != getattr(default, field.name, None):
-            yield field.name, value
-
-
 def _check_values(args: TrainingArguments) -> None:
-    """What depends on more than whether there is a value."""
     schedule = args.lr_scheduler_type
-    if schedule in _OF_EVALUATIONS or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
+    if schedule in _EVALUATION_SCHEDULES or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
         name = getattr(schedule, "value", schedule)
         raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
     if args.save_strategy == SaveStrategy.BEST:
@@ -111,28 +106,25 @@ def _check_callbacks(trainer: transformers.Trainer) -> None:
             if getattr(type(callback), event, None) not in (None, getattr(TrainerCallback, event)):
                 raise ConfigError(
                     f"Trainer(callbacks=…): {type(callback).__name__} has {event}, which is not called: gradients and "
-                    "microbatches are those of the nodes; leave it out, or take on_step_end"
+                    "microbatches are on the nodes; leave it out, or use on_step_end"
                 )
 
 
 def _check_methods(trainer: transformers.Trainer) -> None:
-    evaluates = trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+    is_evaluated = evaluates(trainer)
     for name, owner in _overridden(trainer):
         rule = rule_of_method(name)
         if rule.fate is Fate.REFUSED:
             raise ConfigError(f"Trainer.{name} is overridden by {owner}: {rule.note}")
-        if rule.fate is Fate.AFTERWARDS and evaluates:
+        if rule.fate is Fate.AFTERWARDS and is_evaluated:
             raise ConfigError(
-                f"Trainer.{name} is overridden by {owner}: it is not called while training runs, where workers take "
+                f"Trainer.{name} is overridden by {owner}: it is not called while training runs, where workers compute "
                 "eval_loss alone; leave eval_strategy out, and call trainer.evaluate() after training"
             )
 
 
 def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
-    """Yield the methods of transformers' trainer that this one does not have as they are, and what overrides them.
-
-    Methods that transformers does not know are a subclass's own.
-    """
+    """Yield the methods of transformers' trainer that are overridden, and what overrides them."""
     known = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, _METHODS)}
     kinds = type(trainer).__mro__
     for kind in kinds[: kinds.index(transformers.Trainer)]:
@@ -149,7 +141,7 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _is_foreign(method: object) -> bool:
-    """Whether somebody else's function has taken the place of a method; where it was written counts, not its name."""
+    """Return whether a method was replaced by a function of another package, whatever the function's name."""
     function = getattr(method, "fget", None) or getattr(method, "__func__", method)
     written_in = getattr(function, "__globals__", {}).get("__name__", "")
     return written_in.partition(".")[0] not in _OWN_PACKAGES

@@ -1,4 +1,4 @@
-"""How many steps there are, and which samples each takes: as transformers' own loop counts and orders them."""
+"""Counts the steps of a run and orders their samples as transformers' own loop does."""
 
 from __future__ import annotations
 
@@ -21,41 +21,34 @@ class Epochs:
     """The steps of an epoch. The last step of each may have fewer samples than others."""
 
     num_batches: int
-    """Of an epoch, as its loader gives them."""
+    """Batches of an epoch."""
     batches_per_step: int
-    """Gradient accumulation."""
+    """The number of batches whose gradients are accumulated."""
 
     @property
     def num_steps(self) -> int:
-        """Of an epoch."""
+        """Steps of an epoch."""
         return max(1, math.ceil(self.num_batches / self.batches_per_step))
 
     def max_steps(self, *, max_steps: int, num_epochs: float) -> int:
-        """Return the steps of a run, of which a number of epochs is asked for unless `max_steps` is positive."""
+        """Return the steps of a run: `max_steps` if it is positive, else those of `num_epochs`."""
         return max_steps if max_steps > 0 else math.ceil(num_epochs * self.num_steps)
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch that a step belongs to, from 0, and its number in it, from 0. Steps count from 1."""
+        """Return a step's epoch, from 0, and its number in the epoch, from 0. Steps count from 1."""
         return divmod(step - 1, self.num_steps)
 
     def progress(self, step: int) -> float:
-        """Return how many epochs are done after a step, as `TrainerState.epoch` says."""
+        """Return the number of epochs that are done after a step, as in `TrainerState.epoch`."""
         epoch, within = self.epoch_of(step)
         return epoch + min(1.0, (within + 1) * self.batches_per_step / self.num_batches)
 
 
 class EpochOrder:
-    """The samples of each step: those of the batches that transformers' loader would give.
-
-    A sampler that draws random numbers draws them from the run's seed and the epoch alone, whatever the process has
-    drawn before: workers have run other layers, and a newcomer has seen no epoch before its first. With a generator of
-    its own it begins the first epoch as the script has left that. Transformers' own samplers seed themselves.
-
-    Keeps the order of one epoch, 8 bytes a sample.
-    """
+    """The samples of each step, in batches as by transformers' loader. Keeps one epoch's order, 8 bytes a sample."""
 
     def __init__(self, loader: Any, epochs: Epochs, *, seed: int) -> None:
-        """`loader` is what `Trainer.get_train_dataloader` returns."""
+        """`loader` is the result of `Trainer.get_train_dataloader`."""
         self._loader = loader
         self._epochs = epochs
         self._seed = seed
@@ -63,7 +56,7 @@ class EpochOrder:
         self._kept: tuple[int, npt.NDArray[np.int64], Sequence[int]] | None = None
 
     def __call__(self, step: int) -> tuple[int, ...]:
-        """Return the numbers of a step's samples, in their order. O(samples of an epoch) for the first of one."""
+        """Return the numbers of a step's samples, in their order. O(samples of an epoch) for an epoch's first step."""
         epoch, within = self._epochs.epoch_of(step)
         if self._kept is None or self._kept[0] != epoch:
             self._kept = (epoch, *self._batches_of(epoch))
@@ -73,7 +66,7 @@ class EpochOrder:
         return tuple(numbers[starts[first] : starts[stop]].tolist())
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch that a step belongs to, from 0, and its number in it, from 0."""
+        """Return a step's epoch, from 0, and its number in the epoch, from 0."""
         return self._epochs.epoch_of(step)
 
     def first_step(self, epoch: int) -> int:
@@ -88,21 +81,24 @@ class EpochOrder:
         return hashlib.blake2b(numbers.tobytes() + repr(starts).encode(), digest_size=8).hexdigest()
 
     def check(self) -> None:
-        """Draw the first epoch twice. Raises ConfigError for a sampler whose order depends on what it did before."""
+        """Draw the first epoch twice. Raises ConfigError for a sampler whose order depends on earlier draws."""
         (numbers, starts), (again, starts_again) = self._batches_of(0), self._batches_of(0)
         if starts != starts_again or not np.array_equal(numbers, again):
             sampler = getattr(self._loader.batch_sampler, "sampler", self._loader.batch_sampler)
             raise ConfigError(
-                f"Trainer: the sampler {type(sampler).__name__} gives another order each time that it is asked for the "
-                "same epoch, so workers would take different samples; have its __iter__ draw from torch, random or "
+                f"Trainer: the sampler {type(sampler).__name__} gives another order each time that it draws the same "
+                "epoch, so workers would take different samples; have its __iter__ draw from torch, random or "
                 "numpy, or follow from set_epoch(epoch)"
             )
 
     def _batches_of(self, epoch: int) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
-        """Return an epoch's samples, and where each batch begins in them, and the last one ends."""
+        """Return an epoch's samples, and the position in them where each batch begins, and the last one ends."""
         self._loader.set_epoch(epoch)
         batches: Iterable[Sequence[int]] = self._loader.batch_sampler
         starts, numbers = [0], []
+        # A sampler must draw from the run's seed and the epoch alone: workers have run different layers, and a newcomer
+        # has seen no earlier epoch. A sampler's own generator begins the first epoch as the script left it;
+        # transformers' samplers seed themselves.
         with drawing_alike(derive_seed(self._seed, "order", epoch), beside=[each for each, _ in self._own]):
             for generator, state in self._own if epoch == 0 else ():
                 generator.set_state(state)
@@ -113,7 +109,7 @@ class EpochOrder:
 
 
 def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield the generators that a sampler and those within it keep as attributes."""
+    """Yield the generators among the attributes of a sampler and of its inner samplers."""
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, torch.Generator):
             yield value

@@ -1,6 +1,6 @@
-"""What happens on the nodes, told to a trainer: its state, its logs and its callbacks, in the script's own process.
+"""Reports a run to a trainer in the script's own process: keeps its state, writes its logs, calls its callbacks.
 
-Events come when the journal has them, so callbacks see numbers of steps that are committed, each once, whatever fails.
+Events follow the journal, so callbacks see each committed step once, whatever fails.
 """
 
 from __future__ import annotations
@@ -33,26 +33,17 @@ from .epochs import Epochs
 from .job import inner_model
 
 _PLAIN = (bool, int, float, str, type(None))
-_LOOKS = frozenset(
+_VALUELESS = frozenset(
     (
-        *(
-            "__hash__",
-            "__len__",
-            "_backward_hooks",
-            "_post_accumulate_grad_hooks",
-            "_version",
-            "device",
-            "dim",
-            "dtype",
-        ),
-        *("element_size", "get_device", "grad", "grad_fn", "has_names", "is_complex", "is_contiguous", "is_cpu"),
-        *("is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned", "is_quantized"),
-        *("is_shared", "is_sparse", "is_xla", "itemsize", "layout", "name", "names", "nbytes", "ndim", "ndimension"),
-        *("nelement", "numel", "output_nr", "register_hook", "requires_grad", "requires_grad_", "retains_grad"),
-        *("shape", "size", "storage_offset", "stride"),
+        *("__hash__", "__len__", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dim"),
+        *("dtype", "element_size", "get_device", "grad", "grad_fn", "has_names", "is_complex", "is_contiguous"),
+        *("is_cpu", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned"),
+        *("is_quantized", "is_shared", "is_sparse", "is_xla", "itemsize", "layout", "name", "names", "nbytes", "ndim"),
+        *("ndimension", "nelement", "numel", "output_nr", "register_hook", "requires_grad", "requires_grad_"),
+        *("retains_grad", "shape", "size", "storage_offset", "stride"),
     )
 )
-"""What tells nothing of a tensor's values."""
+"""Functions and attributes that reveal nothing of a tensor's values."""
 
 
 class RunFollower:
@@ -66,15 +57,15 @@ class RunFollower:
         self._has_begun = False
         self._first_step: int | None = None
         self._losses: list[float] = []
-        """Of the steps since the last log."""
+        """Losses of the steps since the last log."""
         self._total_loss = 0.0
         self._problem = ""
-        """What a callback has changed that workers know nothing of, or used that only they have."""
+        """What a callback changed without the workers' knowledge, or used although only workers have it."""
         self._has_start_weights = True
         """Whether the weights of training are still those of the script's model."""
         self._elsewhere = _WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
-        """The step of the newest checkpoint that callbacks were told of."""
+        """The step of the newest checkpoint that callbacks know."""
         trainer.is_in_train = True
         trainer.state = self._new_state()
 
@@ -96,11 +87,11 @@ class RunFollower:
         return bool(self._trainer.control.should_training_stop) and not is_over
 
     def take(self, entry: journal.JournalEntry) -> None:
-        """Tell the trainer of the journal's next entry. A callback that fails is reported on stderr."""
+        """Apply the journal's next entry to the trainer. A callback that fails is reported on stderr."""
         try:
             with self._elsewhere:
                 self._take(entry)
-        except Exception:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
+        except Exception:  # noqa: BLE001  the user's code, on which training does not depend
             traceback.print_exc()
 
     def finish(self, checkpoints: Path) -> TrainOutput:
@@ -112,8 +103,8 @@ class RunFollower:
         if self._problem:
             raise ConfigError(self._problem)
         self._load(checkpoints)
-        if self._first_step is None:
-            self._remember(checkpoints)
+        if self._first_step is None:  # an earlier run did all steps
+            self._restore_state(checkpoints)
         first = self._first_step or trainer.state.global_step + 1
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
@@ -124,7 +115,7 @@ class RunFollower:
         metrics["train_loss"] = mean
         trainer.is_in_train = False
         trainer.log(metrics)
-        self._keep(checkpoints)
+        self._save_state(checkpoints)
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
@@ -139,11 +130,12 @@ class RunFollower:
                 f"{checkpoints}: its parameters are not the model's: {sorted(absent or unexpected)}"
             )
         model.load_state_dict(weights, strict=False)
+        # The script may hold these tensors, in an optimizer of its own for instance.
         after = model.state_dict(keep_vars=True)
         assert all(after[name] is tensor for name, tensor in known.items()), "values are set, tensors stay"
 
-    def _remember(self, checkpoints: Path) -> None:
-        """Have the state of the run that did all steps before: as far as that run has kept it, else its step."""
+    def _restore_state(self, checkpoints: Path) -> None:
+        """Restore the state that an earlier run saved, or else its step alone."""
         state = self._trainer.state
         name, step = newest_checkpoint(checkpoints)
         state.global_step, state.epoch = step, self._epochs.progress(step) if step else 0
@@ -153,10 +145,10 @@ class RunFollower:
                 for each in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
                     setattr(state, each, kept["state"][each])
 
-    def _keep(self, checkpoints: Path) -> None:
-        """Keep the state for a script that runs again when all steps are done. A full disk costs no more than that."""
+    def _save_state(self, checkpoints: Path) -> None:
+        """Save the state for a script that runs again after the last step."""
         kept = {"checkpoint": newest_checkpoint(checkpoints)[0], "state": dataclasses.asdict(self._trainer.state)}
-        with suppress(OSError, TypeError):
+        with suppress(OSError, TypeError):  # a full disk costs a later script its state, and nothing else
             write_whole(_state_file(checkpoints), json.dumps(kept))
 
     def _take(self, entry: journal.JournalEntry) -> None:
@@ -192,12 +184,12 @@ class RunFollower:
             self._log(record)
 
     def _saved(self, step: int) -> None:
-        """Tell of a checkpoint, once, with the state as it was at its step: it is on disk some steps later."""
+        """Report a checkpoint once, with the state as it was at its step."""
         state = self._trainer.state
         if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
             return
         self._saved_step = step
-        now = state.global_step, state.epoch
+        now = state.global_step, state.epoch  # the checkpoint was complete on disk some steps later
         state.global_step, state.epoch = step, self._epochs.progress(step)
         try:
             self._call("on_save")
@@ -205,7 +197,7 @@ class RunFollower:
             state.global_step, state.epoch = now
 
     def _note_loss(self, loss: float) -> None:
-        """transformers counts the mean of those before for one that is no number, unless it is told not to."""
+        # Like transformers, replace a loss that is no number by the mean of those before.
         if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = sum(self._losses) / (1 + len(self._losses))
         self._losses.append(loss)
@@ -226,14 +218,10 @@ class RunFollower:
         metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
         if entry.duration_s > 0:
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
-        self._trainer.log(metrics)
-        trainer = self._trainer
-        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
-        self._note_best(metrics)
-
-    def _note_best(self, metrics: dict[str, float]) -> None:
-        """As transformers does once its callbacks have seen the metrics."""
-        args, state = self._trainer.args, self._trainer.state
+        trainer, args, state = self._trainer, self._trainer.args, self._trainer.state
+        trainer.log(metrics)
+        trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
+        # Like transformers, update the best value only after callbacks have seen the metrics.
         name = args.metric_for_best_model
         if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
             return
@@ -242,12 +230,12 @@ class RunFollower:
             state.best_metric, state.best_global_step = value, state.global_step
 
     def _recovered(self, entry: journal.RecoveryDone) -> None:
-        """The one event that transformers does not have."""
+        """Call `on_recovery`, which transformers does not have, and which callbacks may lack."""
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
-            told: Any = getattr(callback, "on_recovery", None)
-            if told is not None:
-                told(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
+            method: Any = getattr(callback, "on_recovery", None)
+            if method is not None:
+                method(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
 
     def _call(self, event: str) -> None:
         trainer, before = self._trainer, self._handed_over()
@@ -263,14 +251,15 @@ class RunFollower:
             )
 
     def _stop_for(self, problem: str) -> None:
-        """Have the run end, and `train()` say why: the first of several problems."""
+        """Stop the run, and have `train()` raise the first problem."""
         self._problem = self._problem or problem
         self._trainer.control.should_training_stop = True
 
     def _refusal_of_use(self, parameter: str) -> ConfigError | None:
-        """The error for a callback that uses a parameter's value; training ends for it even if nobody sees it."""
+        """Return the error for a callback that uses a parameter's value, or None while that value is right."""
         if self._has_start_weights:
             return None
+        # The callback may swallow the error: the run stops for it all the same.
         self._stop_for(
             f"{self._callback_at_work()} uses the parameter {parameter} while training runs: its weights are on the "
             "nodes then, and the script's model has those that it began with; use them after train(), or in "
@@ -289,7 +278,7 @@ class RunFollower:
         return "a callback"
 
     def _handed_over(self) -> dict[str, object]:
-        """Return what workers have from the script: parameters, and plain values of arguments and samples."""
+        """Return the script's values that workers use: parameters, and plain attributes of arguments and samples."""
         trainer = self._trainer
         known: dict[str, object] = {
             f"the parameter {name}": (id(parameter), parameter._version, parameter.requires_grad)
@@ -302,30 +291,27 @@ class RunFollower:
 
 
 def _state_file(checkpoints: Path) -> Path:
-    """Where a trainer's state is kept: beside the checkpoints of its run."""
+    """Return the file of a trainer's state, next to the checkpoints of its run."""
     return checkpoints.parent / "trainer_state.json"
 
 
 class _WeightsElsewhere(TorchFunctionMode):
-    """Within it, a use of the values of a model's trained parameters is an error.
-
-    All uses of a tensor go through torch's functions and the attributes of tensors, its memory (`data`, `numpy`)
-    included.
-    """
+    """Makes each use of the values of a model's trained parameters an error within the block."""
 
     def __init__(self, model: torch.nn.Module, refusal: Callable[[str], Exception | None]) -> None:
-        """`refusal` makes the error from a parameter's name; None: its value is the right one at the moment."""
+        """`refusal` makes the error from a parameter's name, or returns None if its value is right at the moment."""
         super().__init__()
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        # Keyed by memory, as views and `data` are other tensors with the same values.
         self._names = {each.untyped_storage().data_ptr(): name for name, each in trained}
         self._refusal = refusal
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # The getter of an attribute is a method of what describes it.
+        # torch passes an attribute's access as the `__get__` of its descriptor, which has the attribute's name.
         named = func.__self__ if func.__name__ == "__get__" else func
-        if named.__name__ not in _LOOKS:
+        if named.__name__ not in _VALUELESS:
             for name in self._found([*args, *(kwargs or {}).values()]):
                 if (error := self._refusal(name)) is not None:
                     raise error

@@ -1,7 +1,7 @@
 """A trainer as a job: its settings, and the parts that every worker makes from it.
 
-What transformers' own trainer would do is asked of its own methods: how samples are read and in which order, which
-parameters are decayed, which optimizer and which schedule there is.
+Methods of transformers' own trainer determine how samples are read and in which order, which parameters are decayed,
+and which optimizer and schedule are used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,55 +27,50 @@ from oobleck.training.data import try_collator
 from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
+from .checks import evaluates
 from .epochs import EpochOrder, Epochs
-from .lengths import longest_row
 
-_MANY_MICROBATCHES, _ENOUGH_MICROBATCHES = 8, 4
-"""Of a step, if its samples suffice: what keeps four stages busy, or two pipelines of two, and what is enough."""
+_MANY_MICROBATCHES = 8
+"""Microbatches of a step that keep four stages busy, or two pipelines of two."""
+_ENOUGH_MICROBATCHES = 4
 _ENOUGH_TOKENS = 1024
-"""Of a microbatch: with fewer, a device spends its time on launching kernels."""
+"""With fewer tokens in a microbatch, a device spends its time on launching kernels."""
 _START_TIMEOUT_S = 900.0
 """Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
 _TRIED_LENGTH = 16
-"""Tokens of the samples that the model is tried with."""
+"""Tokens of the samples that try the model."""
+_TOKENS = "input_ids"
 
 
 class TrainerJob(Job):
-    """The job of a trainer. Settings take a look at all samples, for the longest; parts are made when they are asked
-    for.
-    """
+    """The job of a trainer. Reading `settings` reads all samples, to find the longest one."""
 
     def __init__(self, trainer: Any, *, tag: str) -> None:
-        """`tag` names the run where the arguments do not. Raises ConfigError for what cannot be trained."""
+        """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
         self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
-        self._epochs = epochs_of(trainer, self._loader)
+        self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
         self.made = self._parts()
         self.callbacks = ()
 
     @property
-    def epochs(self) -> Epochs:
-        """How its samples are divided into steps."""
-        return self._epochs
-
-    @property
     def max_steps(self) -> int:
-        """Of the run, as the arguments have it."""
+        """The number of steps that the arguments ask for."""
         args = self._trainer.args
-        return self._epochs.max_steps(max_steps=args.max_steps, num_epochs=args.num_train_epochs)
+        return self.epochs.max_steps(max_steps=args.max_steps, num_epochs=args.num_train_epochs)
 
     @functools.cached_property
-    def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # looked at where they are asked for alone
-        """What a job file would say. Raises as `check`."""
+    def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed only where they are used
+        """The contents of an equivalent job file. Raises as `check`."""
         self.check()
-        return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
+        return _settings(self._trainer, self._loader, self.epochs, max_steps=self.max_steps, tag=self._tag)
 
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
 
-        Raises ConfigError for what cannot be trained.
+        Raises ConfigError for a trainer that cannot be trained.
         """
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
@@ -86,7 +81,7 @@ class TrainerJob(Job):
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         try_layers(structure)
-        num_batches = self._epochs.batches_per_step
+        num_batches = self.epochs.batches_per_step
         if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
@@ -97,7 +92,7 @@ class TrainerJob(Job):
             )
 
     def _order(self) -> EpochOrder:
-        return EpochOrder(self._loader, self._epochs, seed=self._trainer.args.seed)
+        return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:
         trainer, loader = self._trainer, self._loader
@@ -110,7 +105,7 @@ class TrainerJob(Job):
             "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
-        if _evaluates(trainer):
+        if evaluates(trainer):
             evaluated = trainer.get_eval_dataloader()
             parts["eval_data"] = lambda: (evaluated.dataset, evaluated.collate_fn, "Trainer(eval_dataset=…)")
         if (compute_loss := _loss(trainer)) is not None:
@@ -119,13 +114,13 @@ class TrainerJob(Job):
 
 
 def inner_model(model: Any) -> Any:
-    """Return the transformers model within one of PEFT's, adapters and all; any other as it is."""
+    """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def epochs_of(trainer: Any, loader: Any) -> Epochs:
-    """Return how a trainer's loader, that of its training data, is divided into steps."""
+    """Return how the loader of a trainer's training data is divided into steps."""
     num_batches = len(loader)
     if not num_batches:
         raise ConfigError(
@@ -135,17 +130,17 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
     return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
 
 
-# --- settings --------------------------------------------------------------------------------------------------
-
-
 def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
     global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
-    length = max(2, *(longest_row(each) for each in batches))
-    return {
+    is_evaluated = evaluates(trainer)
+    asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
+    loaders = [loader, trainer.get_eval_dataloader()] if is_evaluated else [loader]
+    length = max(2, *(longest_row(each) for each in loaders))
+    settings = {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
         "data": {
@@ -163,19 +158,45 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
-        "activation_checkpointing": _recomputes(trainer),
+        "activation_checkpointing": recomputes,
         "compile": args.torch_compile,
         "checkpoint": _checkpoints(trainer, state, epochs),
         "control": {"start_timeout_s": _START_TIMEOUT_S},
-        **({"eval_steps": _eval_steps(trainer, state, epochs)} if _evaluates(trainer) else {}),
     }
+    if is_evaluated:
+        by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
+        settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
+    return settings
+
+
+def longest_row(loader: Any) -> int:
+    """Return the length of the longest row that a loader's collator makes. Reads all samples.
+
+    Raises ConfigError for samples without tokens.
+    """
+    # Pipelines need microbatches of one length.
+    dataset, collate = loader.dataset, loader.collate_fn
+    column: Iterable[Any]
+    if _TOKENS in (getattr(dataset, "column_names", None) or ()):
+        column = dataset[_TOKENS]  # reads no other column
+    else:
+        column = (_tokens_of(dataset[number]) for number in range(len(dataset)))
+    # A sample without tokens counts as empty: its collator adds them.
+    longest, _ = max(enumerate(column), key=lambda item: 0 if item[1] is None else len(item[1]))
+    row = collate([dataset[longest]])
+    if _TOKENS not in row:
+        raise ConfigError(f"Trainer: data_collator returns no {_TOKENS}; what it returns is {', '.join(sorted(row))}")
+    length: int = row[_TOKENS].shape[-1]
+    return length
+
+
+def _tokens_of(item: Any) -> Any:
+    return item.get(_TOKENS) if isinstance(item, Mapping) or hasattr(item, "keys") else None
 
 
 def microbatch_size_of(batch_size: int, global_batch_size: int, length: int) -> int:
-    """Return the largest divisor of a batch that leaves many microbatches; of short rows a larger, that leaves enough.
-
-    It does not depend on the nodes: dropout and collators draw for each microbatch.
-    """
+    """Return the largest divisor of a batch that leaves many microbatches; for short rows, one that leaves enough."""
+    # It must not depend on the nodes, because dropout and collators draw random numbers for each microbatch.
     sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     many, enough = (
         max((size for size in sizes if global_batch_size // size >= number), default=1)
@@ -196,12 +217,6 @@ def _dtype(trainer: Any) -> str:
     return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
 
 
-def _recomputes(trainer: Any) -> bool:
-    args = trainer.args
-    asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
-    return any(asked) or any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-
-
 def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
     args = trainer.args
     by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
@@ -212,21 +227,10 @@ def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str,
     }
 
 
-def _evaluates(trainer: Any) -> bool:
-    return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
-
-
-def _eval_steps(trainer: Any, state: TrainerState, epochs: Epochs) -> int:
-    return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(state.eval_steps)
-
-
-# --- parts -----------------------------------------------------------------------------------------------------
-
-
 def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], float]:
-    """Return what makes the optimizer from parameter groups, and its rate at its highest.
+    """Return the function that makes the optimizer from parameter groups, and its peak rate.
 
-    Raises ConfigError for one that wants the whole model.
+    Raises ConfigError for an optimizer that needs the whole model.
     """
     try:
         made = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -235,14 +239,14 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
     kind, arguments = made
     if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & arguments.keys():
         raise ConfigError(
-            f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {kind.__name__} wants the whole model, which "
-            "no worker has; choose another, as adamw_torch"
+            f"TrainingArguments(optim={_value_of(trainer.args.optim)!r}): {kind.__name__} needs the whole model, which "
+            "no worker has; choose another, such as adamw_torch"
         )
     return lambda groups: kind(groups, **arguments), arguments.get("lr", trainer.args.learning_rate)
 
 
 def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], float]:
-    """Return the factor of the learning rate of each step, from 1, as transformers' schedules have it."""
+    """Return the factor of the learning rate at each step, from 1, by transformers' schedules."""
     args = trainer.args
     stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     made = transformers.get_scheduler(
@@ -254,7 +258,7 @@ def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], f
     )
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
         raise ConfigError(
-            f"TrainingArguments(lr_scheduler_type={_value_of(args.lr_scheduler_type)!r}): it is no function of the "
+            f"TrainingArguments(lr_scheduler_type={_value_of(args.lr_scheduler_type)!r}): it is not a function of the "
             "step alone; choose another"
         )
     factor = made.lr_lambdas[0]
@@ -262,7 +266,7 @@ def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], f
 
 
 def decayed_parameters(trainer: Any) -> frozenset[str]:
-    """Return the parameters that are decayed, by all names that they have in the model without what PEFT adds."""
+    """Return all names of the decayed parameters, without PEFT's prefixes."""
     named = dict(trainer.model.named_parameters(remove_duplicate=False))
     decayed = {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
     own = inner_model(trainer.model).named_parameters(remove_duplicate=False)
@@ -270,10 +274,10 @@ def decayed_parameters(trainer: Any) -> frozenset[str]:
 
 
 def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
-    """Return what takes the place of the model's loss, if anything does."""
+    """Return the function that replaces the model's loss, if there is one."""
     if trainer.compute_loss_func is not None:
-        given: Callable[..., torch.Tensor] = trainer.compute_loss_func
-        return given
+        replacement: Callable[..., torch.Tensor] = trainer.compute_loss_func
+        return replacement
     epsilon = trainer.args.label_smoothing_factor
     if not epsilon:
         return None
@@ -283,5 +287,5 @@ def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
 
 
 def _value_of(name: Any) -> str:
-    """What a member of one of transformers' enums is called in its arguments."""
+    """Return the name in the arguments of a member of transformers' enums."""
     return str(getattr(name, "value", name))

@@ -1,11 +1,10 @@
-"""A script that was started by plain `python` starts a run on this machine's devices itself."""
+"""Starts a run on this machine's devices from a script that was started by plain `python`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -22,13 +21,13 @@ from .job import TrainerJob
 TRAINS_ONCE = "a run trains once, as workers run the script up to its first train(); start another script for more"
 _RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"
-"""How many virtual nodes there are, if it is set."""
+"""The number of virtual nodes, if it is set."""
 _launched: list[object] = []
-"""The job of this process's run, once there is one."""
+"""The job of this process's run, if there is one."""
 
 
 def script_to_launch() -> Path:
-    """Return the script that workers are to run. Raises UsageError where there is none, or where a rank runs it."""
+    """Return the script for workers to run. Raises UsageError where there is none, or in a rank of another run."""
     if _RANK in os.environ:
         raise UsageError(
             "Trainer.train(): this process is a rank of torchrun or `oobleck run`, and oobleck.transformers.Trainer "
@@ -48,10 +47,10 @@ def train_here(
     resume: Callable[[], str | bool | None],
     follow: Callable[[TrainerJob], RunFollower],
 ) -> TrainOutput:
-    """Train on the devices of this machine, and return what `train()` returns.
+    """Train on the devices of this machine, and return the result of `train()`.
 
-    `resume` gives a checkpoint to continue from, or True for the newest; without, a script starts from its model, as in
-    transformers. Raises UsageError for a second job, and what `oobleck.launch` raises.
+    `resume` returns a checkpoint to resume from, True for the newest, or None to start from the script's model. Raises
+    UsageError for a second job, and what `oobleck.launch` raises.
     """
     job.check()
     if _launched:
@@ -62,8 +61,11 @@ def train_here(
         set_keys["microbatch_size"] = device_batch_size
     wanted = resume()
     source = "auto" if wanted is True else wanted or "never"
-    with _while_it_waits():
+    os.environ[SCRIPT_WAITS] = "1"  # the run finds its script waiting here, and does not start it once more
+    try:
         run = oobleck.launch(script, arguments=sys.argv[1:], local=num_nodes, resume=source, set=set_keys)
+    finally:
+        del os.environ[SCRIPT_WAITS]
     follower = follow(job)
     for event in run:
         follower.take(event.entry)
@@ -74,7 +76,7 @@ def train_here(
 
 
 def show_user_errors_alone() -> None:
-    """Have a UserError that ends this process shown by its message: where our own code raised it helps nobody."""
+    """Show a UserError that ends this process by its message alone: a traceback through our code helps no user."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -87,18 +89,7 @@ def show_user_errors_alone() -> None:
 
 
 def _num_nodes() -> int:
-    """As many as this machine has GPUs, or one."""
-    given = os.environ.get(_NUM_NODES, "")
-    if given and not given.isdecimal():
-        raise UsageError(f"{_NUM_NODES}={given}: it must be a number of virtual nodes")
-    return int(given or 0) or torch.cuda.device_count() or 1
-
-
-@contextmanager
-def _while_it_waits() -> Iterator[None]:
-    """Within the block, runs that are started know that the script is here, and does not run once more for that."""
-    os.environ[SCRIPT_WAITS] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[SCRIPT_WAITS]
+    wanted = os.environ.get(_NUM_NODES, "")
+    if wanted and not wanted.isdecimal():
+        raise UsageError(f"{_NUM_NODES}={wanted}: it must be a number of virtual nodes")
+    return int(wanted or 0) or torch.cuda.device_count() or 1

@@ -1,9 +1,8 @@
 """Trains a Trainer's script by transformers alone: `python -m oobleck.transformers.plain_host`.
 
-The script runs as `__main__` up to its `train()`, as it does in workers, and finds a class in place of
-`oobleck.transformers.Trainer` that is transformers' own Trainer with its first steps noted. So all lines that follow
-`train()` are left out, and whatever the script makes of the class (subclasses, callbacks, samplers) is used by
-transformers itself.
+The script runs as `__main__` up to its `train()`, as it does in workers. `oobleck.transformers.Trainer` is replaced by
+transformers' own Trainer, which records its first steps, and which uses whatever the script makes of it (subclasses,
+callbacks, samplers).
 """
 
 from __future__ import annotations

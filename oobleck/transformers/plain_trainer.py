@@ -1,7 +1,7 @@
-"""transformers' own Trainer, whose first steps are noted, and which leaves nothing behind.
+"""transformers' own Trainer, which records its first steps, and writes nothing where the script would.
 
-It trains as it does anywhere, but for what would keep two runs from being compared: dropout is off, and a sampler that
-depends on what was drawn before it, so that its order cannot be repeated, gives the order that it has on the nodes.
+It trains as usual, except for what would make two runs incomparable: dropout is off, and a sampler whose order depends
+on earlier draws, and so cannot be repeated, gives the order that it has on the nodes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CAUSAL = frozenset(
 """Classes of models that predict the next token."""
 _TRIED_SAMPLES = 8
 _DRAWN = (
-    "the sampler's order depends on all that was drawn before it, and a run draws it from the seed and the epoch: the "
-    "script by itself was given the order of the run"
+    "the sampler's order depends on all earlier draws, and a run draws it from the seed and the epoch: the script by "
+    "itself used the order of the run"
 )
 
 
 def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
-    """Return the class that stands where a script has `oobleck.transformers.Trainer`."""
+    """Return the class that replaces `oobleck.transformers.Trainer` in a script."""
 
     class Trainer(transformers.Trainer):
         def __init__(
@@ -62,7 +62,7 @@ def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
 
 
 class Observation:
-    """What is noted of a trainer's steps."""
+    """Records a trainer's steps."""
 
     recorder: Recorder
 
@@ -72,9 +72,9 @@ class Observation:
         self._dropped: dict[str, float] = {}
         self._remarks: list[str] = []
         self._batches: list[Sequence[int]] = []
-        """Those that the loader has given out."""
+        """The batches that the loader has returned."""
         self._num_batches = 0
-        """Those that were computed."""
+        """The number of batches that were computed."""
         self._samples: list[int] = []
         self._loss = 0.0
         self._grad_norm = 0.0
@@ -83,7 +83,7 @@ class Observation:
         self._steps_per_epoch = 0
 
     def account(self) -> PlainAccount:
-        """Return what was noted."""
+        """Return the record."""
         steps = tuple(self.recorder.steps)
         return PlainAccount(
             steps=steps,
@@ -94,7 +94,7 @@ class Observation:
         )
 
     def keep_outputs(self, args: TrainingArguments) -> None:
-        """Have a trainer write nothing where the script has it write, and evaluate and report nothing."""
+        """Redirect a trainer's output from the script's directory, and turn off evaluations and reports."""
         self._output_dir = str(Path(args.output_dir or "").absolute())
         args.output_dir = str(Path(self._asked.directory) / "output")
         args.report_to = []
@@ -103,7 +103,7 @@ class Observation:
         args.eval_strategy = IntervalStrategy.NO
 
     def begin(self, trainer: Any) -> None:
-        """Note what a trainer does from now on."""
+        """Record a trainer's steps from now on."""
         self._count_as_predicted(trainer)
         trainer.add_callback(_Observer(self, trainer))
         training_step, get_train_dataloader = trainer.training_step, trainer.get_train_dataloader
@@ -121,21 +121,17 @@ class Observation:
         trainer.training_step, trainer.get_train_dataloader = noted_step, noted_loader
 
     def _count_as_predicted(self, trainer: Any) -> None:
-        """Have transformers divide the loss of a step by the labels that are predicted, as it does for most models.
-
-        For classes that do not name their loss, as GPT-2's, it counts the first label of each sample as well.
-        """
+        """Make transformers divide a step's loss by the predicted labels, as it does for most models."""
+        # For classes that do not name their loss, such as GPT-2's, it counts the first label of each sample as well.
         kind = type(inner_model(trainer.model))
         names = {base.__name__ for base in kind.__mro__}
         if getattr(trainer, "_loss_shifts_labels", True) or names.isdisjoint(_CAUSAL):
             return
         trainer._loss_shifts_labels = True
         self._remarks.append(
-            f"transformers divides the loss of {kind.__name__} by all labels of a step, with the first of each sample, "
-            "which is never predicted; here both divide by those that are predicted"
+            f"transformers divides the loss of {kind.__name__} by all labels of a step, including the first of each "
+            "sample, which is never predicted; here both divide by the predicted ones"
         )
-
-    # --- samples -----------------------------------------------------------------------------------------------
 
     def _note_batches_of(self, trainer: Any, loader: Any) -> None:
         _require_lasting_samples(loader)
@@ -143,10 +139,10 @@ class Observation:
         self._steps_per_epoch = epochs.num_steps
         self._order = EpochOrder(_Copy(inner), epochs, seed=trainer.args.seed)
         base = getattr(loader, "base_dataloader", loader)
-        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch refuses to have it set
+        object.__setattr__(base, "batch_sampler", _NotedBatches(inner, self))  # torch refuses an ordinary assignment
 
     def batches_of_epoch(self, batches: list[list[int]], *, is_drawn: bool) -> list[list[int]]:
-        """Note the batches of an epoch, by numbers of samples; returns those that are to be given out."""
+        """Record the batches of an epoch, by numbers of samples; returns those to compute."""
         if is_drawn:
             self._is_drawn = True
             batches = self._as_on_nodes(batches)
@@ -162,10 +158,8 @@ class Observation:
         ends = np.cumsum([len(batch) for batch in batches])
         return [numbers[end - len(batch) : end] for end, batch in zip(ends.tolist(), batches, strict=True)]
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def train_begins(self, trainer: Any) -> None:
-        """Look at the model that training starts from."""
+        """Start the recorder with the initial model, without dropout."""
         job, model = self._asked.job, inner_model(trainer.model)
         if job.dtype == "float64":
             model.double()  # in place: the optimizer has its parameters already, and no state yet
@@ -183,7 +177,7 @@ class Observation:
             self.recorder.note_gradients()
 
     def step_done(self, learning_rate: float) -> None:
-        """Note a step that was applied."""
+        """Record an applied step."""
         self.recorder.step_done(
             loss=self._loss, grad_norm=self._grad_norm, learning_rate=learning_rate, samples=self._samples
         )
@@ -191,7 +185,7 @@ class Observation:
 
 
 class _NotedBatches:
-    """A batch sampler whose batches are noted an epoch at a time; like it in all else."""
+    """A batch sampler that records its batches, an epoch at a time."""
 
     def __init__(self, inner: Any, observation: Observation) -> None:
         self._inner = inner
@@ -212,7 +206,7 @@ class _NotedBatches:
 
 
 class _Observer(TrainerCallback):
-    """Called at the places of a step that are of interest; stops training after the last that is compared."""
+    """Records steps as a callback, and stops training after the last step to compare."""
 
     def __init__(self, observation: Observation, trainer: Any) -> None:
         self._observation = observation
@@ -232,13 +226,13 @@ class _Observer(TrainerCallback):
 
 
 class _Copy:
-    """A batch sampler's copy in place of its loader: drawing from it leaves the loader's own as it is."""
+    """A copy of a loader's batch sampler, in place of the loader: draws leave the loader's sampler unchanged."""
 
     def __init__(self, sampler: Any) -> None:
         self.batch_sampler = copy.deepcopy(sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, to the batch sampler and the sampler in it, as accelerate's loader does."""
+        """Set the epoch of the batch sampler and of its inner sampler, as accelerate's loader does."""
         each: Any
         for each in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             if hasattr(each, "set_epoch"):
@@ -246,7 +240,7 @@ class _Copy:
 
 
 def _is_drawn(twin: _Copy, epoch: int) -> bool:
-    """Whether a sampler gives an order that depends on what was drawn before: another one for the same epoch."""
+    """Return whether a sampler's order depends on earlier draws, so that the same epoch has another order."""
     orders = []
     with drawing_alike(0):
         for _ in range(2):
@@ -256,7 +250,7 @@ def _is_drawn(twin: _Copy, epoch: int) -> bool:
 
 
 def _require_lasting_samples(loader: Any) -> None:
-    """Raise ConfigError where samples are other ones each time that they are read: then no two runs are equal."""
+    """Raise ConfigError where samples change each time that they are read: then no two runs are equal."""
     numbers = range(min(_TRIED_SAMPLES, len(loader.dataset)))
     read = []
     for seed in range(2):
@@ -266,5 +260,5 @@ def _require_lasting_samples(loader: Any) -> None:
     if any(not torch.equal(value, read[1][name]) for name, value in read[0].items()):
         raise ConfigError(
             "train_dataset or data_collator draws random numbers, which a run draws from (seed, step, samples) and the "
-            "script from all that was drawn before; have it draw none (mlm=False, for instance) to compare the rest"
+            "script after all its earlier draws; have it draw none (mlm=False, for instance) to compare the rest"
         )

@@ -1,8 +1,7 @@
-"""Whether a script trains more than once, found in its text at its first `train()`: a run trains once, and hours later
-is too late to say so.
+"""Finds a second `train()` in the text of a script, at its first one.
 
-Only what is sure is found: another call on the same trainer that comes after this one whatever happens, and a loop
-around it. What is not found is refused when it comes.
+Finds certain repeats only: another call on the same trainer that always follows this one, and a loop around it. Any
+other is refused when it is reached.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ _LOOPS = (ast.For, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 _ENDS = (ast.Break, ast.Return, ast.Raise)
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.Return)
-_MAIN = "__main__"
 
 SecondTrain = tuple[int, bool]
 """The line of a call of `train()`, or of a loop around it, and whether it is a loop."""
 
 
 def second_train(caller: FrameType | None) -> SecondTrain | None:
-    """Return what would train a second time after the call that is in progress; None where that is not seen.
+    """Return a second training that follows the call in progress; None where there is none for certain.
 
-    `caller` is the frame that calls `train()`; of those that called it, the script's own are looked at. Reads their
-    files.
+    `caller` is the frame that calls `train()`. Reads the script's file.
     """
     while caller is not None:
-        if caller.f_globals.get("__name__") == _MAIN and (found := _in_frame(caller)) is not None:
+        is_of_script = caller.f_globals.get("__name__") == "__main__"
+        if is_of_script and (found := _in_frame(caller)) is not None:
             return found
         caller = caller.f_back
     return None
@@ -50,7 +48,7 @@ def _in_frame(frame: FrameType) -> SecondTrain | None:
 
 
 def _paths(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, ...]]:
-    """Yield each node with those around it, the outermost first."""
+    """Yield the path to each node, from the outermost one."""
     path = (*above, node)
     yield path
     for child in ast.iter_child_nodes(node):
@@ -58,7 +56,7 @@ def _paths(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST,
 
 
 def _receiver_of(node: ast.AST) -> str | None:
-    """What a call of `….train(…)` calls it on."""
+    """Return the object of a call `….train(…)`, as text."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
         return ast.dump(node.func.value)
     return None
@@ -79,7 +77,7 @@ def _after(path: Sequence[ast.AST], receiver: str) -> SecondTrain | None:
 
 
 def _line_in(statement: ast.stmt, receiver: str) -> int | None:
-    """The line of a call that a statement makes whatever happens."""
+    """Return the line of a call that a statement always makes."""
     if isinstance(statement, ast.With):
         return next(filter(None, (_line_in(each, receiver) for each in statement.body)), None)
     if isinstance(statement, _SIMPLE):
@@ -92,7 +90,7 @@ def _may_end(statement: ast.stmt) -> bool:
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """The statements in a node, by lists of which each runs from its first to its last."""
+    """Yield the lists of statements in a node, each of which runs from its first to its last."""
     for name in ("body", "orelse", "finalbody"):
         if isinstance(block := getattr(node, name, None), list):
             yield block

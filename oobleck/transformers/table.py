@@ -1,19 +1,18 @@
-"""What becomes of each argument of transformers' `TrainingArguments` and `Trainer`, and of the trainer's methods.
+"""The fate of each argument of transformers' `TrainingArguments` and `Trainer`, and of each method of the trainer.
 
-The one place that says so: trainers are checked by it, the page in the documentation is made from it, and a test fails
-on any argument of the installed transformers that is not in it.
+Checks and the page in the documentation follow this table; a test fails for any argument of the installed transformers
+that it lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 
 class Fate(Enum):
-    """What becomes of an argument."""
-
     HONOURED = "as in transformers"
     MAPPED = "a key of the job"
     AFTERWARDS = "of `evaluate()` and `predict()`"
@@ -23,28 +22,19 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of one argument."""
-
     fate: Fate
     note: str = ""
-    """More about it; of what is refused, what to do instead."""
+    """An explanation; for a refused argument, what to do instead."""
     allowed: tuple[object, ...] = ()
-    """Values that are accepted all the same, beside the default, of what is refused."""
+    """Values of a refused argument that are accepted, besides the default."""
 
     def __str__(self) -> str:
         return f"{self.fate.value}{': ' if self.note else ''}{self.note}"
 
 
-def _honoured(note: str = "") -> Rule:
-    return Rule(Fate.HONOURED, note)
-
-
-def _mapped(note: str) -> Rule:
-    return Rule(Fate.MAPPED, note)
-
-
-def _unused(note: str) -> Rule:
-    return Rule(Fate.UNUSED, note)
+_honoured = partial(Rule, Fate.HONOURED)
+_mapped = partial(Rule, Fate.MAPPED)
+_unused = partial(Rule, Fate.UNUSED)
 
 
 def _refused(note: str, *allowed: object) -> Rule:
@@ -74,17 +64,12 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "data_seed": _honoured(),
     "full_determinism": _honoured("for the lines before and after `train()`"),
     "use_cpu": _mapped("`device`: `cuda` if the machine of the script has a GPU and this is false"),
-    "do_train": _honoured("the script's own"),
-    "do_eval": _honoured("the script's own"),
-    "do_predict": _honoured("the script's own"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), _honoured("the script's own")),
     "resume_from_checkpoint": _honoured("the script's own, to pass to `train()`"),
     # The optimizer.
-    "learning_rate": _OF_OPTIMIZER,
-    "optim": _OF_OPTIMIZER,
-    "optim_args": _OF_OPTIMIZER,
-    "adam_beta1": _OF_OPTIMIZER,
-    "adam_beta2": _OF_OPTIMIZER,
-    "adam_epsilon": _OF_OPTIMIZER,
+    **dict.fromkeys(
+        ("learning_rate", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _OF_OPTIMIZER
+    ),
     "weight_decay": _honoured("of the parameters that transformers decays"),
     "max_grad_norm": _mapped("`optimizer.max_grad_norm`"),
     "lr_scheduler_type": _honoured("but `reduce_lr_on_plateau` and `greedy`, which depend on evaluations"),
@@ -116,10 +101,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "torch_empty_cache_steps": _unused("workers keep their memory"),
     "auto_find_batch_size": _refused("leave it out: the planner knows what fits; set per_device_train_batch_size"),
     # Logs and trackers.
-    "logging_strategy": _honoured(),
-    "logging_steps": _honoured(),
-    "logging_first_step": _honoured(),
-    "logging_nan_inf_filter": _honoured(),
+    **dict.fromkeys(("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"), _honoured()),
     "logging_dir": _honoured("where this version of transformers has it"),
     "log_level": _honoured(),
     "log_level_replica": _unused("the script runs once for its logs"),
@@ -128,10 +110,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "include_num_input_tokens_seen": _refused("leave it out: `oobleck status` counts tokens", "no", False),
     "report_to": _honoured(),
     "run_name": _mapped("`tag`, if it is given; else the script's name is"),
-    "project": _honoured(),
-    "trackio_space_id": _honoured(),
-    "trackio_bucket_id": _honoured(),
-    "trackio_static_space_id": _honoured(),
+    **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _honoured()),
     "skip_memory_metrics": _unused("the memory of workers is in the profile"),
     "debug": _refused("leave it out: set `log_level: debug` in the job"),
     # Evaluations.
@@ -139,13 +118,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "eval_steps": _mapped("`eval_steps`"),
     "eval_delay": _refused("leave it out: evaluations begin with the first that is due", 0),
     "eval_on_start": _refused("leave it out, and call `trainer.evaluate()` after training"),
-    "per_device_eval_batch_size": _AFTERWARDS,
-    "prediction_loss_only": _AFTERWARDS,
-    "eval_do_concat_batches": _AFTERWARDS,
-    "eval_use_gather_object": _AFTERWARDS,
-    "eval_accumulation_steps": _AFTERWARDS,
-    "include_for_metrics": _AFTERWARDS,
-    "batch_eval_metrics": _AFTERWARDS,
+    **dict.fromkeys(("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"), _AFTERWARDS),
+    **dict.fromkeys(("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"), _AFTERWARDS),
+    **dict.fromkeys(("batch_eval_metrics",), _AFTERWARDS),
     "load_best_model_at_end": _refused(
         "leave it out: the newest weights are loaded; export a checkpoint with `oobleck checkpoint export`"
     ),
@@ -171,33 +146,26 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "length_column_name": _unused("lengths are not grouped"),
     "group_by_length": _refused("leave it out: rows are padded to one length"),
     "dataloader_drop_last": _honoured(),
-    "dataloader_num_workers": _OF_LOADER,
-    "dataloader_pin_memory": _OF_LOADER,
-    "dataloader_persistent_workers": _OF_LOADER,
-    "dataloader_prefetch_factor": _OF_LOADER,
-    "dataloader_multiprocessing_context": _OF_LOADER,
-    "dataloader_in_order": _OF_LOADER,
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"), _OF_LOADER),
+    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _OF_LOADER),
+    **dict.fromkeys(("dataloader_in_order",), _OF_LOADER),
     # Other ways to be distributed.
     "accelerator_config": _refused("leave it out: workers are not accelerate's"),
     "parallelism_config": _refused(_OTHER_PARALLELISM),
     "fsdp": _refused(_OTHER_PARALLELISM, []),
     "fsdp_config": _refused(_OTHER_PARALLELISM),
     "deepspeed": _refused(_OTHER_PARALLELISM),
-    "ddp_backend": _OF_DDP,
-    "ddp_bucket_cap_mb": _OF_DDP,
-    "ddp_broadcast_buffers": _OF_DDP,
-    "ddp_find_unused_parameters": _OF_DDP,
-    "ddp_static_graph": _OF_DDP,
+    **dict.fromkeys(
+        ("ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),
+        _OF_DDP,
+    ),
     "ddp_timeout": _unused("`control.lease_s` says when a node is lost"),
     "local_rank": _unused("it says nothing about workers"),
     # The hub.
     "push_to_hub": _refused("leave it out, and call `trainer.push_to_hub()` after training"),
-    "hub_model_id": _OF_HUB,
-    "hub_strategy": _OF_HUB,
-    "hub_token": _OF_HUB,
-    "hub_private_repo": _OF_HUB,
-    "hub_always_push": _OF_HUB,
-    "hub_revision": _OF_HUB,
+    **dict.fromkeys(
+        ("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"), _OF_HUB
+    ),
 }
 
 INIT_ARGUMENTS: Mapping[str, Rule] = {
@@ -227,35 +195,26 @@ METHODS: Mapping[str, Rule] = {
     "predict": _honoured("in the script's own process, on its own devices"),
     "evaluation_loop": _AFTERWARDS,
     "prediction_step": _AFTERWARDS,
-    "get_eval_dataloader": _honoured(),
-    "get_test_dataloader": _honoured(),
-    "num_examples": _honoured(),
+    **dict.fromkeys(("get_eval_dataloader", "get_test_dataloader", "num_examples"), _honoured()),
     "save_model": _honoured("where the script calls it; checkpoints are the run's own"),
     "save_state": _honoured(),
     "save_metrics": _honoured(),
     "log": _honoured("it may be overridden"),
-    "log_metrics": _honoured(),
-    "metrics_format": _honoured(),
-    "add_callback": _honoured(),
-    "pop_callback": _honoured(),
-    "remove_callback": _honoured(),
-    "create_model_card": _honoured(),
+    **dict.fromkeys(
+        ("log_metrics", "metrics_format", "add_callback", "pop_callback", "remove_callback", "create_model_card"),
+        _honoured(),
+    ),
     "init_hf_repo": _OF_HUB,
     "push_to_hub": _OF_HUB,
     "is_local_process_zero": _honoured(),
     "is_world_process_zero": _honoured(),
     "get_decay_parameter_names": _honoured("it may be overridden"),
     "get_optimizer_cls_and_kwargs": _honoured("it may be overridden"),
-    "get_learning_rates": _honoured(),
-    "get_num_trainable_parameters": _honoured(),
-    "get_optimizer_group": _honoured(),
-    "end": _honoured(),
+    **dict.fromkeys(("get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group", "end"), _honoured()),
     "call_model_init": _honoured("it may be overridden"),
     "create_accelerator_and_postprocess": _honoured(),
     "get_total_train_batch_size": _honoured("of one process"),
-    "get_cp_size": _honoured("1"),
-    "get_sp_size": _honoured("1"),
-    "get_tp_size": _honoured("1"),
+    **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
     "training_step": _refused(f"it {_LOOP}; give compute_loss_func"),
     "compute_loss": _refused(f"it {_LOOP}; give compute_loss_func"),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
@@ -270,8 +229,8 @@ METHODS: Mapping[str, Rule] = {
     "set_initial_training_values": _refused(f"it {_LOOP}"),
     "hyperparameter_search": _refused("start one run for each trial"),
 }
-"""Of what is refused, that it is overridden; of `hyperparameter_search`, its use. What is of `evaluate()` is called by
-the script alone, so overriding it is refused where training evaluates."""
+"""Rules for methods that a subclass overrides, and for the use of `hyperparameter_search`. Only the script calls the
+methods of `evaluate()`, so overriding one is refused where training evaluates."""
 
 _INTERNAL: Mapping[str, Rule] = {
     **dict.fromkeys(("__init__", "_validate_args", "_build_accelerator_args", "_move_model_to_device"), _honoured()),
@@ -286,21 +245,9 @@ _INTERNAL: Mapping[str, Rule] = {
     "_save_checkpoint": _refused(f"it {_LOOP}, and saves by `save_strategy`; act in a callback's on_save"),
     "_maybe_log_save_evaluate": _refused(f"it {_LOOP}; act in a callback"),
 }
-"""Of methods that are not public."""
+"""Rules for private methods."""
 
 
 def rule_of_method(name: str) -> Rule:
-    """Return what becomes of a method of transformers' trainer that a subclass overrides."""
+    """Return the rule for a method of transformers' trainer that a subclass overrides."""
     return METHODS.get(name) or _INTERNAL.get(name) or _refused(f"it {_LOOP}; act in a callback, or leave it out")
-
-
-def as_table(rules: Mapping[str, Rule]) -> str:
-    """Return rules as a table of Markdown."""
-    return "\n".join(_lines(rules))
-
-
-def _lines(rules: Mapping[str, Rule]) -> Iterator[str]:
-    yield "| | |"
-    yield "|---|---|"
-    for name, rule in rules.items():
-        yield f"| `{name}` | {rule} |"

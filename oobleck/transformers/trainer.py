@@ -20,13 +20,13 @@ from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, inner_model
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
-from .repeats import SecondTrain, second_train
+from .repeats import second_train
 
 
 class Trainer(transformers.Trainer):
     """transformers' Trainer, with one difference: `train()` trains on the nodes of `oobleck up`.
 
-    All arguments are transformers'; docs/trainer.md says what becomes of each of them.
+    docs/trainer.md has the effect of each argument.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train on the nodes; returns once the run has ended, with the weights in `model`.
+        """Train on the nodes; returns once the run has ended, with the trained weights in `model`.
 
-        Raises ConfigError for what has no meaning on them, and names it.
+        Raises ConfigError that names an unsupported feature.
         """
         if not is_received():
             show_user_errors_alone()
@@ -63,11 +63,18 @@ class Trainer(transformers.Trainer):
         self._has_trained = True
         self._script_name = Path(sys.argv[0]).stem
         self._resumes_from = resume_from_checkpoint or None
-        _refuse_repeats(second_train(sys._getframe(1)))
+        # A run trains once, because workers run the script up to its first `train()`: a second one is refused now, and
+        # not hours later. A loop may be left after its first pass.
+        if (found := second_train(sys._getframe(1))) is not None:
+            line, is_loop = found
+            if not is_loop:
+                raise UsageError(f"Trainer.train() is called again in line {line}: {TRAINS_ONCE}")
+            warnings.warn(f"Trainer.train() is called in the loop of line {line}: {TRAINS_ONCE}", stacklevel=2)
         check_trainer(self, self._default)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
+        # Only a process of a run receives the trainer; a script started by plain `python` starts a run itself.
         if not is_received():
             script = script_to_launch()
             return train_here(
@@ -81,13 +88,13 @@ class Trainer(transformers.Trainer):
         return output
 
     def job(self) -> TrainerJob:
-        """Return what is trained, as a job. Raises ConfigError for what cannot be."""
+        """Return this trainer's job. Raises ConfigError for a trainer that cannot be trained."""
         return TrainerJob(self, tag=self._script_name)
 
     def resume(self) -> str | bool | None:
-        """Return what training is to continue from: a checkpoint of ours by its path, True for the newest of the run's.
+        """Return the checkpoint to resume from: its path, True for the run's newest, or None.
 
-        A checkpoint of transformers' own is made one of ours. Raises ConfigError for one that cannot be.
+        Converts a checkpoint of transformers. Raises ConfigError for one that cannot be converted.
         """
         wanted = self._resumes_from
         if not isinstance(wanted, str):
@@ -98,7 +105,7 @@ class Trainer(transformers.Trainer):
         return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:
-        """Return what tells this trainer of the run of its job."""
+        """Return the follower that applies the events of the job's run to this trainer."""
         return RunFollower(self, job.epochs, max_steps=job.max_steps)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,14 +115,4 @@ class Trainer(transformers.Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Leave a new model where it is: workers have their parts of it where they compute."""
-
-
-def _refuse_repeats(found: SecondTrain | None) -> None:
-    """Raise UsageError where the script trains twice; warn of a loop, which may be gone through once."""
-    if found is None:
-        return
-    line, is_loop = found
-    if not is_loop:
-        raise UsageError(f"Trainer.train() is called again in line {line}: {TRAINS_ONCE}")
-    warnings.warn(f"Trainer.train() is called in the loop of line {line}: {TRAINS_ONCE}", stacklevel=3)
+        """Do nothing: workers compute with their own parts of the model, and `evaluation_loop` moves it when needed."""

@@ -44,8 +44,8 @@ OWN_PROTOCOL = {
     "training/process/warmer.py": "an empty file, as a mark",
     "training/process/import_log.py": "names of imports; the script's imports go on",
     "training/process/node_probe.py": "measures a disk",
-    "training/process/rank.py": "stacks, else thrown away; an error, else read from what the rank has printed",
-    "training/process/rank_log.py": "the output of a rank; handed to its agent where a disk takes none",
+    "training/process/rank.py": "stacks, else thrown away; an error, else read from what the rank has printed; "
+    "its output, handed to its agent where a disk takes none",
     "training/process/trainer_host.py": "the log of a process",
     "host/writing.py": "the others",
 }

@@ -135,7 +135,7 @@ SOUND = """\
         ("load:0 recv_f:0", "recv_f:0", "stage 1, instruction 1 (forward:0): comes before its load"),
         ("backward:1 send_b:1", "backward:1", "stage 1, instruction 9: send_b:1 is missing"),
         ("backward:0 send_b:0", "send_b:0 backward:0", "instruction 3 (send_b:0): comes before its backward_input"),
-        ("backward:0 recv_b:1", "backward:0 backward:0 recv_b:1", "instruction 8 (backward:0): is there a second time"),
+        ("backward:0 recv_b:1", "backward:0 backward:0 recv_b:1", "instruction 8 (backward:0): appears a second time"),
         ("backward:0 recv_b:1", "backward_weight:0 recv_b:1", "(backward_weight:0): comes before its backward_input"),
         ("backward:0 recv_b:1", "backward_input:0 recv_b:1", "stage 0, instruction 10: backward_weight:0 is missing"),
         ("backward:0 recv_b:1", "backward:0 backward_input:0 recv_b:1", "a backward pass is either whole or in two"),
@@ -143,8 +143,8 @@ SOUND = """\
         ("backward:0 recv_b:1", "backward:0 send_b:0 recv_b:1", "instruction 8 (send_b:0): has no place here"),
         ("load:1 forward:1", "load:1 load:2 forward:1", "(load:2): is outside of the schedule's 2 microbatches"),
         ("load:1 forward:1", "load:1 forward:1/1", "(forward:1/1): is outside of the schedule's 2 microbatches and 1"),
-        ("load:1 forward:1", "load:1 commit forward:1", "(commit): belongs to the end of a program"),
-        ("send_b:1", "send_b:1 reduce_grad commit optimizer_step", "stage 1, instruction 10 (reduce_grad): belongs"),
+        ("load:1 forward:1", "load:1 commit forward:1", "(commit): may appear only once"),
+        ("send_b:1", "send_b:1 reduce_grad commit optimizer_step", "stage 1, instruction 10 (reduce_grad): may appear"),
         (
             "recv_b:0 backward:0 recv_b:1 backward:1",
             "recv_b:1 backward:1 recv_b:0 backward:0",
@@ -212,7 +212,7 @@ PARTIAL = """\
         (
             "commit_section:0 load:1",
             "commit_section:0 commit_section:0 load:1",
-            "stage 1, instruction 12: commit_section:0 is twice",
+            "stage 1, instruction 12: commit_section:0 appears twice",
         ),
     ],
 )

@@ -52,9 +52,9 @@ def test_chunks_but_the_first_are_written():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("load:0 jump:0", "stage 4, instruction 1: 'jump:0' is no instruction"),
-        ("load:00", "instruction 0: 'load:00' is no instruction"),
-        ("load:0/0", "instruction 0: 'load:0/0' is no instruction"),
+        ("load:0 jump:0", "stage 4, instruction 1: 'jump:0' is not an instruction"),
+        ("load:00", "instruction 0: 'load:00' is not an instruction"),
+        ("load:0/0", "instruction 0: 'load:0/0' is not an instruction"),
         ("forward", "instruction 0: 'forward': forward needs a microbatch"),
         ("load:0 commit:1", "instruction 1: 'commit:1': commit takes no microbatch"),
     ],

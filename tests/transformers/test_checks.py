@@ -70,7 +70,7 @@ def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path:
     args = default_arguments(arguments(tmp_path))
     check_arguments(args, default_arguments(args), {})
     args.seed = 7
-    with pytest.raises(ConfigError, match=r"TrainingArguments\(seed=7\).*not known to this version"):
+    with pytest.raises(ConfigError, match=r"TrainingArguments\(seed=7\).*this version of Oobleck does not know it"):
         check_arguments(args, default_arguments(args), {})
 
 

@@ -14,8 +14,7 @@ import transformers
 from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.errors import ConfigError
-from oobleck.transformers.job import inner_model, microbatch_size_of
-from oobleck.transformers.lengths import longest_row
+from oobleck.transformers.job import inner_model, longest_row, microbatch_size_of
 
 from .trainers import VOCAB_SIZE, model, rows, trainer
 

@@ -78,7 +78,7 @@ def test_a_sampler_that_draws_gives_the_order_of_the_run_and_says_so(tmp_path: P
     assert accounts[0].samples_on_nodes == accounts[1].samples_on_nodes
     for account in accounts:
         assert tuple(step.samples for step in account.steps) == account.samples_on_nodes
-        assert any("the script by itself was given the order of the run" in remark for remark in account.remarks)
+        assert any("the script by itself used the order of the run" in remark for remark in account.remarks)
 
 
 def test_nothing_is_written_where_the_script_has_it_written(tmp_path: Path) -> None:

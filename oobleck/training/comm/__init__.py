@@ -16,7 +16,7 @@ from .reachability_probe import probe_all
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import DeviceSave, HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
-from .waiter import Waiter
+from .waiter import Mark, Waiter
 
 __all__ = [
     "LARGE_SUM",
@@ -28,6 +28,7 @@ __all__ = [
     "HostCopy",
     "Inbox",
     "LayerState",
+    "Mark",
     "PeerAgreements",
     "PeerLinks",
     "Pending",

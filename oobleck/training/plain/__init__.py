@@ -1,7 +1,7 @@
-"""The same training without Oobleck: one process, the whole model, torch's own optimizer, and a note of each step.
+"""The same training without Oobleck: one process, the whole model, torch's own optimizer, and a record of each step.
 
-What `oobleck verify` compares a run with. Of Oobleck it takes what a job says by definition (samples, initial values,
-learning rates), and nothing of how models are split, losses divided and gradients summed.
+`oobleck verify` compares a run with it. It shares what a job defines (samples, initial values, learning rates), and
+none of the code that splits models, divides losses and sums gradients.
 """
 
 from __future__ import annotations

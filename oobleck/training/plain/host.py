@@ -1,11 +1,11 @@
-"""The process that trains without Oobleck, as `oobleck verify` speaks to it.
+"""The process that trains without Oobleck, for `oobleck verify`.
 
-    here it comes     a PlainJob
-    out it goes       a PlainAccount; with a problem, it ends here
-    here it comes     TensorsAsked, once a run has done the same
-    out it goes       TensorsCompared
+    receives    a PlainJob
+    sends       a PlainAccount; after one with a problem, the process ends
+    receives    TensorsAsked, once a run has trained the same steps
+    sends       TensorsCompared
 
-What the script prints goes to stderr.
+The script's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Train = Callable[[PlainJob], tuple[PlainAccount, Recorder]]
 
 
 def serve(train: Train) -> int:
-    """Train what comes on stdin by `train`, and compare it with what a run has saved; returns the exit status."""
+    """Train the job on stdin by `train`, and compare it with a run's checkpoints; returns the exit status."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     shield_scripts()
@@ -40,7 +40,7 @@ def serve(train: Train) -> int:
         account, recorder = train(asked)
     except UserError as error:
         account, recorder = PlainAccount(problem=str(error), is_refused=isinstance(error, ConfigError)), None
-    # It is the user's own script, and may fail in any way.
+    # The user's script may fail in any way; without one, the fault is ours.
     except Exception as error:
         if asked.job.script is None:
             raise
@@ -49,8 +49,9 @@ def serve(train: Train) -> int:
     answers.flush()
     line = sys.stdin.buffer.readline()
     if recorder is not None and line:
-        recorder.forget_model()
-        answers.write(encode_json(_compared(recorder, Path(decode_json((TensorsAsked,), line).checkpoints))))
+        recorder.forget_model()  # the memory is needed for the run's weights
+        asked_tensors = decode_json((TensorsAsked,), line)
+        answers.write(encode_json(_compared(recorder, Path(asked_tensors.checkpoints))))
         answers.flush()
     return 0
 

@@ -1,9 +1,9 @@
-"""A job by a loop such as anybody would write: the uncut model, a whole batch, one backward pass, torch's optimizer."""
+"""Trains a job by an ordinary loop: the uncut model, a whole batch, one backward pass, torch's optimizer."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,29 @@ from torch import nn
 
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.errors import ConfigError
-from oobleck.host.script import run_script
 from oobleck.job import JobSpec
-from oobleck.training.assembly import Assembly, assemble
+from oobleck.training.assembly import Assembly, assemble, made_by_script
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.model import Precision
-from oobleck.training.randomness import seed_scripts
 
 from .recorder import Recorder, gradient_norm
 from .uncut_model import ListedLayers, uncut_model
 
 _CHUNK_TOKENS = 16_384
-"""A batch that is larger is computed piece by piece."""
-
-Made = Mapping[str, Callable[..., Any]]
+"""A larger batch is computed in chunks."""
 
 
 def train_job(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
     """Train a job's first steps.
 
-    Raises ConfigError for a job that cannot be, or whose samples only a run can number.
+    Raises ConfigError for an invalid job, or one whose samples get their numbers in a run.
     """
     job = asked.job
     assembly = assemble(job, cache_dir=Path(asked.directory) / "cache")
     if assembly.train.records is not None:
         raise ConfigError("data: samples of shards and streams get their numbers in a run, so nothing can be compared")
-    made = _made_by_script(job)
+    made = made_by_script(job)
     model = uncut_model(job, assembly, made)
     dropped = turn_off_dropout(model)
     model.to(torch.device(job.device))
@@ -63,19 +59,11 @@ def train_job(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
         optimizer.zero_grad()
         first_rate = optimizer.param_groups[0]["lr"]
         recorder.step_done(loss=loss, grad_norm=norm, learning_rate=first_rate, samples=numbers)
-    account = PlainAccount(steps=tuple(recorder.steps), dropped=dropped)
-    return account, recorder
-
-
-def _made_by_script(job: JobSpec) -> Made:
-    if job.script is None:
-        return {}
-    seed_scripts()
-    return run_script(job.script).made
+    return PlainAccount(steps=tuple(recorder.steps), dropped=dropped), recorder
 
 
 def _backward(job: JobSpec, model: nn.Module, batches: list[Batch], loss_function: Any) -> float:
-    """Add up the gradients of the mean loss of a whole batch; returns that loss."""
+    """Accumulate the gradients of the mean loss of a whole batch; returns that loss."""
     num_items = sum(batch.num_items for batch in batches)
     device, precision = torch.device(job.device), Precision.of(job.dtype)
     total = 0.0
@@ -100,8 +88,8 @@ def _loss_of_layers(model: ListedLayers, batch: Batch, loss_function: Any, num_i
         taken = list(inspect.signature(layer.forward).parameters)[1:]
         value = layer(value, **{name: batch.others[name] for name in taken if name in batch.others})
     if loss_function is not None:
-        given: torch.Tensor = loss_function(value, batch.labels, num_items)
-        return given
+        loss: torch.Tensor = loss_function(value, batch.labels, num_items)
+        return loss
     logits, labels = value[:, :-1], batch.labels[:, 1:]
     summed = nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
@@ -110,9 +98,9 @@ def _loss_of_layers(model: ListedLayers, batch: Batch, loss_function: Any, num_i
 
 
 def _optimizer(
-    job: JobSpec, assembly: Assembly, made: Made, model: nn.Module
+    job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..., Any]], model: nn.Module
 ) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
-    """Return torch's optimizer of a job, and from a step to the share of the peak that it is applied with."""
+    """Return torch's optimizer of a job, and the function from a step to its fraction of the peak rate."""
     spec = job.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim > 1]
@@ -123,23 +111,16 @@ def _optimizer(
     if "optimizer" in made:
         optimizer = made["optimizer"](groups)
     else:
-        kind = _class_named(spec.optim)
+        name = spec.optim.removesuffix("_fused").removesuffix("_torch")
+        classes = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
+        kind: Any = next(
+            each for each in classes if issubclass(each, torch.optim.Optimizer) and each.__name__.lower() == name
+        )
         takes = inspect.signature(kind).parameters
         arguments: dict[str, Any] = {"lr": spec.learning_rate, **spec.optim_args}
         if "betas" in takes:
             arguments = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon, **arguments}
         optimizer = kind(groups, **arguments)
-    assembly.optimizer.layout()  # which finds its peak
+    assembly.optimizer.layout()  # `learning_rate` needs the peak that this finds
     peak = optimizer.param_groups[0]["lr"]
     return optimizer, lambda step: assembly.optimizer.learning_rate(step) / peak
-
-
-def _class_named(name: str) -> Any:
-    plain = name.removesuffix("_fused").removesuffix("_torch")
-    return next(kind for kind in _optimizer_classes() if kind.__name__.lower() == plain)
-
-
-def _optimizer_classes() -> Iterator[Any]:
-    for found in vars(torch.optim).values():
-        if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer):
-            yield found

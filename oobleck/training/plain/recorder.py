@@ -1,6 +1,6 @@
-"""Notes what a plain loop does: the numbers of each step, and what the model is before, after the first and at the end.
+"""Records a plain loop: the numbers of each step, and the model before, after the first step and at the end.
 
-It has copies of the model in the host's memory for that: three, until they are compared.
+It keeps three copies of the model in the host's memory until they are compared.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from torch import nn
 
 from oobleck.control.verification import StepAccount, TensorDifference, Tolerance
 
-_FIRST = 1
-
 Values = dict[str, torch.Tensor]
 
 
 class Recorder:
-    """What happens to a model."""
+    """Records the training of a model."""
 
     def __init__(self, model: nn.Module, *, num_steps: int, tolerance: Tolerance) -> None:
-        """Copies the model as it is now."""
+        """Copies the model's current values."""
         self._model = model
         self._num_steps = num_steps
         self._tolerance = tolerance
@@ -34,11 +32,11 @@ class Recorder:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps were noted."""
+        """Whether all steps are recorded."""
         return len(self.steps) >= self._num_steps
 
     def note_gradients(self) -> None:
-        """Look at the gradients that the next step is taken with, before they are clipped. O(parameters), once."""
+        """Find gradients that are mere rounding noise, before the first step clips them. O(parameters)."""
         if self.steps:
             return
         norms = {
@@ -50,7 +48,7 @@ class Recorder:
         self._noise = frozenset(name for name, norm in norms.items() if 0 < norm <= least)
 
     def step_done(self, *, loss: float, grad_norm: float, learning_rate: float, samples: Iterable[int] | None) -> None:
-        """Note a step, after it was applied."""
+        """Record an applied step."""
         step = len(self.steps) + 1
         self.steps.append(
             StepAccount(
@@ -61,15 +59,15 @@ class Recorder:
                 samples=None if samples is None else tuple(samples),
             )
         )
-        if step in (_FIRST, self._num_steps):
+        if step in (1, self._num_steps):
             self._after[step] = self._values()
 
     def forget_model(self) -> None:
-        """Keep the copies alone."""
+        """Release the model, and keep the copies."""
         self._model = nn.Module()
 
     def compare(self, weights_after: Callable[[int], Mapping[str, torch.Tensor] | None]) -> Iterator[TensorDifference]:
-        """Compare the copies with the weights of a run, which are None after a step that it has not saved."""
+        """Compare the copies with the weights of a run, which are None after a step that it did not save."""
         for step, values in self._after.items():
             weights = weights_after(step)
             if weights is not None:
@@ -115,15 +113,13 @@ class Recorder:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the global norm of gradients as torch's own clipping takes it, rounding and all.
-
-    A norm in single precision is too small by 1e-5 of it for a million values, so the exact one would differ more.
-    """
+    """Return the global norm of gradients, as torch's clipping computes it."""
+    # Not the exact norm: in single precision, torch's is too small by a factor of 1e-5 for a million values.
     return float(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
 
 
 def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all parameters and saved buffers, each by its first name, with all its names."""
+    """Return all names of each parameter and saved buffer, keyed by its first name."""
     first: dict[int, str] = {}
     names: dict[str, tuple[str, ...]] = {}
     for name, value in model.state_dict(keep_vars=True).items():

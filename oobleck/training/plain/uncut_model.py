@@ -1,8 +1,7 @@
-"""The model of a job in one piece, as transformers or the script builds it.
+"""The model of a job in one piece, built by transformers or the script.
 
-Weights that are saved are read by transformers itself, and a script that gives its model values does that here as well.
-Those that a job draws from its seed are copied from Oobleck's own model, which alone knows how: they are equal by
-definition, and what is done with them is not.
+transformers itself reads saved weights. Values that a job draws from its seed are copied from Oobleck's own model, as
+nothing else can draw them: they are equal by definition, and only the training differs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _CLASSES: Mapping[Task, Any] = {
 
 
 class ListedLayers(nn.Module):
-    """The layers that a script lists, under the names that checkpoints have for them."""
+    """The layers that a script lists, with their names in checkpoints."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class ListedLayers(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """All of them, in their order."""
+        """All layers, in their order."""
         return (self.embedding, *self.blocks, self.head)
 
 
@@ -66,7 +65,7 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
         model = build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
     if assembly.structure.adapters is not None and "model" not in made:
         add_adapters(model, assembly.structure.adapters)
-    if "model" not in made or assembly.structure.weights is None:  # else the script gives all values itself
+    if "model" not in made or assembly.structure.weights is None:  # else the script sets all values itself
         _copy_drawn(job, assembly, model, read)
     model.train()
     whole: nn.Module = model
@@ -78,7 +77,7 @@ def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         built = unwrapped(make())
-    # It is somebody else's code, and may fail in any way.
+    # The user's code may fail in any way.
     except Exception as error:
         raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
     finally:
@@ -87,7 +86,7 @@ def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
 
 
 def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
-    """Return a saved model, and the names of the parameters that the files have."""
+    """Return a saved model, and the names of the parameters in its files."""
     loaded: Any = _CLASSES[assembly.structure.task].from_pretrained(
         job.model.path,
         config=assembly.structure.config,
@@ -102,7 +101,7 @@ def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, f
 
 
 def _copy_drawn(job: JobSpec, assembly: Assembly, model: nn.Module, read: frozenset[str]) -> None:
-    """Give parameters that no file has the values that Oobleck draws for them."""
+    """Set parameters that are in no file to the values that Oobleck draws for them."""
     structure = assembly.structure
     stage = StageModel(structure, dtype=Precision.of(job.dtype).parameters, device="cpu")
     stage.adopt(0, structure.num_layers, {})

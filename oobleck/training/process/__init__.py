@@ -1,6 +1,7 @@
 """The processes that load torch: workers, the server that forks them, the profiler, probes and script hosts.
 
-The room itself loads nothing: a fork server takes connections before it imports torch, and script hosts may never do.
+The room itself loads nothing: a fork server accepts connections before it imports torch, and a script host may never
+import it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A script's callbacks, called for what the journal says.
+"""Calls a script's callbacks for entries of the journal.
 
-They have the events of transformers' `TrainerCallback`, whose subclasses work as they are, and one more: `on_recovery`.
-They run beside the master and not in a worker, so that no failure of a node ends them or calls them twice, and none of
-them can hold up training. So they see what the journal holds: losses, rates, evaluations, recoveries; no tensors.
+Callbacks have the events of transformers' `TrainerCallback`, whose subclasses work unchanged, and one more:
+`on_recovery`. They run next to the master and not in a worker, so that no failure of a node ends them or calls them
+twice, and none of them delays training. So they see what the journal holds: losses, rates, evaluations, recoveries; no
+tensors.
 
     event            when
     on_init_end      the run begins
     on_train_begin   the first plan is in force
-    on_step_begin    before each step, as far as the order of events goes
+    on_step_begin    after one step's events and before the next step's
     on_step_end      a step is committed: state.global_step, state.log_history
     on_log           after each step and each evaluation: logs=
     on_evaluate      an evaluation is done: metrics={"eval_loss": …}
@@ -23,18 +24,19 @@ import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from oobleck.control import journal
 from oobleck.job import JobSpec
 
-from .callback_arguments import JobArguments
-
 
 class CallbackRunner:
-    """Calls callbacks, one event after the other. One that raises is reported, and continues to be called."""
+    """Calls callbacks, one event after the other. A callback that raises is reported, and called for later events."""
 
     def __init__(self, callbacks: Sequence[object], job: JobSpec) -> None:
         self._callbacks = callbacks
@@ -50,7 +52,7 @@ class CallbackRunner:
         self._has_begun = False
         self._failed: set[str] = set()
         self.failures: list[str] = []
-        """What has failed for the first time, for people, and taken out by what shows them. All are on stderr."""
+        """Sentences on first failures; whoever shows one removes it. stderr has all failures."""
 
     @property
     def wants_stop(self) -> bool:
@@ -75,7 +77,7 @@ class CallbackRunner:
                 yield from self._step(entry)
             case journal.Evaluated():
                 yield "on_evaluate", {"metrics": {"eval_loss": entry.loss}}
-                best = self._state.best_metric  # callbacks compare with what was best before
+                best = self._state.best_metric  # updated after `on_evaluate`, where callbacks compare with it
                 self._state.best_metric = entry.loss if best is None else min(best, entry.loss)
                 yield "on_log", {"logs": self._note({"eval_loss": entry.loss}, entry.step)}
             case journal.CheckpointSaved():
@@ -105,9 +107,9 @@ class CallbackRunner:
             return
         try:
             answer = method(self._arguments, self._state, self._control, **details)
-        except Exception as error:  # noqa: BLE001  it is somebody else's code, and training does not depend on it
+        except Exception as error:  # noqa: BLE001  the user's code, on which training does not depend
             name = f"{type(callback).__name__}.{event}"
-            print(f"{name} failed:", file=sys.stderr)  # noqa: T201  its own log
+            print(f"{name} failed:", file=sys.stderr)  # noqa: T201  the process's own log
             traceback.print_exc()
             if name not in self._failed:
                 self._failed.add(name)
@@ -115,3 +117,69 @@ class CallbackRunner:
             return
         if isinstance(answer, TrainerControl):
             self._control = answer
+
+
+class JobArguments(TrainingArguments):
+    """A job by the names of `TrainingArguments`, with transformers' defaults for the rest.
+
+    Trackers write all arguments down (`to_dict`, `to_json_string`, `to_sanitized_dict`), so they need the whole class.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        # The base's constructor is not called: it sets up devices and processes, and needs the package accelerate.
+        for field in fields(TrainingArguments):
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            setattr(self, field.name, None if default is MISSING else default)
+        for name, value in _values(job).items():
+            setattr(self, name, value)
+        self.job = job
+        self.distributed_state = None
+        self._n_gpu = 0
+        self.__dict__["_setup_devices"] = torch.device("cpu")  # this process computes nothing
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.job.global_batch_size
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.to_json_string()})"  # type: ignore[no-untyped-call]  # transformers' own
+
+    __repr__ = __str__
+
+
+def _values(job: JobSpec) -> dict[str, object]:
+    optimizer, checkpoint = job.optimizer, job.checkpoint
+    return {
+        "run_name": job.tag,
+        "output_dir": job.tag,
+        "report_to": [],
+        "max_steps": job.max_steps,
+        "per_device_train_batch_size": job.microbatch_size,
+        "per_device_eval_batch_size": job.microbatch_size,
+        "seed": job.seed,
+        "bf16": job.dtype == "bfloat16",
+        "fp16": job.dtype == "float16",
+        "use_cpu": job.device == "cpu",
+        "gradient_checkpointing": job.activation_checkpointing,
+        "torch_compile": job.compile,
+        "eval_strategy": IntervalStrategy.NO if job.eval_steps is None else IntervalStrategy.STEPS,
+        "eval_steps": job.eval_steps,
+        "logging_strategy": IntervalStrategy.STEPS,
+        "logging_steps": 1,
+        "save_strategy": SaveStrategy.STEPS if checkpoint.enabled else SaveStrategy.NO,
+        "save_steps": checkpoint.save_steps,
+        "save_total_limit": checkpoint.save_total_limit,
+        "optim": optimizer.optim,
+        "learning_rate": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_epsilon": optimizer.adam_epsilon,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "lr_scheduler_type": SchedulerType(optimizer.lr_scheduler_type),
+        "lr_scheduler_kwargs": dict(optimizer.lr_scheduler_kwargs),
+        "warmup_steps": optimizer.warmup_steps,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "load_best_model_at_end": True,
+    }

@@ -1,9 +1,4 @@
-"""What an exception that ends a worker was about.
-
-Said here, where the exception is still an object. Torch raises plain RuntimeErrors for what it met in an allocator or
-in gloo, so their words are all there is to tell these by: this is the one place that looks at words, and they are not
-ours.
-"""
+"""Classifies the exception that ends a worker, in the worker, where it is still an object."""
 
 from __future__ import annotations
 
@@ -16,12 +11,14 @@ from oobleck.control.protocol import ErrorKind, Raised
 from oobleck.control.steps import PeerLost
 from oobleck.errors import DataError, UserError
 
+# Torch raises plain RuntimeErrors for failures of allocators and of Gloo, which differ in their words alone. No other
+# place compares words.
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 _PEERS = re.compile(r"connection closed by peer|connection reset by peer|\bgloo\b|\bnccl\b", re.IGNORECASE)
 
 
 def raised(error: BaseException | None) -> Raised:
-    """An exception as the value that the agent receives."""
+    """Describe an exception to the agent."""
     text = "".join(traceback.format_exception(error))
     lines = text.strip().splitlines() or [""]
     return Raised(
@@ -30,7 +27,7 @@ def raised(error: BaseException | None) -> Raised:
 
 
 def kind_of(error: BaseException | None) -> ErrorKind:
-    """What an exception was about."""
+    """Return what caused an exception."""
     match error:
         case DataError():
             return ErrorKind.DATA
@@ -43,12 +40,8 @@ def kind_of(error: BaseException | None) -> ErrorKind:
         case PeerLost():
             return ErrorKind.PEER
         case RuntimeError() | OSError():
-            return _kind_of_words(str(error))
+            if _MEMORY.search(str(error)):
+                return ErrorKind.MEMORY
+            return ErrorKind.PEER if _PEERS.search(str(error)) else ErrorKind.CODE
         case _:
             return ErrorKind.CODE
-
-
-def _kind_of_words(text: str) -> ErrorKind:
-    if _MEMORY.search(text):
-        return ErrorKind.MEMORY
-    return ErrorKind.PEER if _PEERS.search(text) else ErrorKind.CODE

@@ -1,6 +1,6 @@
 """Generators of random numbers that libraries keep for a whole process: all forks of one process would share a state.
 
-A fresh process seeds each of them from the system's own source. A library is added here as a row, with how it does so.
+A fresh process seeds each of them from the system's own source. To add a library, add its row to `_GENERATORS`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def _reseed_torch(torch: Any) -> None:
-    # The CPU's alone: `torch.seed()` would leave one seed for all devices, whose generators a fresh process seeds one
-    # by one. They are made with a device's context, which no process has that ranks are forked from.
+    # Not `torch.seed()`, which would give all devices one seed: a fresh process seeds each device's generator by
+    # itself, together with the device's context, which no process has that ranks are forked from.
     torch.default_generator.seed()
 
 
@@ -29,26 +29,28 @@ _GENERATORS: Mapping[str, _Generator] = {
     "numpy.random": (lambda numpy: numpy.seed(), _state_of_numpy),
     "torch": (_reseed_torch, lambda torch: torch.initial_seed()),
 }
-"""By module: what seeds it as a fresh process does, and what of it changes when it is seeded."""
-
+"""For each module, a function that seeds it as a fresh process does, and one that returns what seeding changes."""
 
 LIBRARIES = frozenset(name.partition(".")[0] for name in _GENERATORS)
 
 
 def reseed_generators() -> None:
-    """Seed all that are loaded, as a fresh process does."""
+    """Seed the generators of all loaded modules, as a fresh process does."""
     for name, (reseed, _) in _GENERATORS.items():
         if (module := _loaded(name)) is not None:
             reseed(module)
 
 
 def generator_states() -> Mapping[str, object]:
-    """Return what changes of each loaded one when it is seeded, by the library's name."""
-    loaded = {name: (_loaded(name), state) for name, (_, state) in _GENERATORS.items()}
-    return {name: state(module) for name, (module, state) in loaded.items() if module is not None}
+    """Return what seeding changes, keyed by the loaded module's name."""
+    states = {}
+    for name, (_, state) in _GENERATORS.items():
+        if (module := _loaded(name)) is not None:
+            states[name] = state(module)
+    return states
 
 
 def _loaded(name: str) -> ModuleType | None:
     module = sys.modules.get(name)
-    # A module that is being imported, or whose import has failed, has no generator yet.
+    # A module has no generator while its import goes on, or after it has failed.
     return module if module is not None and hasattr(module, "initial_seed" if name == "torch" else "seed") else None

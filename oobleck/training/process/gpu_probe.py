@@ -1,14 +1,14 @@
-"""A node check's look at GPUs: what NVML tells of each while it computes, and how fast it computes and copies.
+"""Measures GPUs for a node check: what NVML reports of each while it computes, and how fast it computes and copies.
 
-NVML is asked through pynvml (`nvidia-ml-py`), which is pure Python and loads the driver's library. It is an extra of
-this package's: without it GPUs are measured, and the check says what it could not read.
+NVML is read through pynvml (`nvidia-ml-py`), which is pure Python and loads the driver's library. It is an optional
+extra: without it GPUs are measured, and the check reports what it could not read.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +17,8 @@ from oobleck.control.node_check import ClockLimit, GpuFacts, GpuReading, NvmlSta
 
 _PRODUCT = 8192
 _COPY_BYTES = 1 << 30
-_LOAD_S = 0.3
-"""For so long a GPU computes before its clocks are read: they follow its load and heat with some delay."""
-_BATCH = 8
-"""Products that are launched at once: the GPU is never idle while it is measured."""
+_LOAD_S = 0.3  # clocks follow load and heat with some delay
+_BATCH = 8  # products launched at once, so that the GPU is never idle while it is measured
 
 _LIMITS = (
     ("GpuIdle", ClockLimit.IDLE),
@@ -39,15 +37,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReader:
-    """NVML, or why there is none."""
+    """The module pynvml, or the reason why it cannot be used."""
 
     nvml: Any
-    """The module pynvml, or what stands for it."""
     state: NvmlState = NvmlState.READ
     error: str = ""
 
     def read(self, facts: GpuFacts, uuid: str) -> GpuFacts:
-        """Return what is known of a GPU with what NVML says of it now."""
+        """Return a GPU's facts, completed by what NVML reports now."""
         if self.state is not NvmlState.READ:
             return replace(facts, nvml=self.state, error=self.error)
         nvml = self.nvml
@@ -68,7 +65,7 @@ def _load() -> Any:
 
 
 def open_nvml(load: Callable[[], Any] = _load) -> GpuReader:
-    """Begin to use NVML, where it is there."""
+    """Initialize NVML, if it is installed."""
     try:
         nvml = load()
     except ImportError:
@@ -86,12 +83,11 @@ def _read(nvml: Any, facts: GpuFacts, handle: object) -> GpuFacts:
     unread: list[GpuReading] = []
 
     def ask(reading: GpuReading, question: Callable[[], T]) -> T | None:
-        """Not every GPU, driver and machine can tell everything; one that is lost is another matter."""
         try:
             return question()
         except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired):
             raise
-        except nvml.NVMLError:
+        except nvml.NVMLError:  # not every GPU, driver and machine reports everything
             if reading not in unread:
                 unread.append(reading)
             return None
@@ -107,7 +103,9 @@ def _read(nvml: Any, facts: GpuFacts, handle: object) -> GpuFacts:
         nvml=NvmlState.READ,
         sm_mhz=ask(GpuReading.CLOCKS, lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
         max_sm_mhz=ask(GpuReading.CLOCKS, lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        clock_limits=_limits(nvml, reasons or 0),
+        clock_limits=tuple(
+            limit for name, limit in _LIMITS if (reasons or 0) & getattr(nvml, f"nvmlClocksThrottleReason{name}")
+        ),
         corrected=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         uncorrected=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         repair_waits=None if repairs is None else repairs[0],
@@ -122,55 +120,43 @@ def _read(nvml: Any, facts: GpuFacts, handle: object) -> GpuFacts:
     )
 
 
-def _limits(nvml: Any, reasons: int) -> tuple[ClockLimit, ...]:
-    return tuple(limit for name, limit in _LIMITS if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}"))
-
-
 def _repairs(nvml: Any, handle: object) -> tuple[bool, bool]:
-    """Whether a repair of memory waits for a reset, and whether one failed: of rows, or of pages before Ampere."""
+    """Return whether a repair of memory awaits a reset, and whether one failed."""
     try:
         _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-    except nvml.NVMLError_NotSupported:
+    except nvml.NVMLError_NotSupported:  # GPUs before Ampere retire pages instead
         return bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)), False
     return bool(is_pending), bool(has_failed)
 
 
 def _nvlinks(nvml: Any, handle: object) -> tuple[int, int]:
-    """How many NVLinks a GPU has, and how many of them are up."""
+    """Return the number of a GPU's NVLinks, and of those that are up."""
     states = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             states.append(bool(nvml.nvmlDeviceGetNvLinkState(handle, link)))
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
-            break  # it has no more
+            break  # the GPU has no link of this number
     if not states:
         raise nvml.NVMLError_NotSupported
     return len(states), sum(states)
 
 
-# --- speed -----------------------------------------------------------------------------------------------------------
-
-
+@dataclass(slots=True)
 class GpuSpeed:
-    """Measures a device: how fast it multiplies matrices in bfloat16, and how fast it copies."""
+    """Measures how fast a device multiplies matrices in bfloat16, and how fast it copies."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        size: int = _PRODUCT,
-        copy_bytes: int = _COPY_BYTES,
-        least_s: float = _LOAD_S,
-    ) -> None:
-        """Products of `size` rows and columns, copies of `copy_bytes`; each is measured for `least_s` seconds."""
-        self._device = device
-        self._least_s = least_s
-        self._size = size
-        self._copy_bytes = copy_bytes
+    device: torch.device
+    _: KW_ONLY
+    size: int = _PRODUCT
+    """Rows and columns of the matrices."""
+    copy_bytes: int = _COPY_BYTES
+    least_s: float = _LOAD_S
+    """Seconds for which each of the two is measured at least."""
 
     def product_flops(self, while_it_runs: Callable[[], T]) -> tuple[float, T]:
-        """Return operations a second, and what was looked at while it computed. Raises RuntimeError."""
-        left = torch.ones(self._size, self._size, dtype=torch.bfloat16, device=self._device)
+        """Return operations a second, and the result of `while_it_runs`. Raises RuntimeError."""
+        left = torch.ones(self.size, self.size, dtype=torch.bfloat16, device=self.device)
         right, out = torch.ones_like(left), torch.empty_like(left)
 
         def batch() -> None:
@@ -178,36 +164,36 @@ class GpuSpeed:
                 torch.mm(left, right, out=out)
 
         batch_s = self._seconds(batch)
+        # These are not waited for: the GPU computes while the function runs.
         batch()
         batch()
         seen = while_it_runs()
         batch_s = min(batch_s, self._seconds(batch))
-        return 2 * self._size**3 * _BATCH / batch_s, seen
+        return 2 * self.size**3 * _BATCH / batch_s, seen
 
     def memory_bytes_per_s(self) -> float:
         """Return bytes a second, of which a copy reads one half and writes the other. Raises RuntimeError."""
-        source = torch.ones(self._copy_bytes, dtype=torch.uint8, device=self._device)
+        source = torch.ones(self.copy_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        return 2 * self._copy_bytes / self._seconds(lambda: target.copy_(source))
+        return 2 * self.copy_bytes / self._seconds(lambda: target.copy_(source))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The shortest of several."""
         best_s, began_s = float("inf"), time.perf_counter()
-        self._settle()
-        while best_s == float("inf") or time.perf_counter() - began_s < self._least_s:
+        self._synchronize()
+        while best_s == float("inf") or time.perf_counter() - began_s < self.least_s:
             start_s = time.perf_counter()
             work()
-            self._settle()
+            self._synchronize()
             best_s = min(best_s, time.perf_counter() - start_s)
         return best_s
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def measure_gpus() -> tuple[GpuFacts, ...]:
-    """Look at all GPUs of this machine, one after the other. Raises RuntimeError where one computes nothing."""
+    """Measure all GPUs of this machine, one after the other. Raises RuntimeError where one computes nothing."""
     if not torch.cuda.is_available():
         return ()
     reader = open_nvml()
@@ -216,15 +202,13 @@ def measure_gpus() -> tuple[GpuFacts, ...]:
 
 def _measure(reader: GpuReader, device: torch.device) -> GpuFacts:
     properties: Any = torch.cuda.get_device_properties(device)
-    uuid = str(properties.uuid)
-    uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-    return measure_gpu(
-        GpuFacts(index=device.index, name=str(properties.name), nvml=reader.state), uuid, reader, GpuSpeed(device)
-    )
+    uuid = f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
+    facts = GpuFacts(index=device.index, name=str(properties.name), nvml=reader.state)
+    return measure_gpu(facts, uuid, reader, GpuSpeed(device))
 
 
 def measure_gpu(facts: GpuFacts, uuid: str, reader: GpuReader, speed: GpuSpeed) -> GpuFacts:
-    """Return what is found of one GPU; NVML's word alone where nothing can be computed. Raises RuntimeError."""
+    """Return the facts of one GPU, without its speed where it cannot compute. Raises RuntimeError."""
     before = reader.read(facts, uuid)
     if before.nvml in (NvmlState.LOST, NvmlState.RESET_NEEDED):
         return before

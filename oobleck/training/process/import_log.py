@@ -1,8 +1,6 @@
-"""What the first ranks of a script import, for another process to import the same ahead of later ranks.
+"""Logs what the first ranks of a script import, so that another process imports it ahead of later ranks.
 
-    rank ── ImportLog ──> a file in memory ── LogReader ──> a warm process's modules, and so those of later ranks
-
-The file has no name: what a script puts into its environment, which may be secret, reaches no disk.
+rank ── ImportLog ──> a file in memory ── LogReader ──> a warm process's modules, and so those of later ranks
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ from types import ModuleType
 
 def make_log() -> int:
     """Make an empty log; returns its descriptor."""
+    # In memory: the log holds values of the script's environment, which may be secret and must reach no disk.
     return os.memfd_create("oobleck-imports")
 
 
 class ImportLog:
-    """A finder that finds nothing, and notes what is looked for: all modules that are not there yet."""
+    """A finder that finds nothing, and logs each module that is not loaded yet."""
 
     def __init__(self, file: int) -> None:
         self._file = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -33,12 +32,13 @@ class ImportLog:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note the name, with what the script has changed of its environment; others find the module."""
+        """Log the name, with the script's changes to its environment; returns None, so that other finders proceed."""
+        # Processes that the script has forked log nothing, and nothing is written to another file that got the number
+        # of the descriptor after the script closed it.
         if os.getpid() == self._pid and _identity(self._file) == self._identity:
-            # Not in processes that the script has forked, nor into what has our number since the script closed it.
             changes = {key: value for key, value in os.environ.items() if self._environment.get(key) != value}
             line = json.dumps({"name": name, "environment": changes}) + "\n"
-            with suppress(OSError):  # the script's import goes on, and a later start imports it for itself
+            with suppress(OSError):  # the script's import continues, and later ranks import the module themselves
                 os.write(self._file, line.encode())
         return None
 
@@ -53,15 +53,14 @@ def _identity(file: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """A module that a rank has looked for."""
+    """A module that a rank has imported, and the changes that the script had made to its environment before."""
 
     name: str
     environment: Mapping[str, str]
-    """What the script had changed of its environment before."""
 
 
 class LogReader:
-    """Reads a log from where it stopped before."""
+    """Reads a log, each time from where it stopped before."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -69,7 +68,7 @@ class LogReader:
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is written."""
+        """The size of the whole log."""
         return os.fstat(self._file).st_size
 
     def read(self, limit_bytes: int) -> Iterator[Lookup]:
@@ -78,5 +77,4 @@ class LogReader:
         whole = data[: data.rfind(b"\n") + 1]
         self.read_bytes += len(whole)
         for line in whole.splitlines():
-            said = json.loads(line)
-            yield Lookup(name=said["name"], environment=said["environment"])
+            yield Lookup(**json.loads(line))

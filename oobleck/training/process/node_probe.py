@@ -1,8 +1,7 @@
 """The probe of a node check: `python -m oobleck.training.process.node_probe`, started over SSH, one on each node.
 
-It speaks frames on its standard streams, measures what it is asked to, and ends with its input. A measurement takes
-the best of several windows: other work on the machine makes some of them longer, a slow node all of them. A window
-lasts longer than the period of a CPU quota (0.1 s), or a quota would not be seen.
+It exchanges frames on its standard streams, measures on request, and ends with its input. A measurement takes the best
+of several windows: other work on the machine makes some of them longer, a slow node all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from oobleck.wire import FrameDecoder, encode_frame
 
 from .gpu_probe import measure_gpus
 
-_WINDOW_S = 0.25
+_WINDOW_S = 0.25  # longer than the period of a CPU quota (0.1 s), which would go unseen otherwise
 _NUM_WINDOWS = 3
 _MATRIX = 512
 _COPY_BYTES = 32 << 20
@@ -53,7 +52,9 @@ def main() -> None:
     arguments = parser.parse_args()
     output = os.dup(1)
     os.dup2(2, 1)  # libraries that print must not break the frames
-    probe = _Probe(arguments.node, _existing(arguments.directory.expanduser()), output)
+    wanted = arguments.directory.expanduser()
+    directory = next(path for path in (wanted, *wanted.parents) if path.is_dir())
+    probe = _Probe(arguments.node, directory, output)
     try:
         probe.run()
     except BaseException as error:  # noqa: BLE001  a process main: the checker gets the reason, whatever it was
@@ -67,7 +68,7 @@ class _Probe:
         self._directory = directory
         self._output = output
         self._writing = threading.Lock()
-        self._told = RendezvousTable()
+        self._rendezvous = RendezvousTable()
 
     def run(self) -> None:
         """Describe the node, then answer requests until the input ends."""
@@ -79,7 +80,7 @@ class _Probe:
                     self._handle(request)
 
     def answer(self, message: node_check.ProbeAnswer) -> None:
-        """Send a message; any thread may."""
+        """Send a message from any thread."""
         frame = encode_frame(message)
         with self._writing:
             while frame:
@@ -88,7 +89,7 @@ class _Probe:
     def _handle(self, request: node_check.ProbeRequest) -> None:
         match request:
             case node_check.PairValue(key=key, value=value):
-                self._told.put(key, value, generation=0)
+                self._rendezvous.put(key, value, generation=0)
             case node_check.MeasureAlone():
                 self._in_background(self._measure_alone)
             case node_check.MeasurePair():
@@ -97,7 +98,7 @@ class _Probe:
                 assert_never(request)
 
     def _in_background(self, measure: Callable[[], node_check.ProbeAnswer]) -> None:
-        """Measure on a thread: what the other tells comes meanwhile, and a peer that hangs is left to its thread."""
+        """Measure on a thread: the peer's values arrive meanwhile, and a peer that hangs holds up that thread alone."""
 
         def run() -> None:
             try:
@@ -129,23 +130,22 @@ class _Probe:
         return node_check.PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
 
     def _exchange(self, request: node_check.MeasurePair) -> tuple[float, float]:
-        """All-gathers between two nodes: seconds for a number, and for 8 MiB each way."""
-        timeout = timedelta(seconds=request.timeout_s)
+        """Return the seconds of an all-gather between two nodes: of one byte, and of 8 MiB each way."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [open_device(request.address)]
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=request.timeout_s)
 
-        def tell(key: str, value: bytes) -> None:
+        def send(key: str, value: bytes) -> None:
             self.answer(node_check.PairValue(key=key, value=value, nodes=request.nodes))
 
-        store = RendezvousStore(self._told, tell, request.timeout_s)
+        store = RendezvousStore(self._rendezvous, send, request.timeout_s)
         rank = request.nodes.index(self._node)
         group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
         return _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)
 
 
 def _gather_s(group: Any, num_bytes: int) -> float:
-    """The best of several all-gathers of so many bytes, in seconds. Raises RuntimeError for wrong bytes too."""
+    """Return the seconds of the fastest of several all-gathers. Raises RuntimeError for wrong bytes too."""
     ours = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
     theirs = [torch.empty_like(ours), torch.empty_like(ours)]
 
@@ -159,7 +159,7 @@ def _gather_s(group: Any, num_bytes: int) -> float:
 
 
 def _compute_s() -> float:
-    """Seconds for one matrix product on the slowest device. Raises RuntimeError for a wrong one."""
+    """Return the seconds of one matrix product on the slowest device. Raises RuntimeError for a wrong one."""
     if not torch.cuda.is_available():
         return _products_s(torch.device("cpu"), _MATRIX)
     return max(_products_s(torch.device("cuda", index), 8 * _MATRIX) for index in range(torch.cuda.device_count()))
@@ -180,14 +180,13 @@ def _products_s(device: torch.device, size: int) -> float:
 
 
 def _memory_s() -> float:
-    """Seconds to copy 32 MiB."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return _window_s(lambda: target.copy_(source))
 
 
 def _window_s(work: Callable[[], object]) -> float:
-    """Seconds for a piece of work: the mean over a window, the best of several."""
+    """Return the seconds of a piece of work: the mean over a window, in the best of several windows."""
 
     def mean_s() -> float:
         began_s, count = time.perf_counter(), 0
@@ -210,7 +209,6 @@ def _best_s(work: Callable[[], object], times: int) -> float:
 
 
 def _write(directory: Path) -> None:
-    """Write 16 MiB to the disk, and wait until they are there."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".check") as file:
         file.write(b"\xa5" * _DISK_BYTES)
         file.flush()
@@ -218,7 +216,6 @@ def _write(directory: Path) -> None:
 
 
 def _loopback() -> None:
-    """Send 16 MiB to ourselves over TCP."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
@@ -235,7 +232,7 @@ def _loopback() -> None:
 
 @contextmanager
 def _listening() -> Iterator[str]:
-    """Listen at a UNIX socket where agents have theirs; yields its path. Raises OSError."""
+    """Listen at a UNIX socket where agents would; yields its path. Raises OSError."""
     with (
         tempfile.TemporaryDirectory(prefix="oobleck-check-") as directory,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
@@ -251,7 +248,6 @@ def _listening() -> Iterator[str]:
 
 def _facts(directory: Path, path: str) -> node_check.NodeFacts:
     machine = this_machine()
-    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return node_check.NodeFacts(
         pid=os.getpid(),
         hostname=socket.gethostname(),
@@ -260,7 +256,7 @@ def _facts(directory: Path, path: str) -> node_check.NodeFacts:
         versions={"oobleck": __version__, "python": platform.python_version()} | _installed(),
         num_cpus=machine.usable_cores,
         socket=path,
-        cuda_devices=tuple(cuda),
+        cuda_devices=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         free_disk_bytes=shutil.disk_usage(directory).free,
         memory_bytes=machine.usable_memory_bytes,
     )
@@ -274,11 +270,6 @@ def _installed() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def _existing(directory: Path) -> Path:
-    """The directory, or the closest one above it that there is."""
-    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a model is made of, reported by a process of its own: `python -m oobleck.training.process.outline`.
+"""Describes a model in a process of its own: `python -m oobleck.training.process.outline`.
 
-For those who may not load torch, or do not want to: the job comes as a line of JSON on stdin, the answer is JSON, and
-what is wrong with the job is a message on stderr with the exit status 78. No memory is allocated for the model.
+It serves processes that must not load torch. It reads the job as a line of JSON from stdin and answers in JSON; a
+problem of the job is a message on stderr, with the exit status 78. It allocates no memory for the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHAPE_KEYS = (
     "hidden_act",
     "tie_word_embeddings",
 )
-"""What an estimate wants to know; configurations translate the first names into their own."""
+"""What an estimate needs; configurations translate these names into their own."""
 
 
 def main() -> int:
@@ -41,9 +41,9 @@ def main() -> int:
 
 
 def outline_of_job(job: JobSpec) -> dict[str, object]:
-    """Tell the shape and the layers of the job's model.
+    """Return the shape and the layers of the job's model.
 
-    Raises UserError for a model or an optimizer that cannot be, or a model that devices cannot share.
+    Raises UserError for an impossible model or optimizer, or a model that devices cannot share.
     """
     with quick_imports():
         from oobleck.training.assembly import try_out

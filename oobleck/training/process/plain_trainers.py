@@ -1,8 +1,7 @@
-"""Trainers that are transformers' own where a run has started the script: they would train in its process alone.
+"""Refuses transformers' own trainers in a run's scripts: they would train in the script's process alone.
 
-A library that has imported transformers' Trainer before a script put ours in its place (TRL's trainers are subclasses
-of it) trains as if there were no nodes, and nothing would say so. transformers is not imported for this: a script may
-set environment variables for it first.
+A library that imported transformers' Trainer before a script put ours in its place (TRL's trainers are subclasses
+of it) would train as if there were no nodes, without a word.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -22,15 +21,15 @@ _MODULE = "transformers.trainer"
 
 
 def refuse_plain_trainers() -> None:
-    """Have `train()` of trainers that are not ours raise UsageError, once transformers is imported."""
+    """Make `train()` of trainers that are not ours raise UsageError, once transformers is imported."""
     if _MODULE in sys.modules:
         _refuse(sys.modules[_MODULE])
-    else:
+    else:  # not imported here: the script may set environment variables for it first
         sys.meta_path.insert(0, _Watch())
 
 
 class _Watch(MetaPathFinder):
-    """Finds the module as it is found without it, and changes it once it is loaded."""
+    """Finds the module as other finders would, and changes it once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,28 +39,20 @@ class _Watch(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loading(spec.loader)
+            loader = spec.loader
+            load = loader.exec_module
+
+            def load_and_refuse(module: ModuleType) -> None:
+                load(module)
+                _refuse(module)
+
+            loader.exec_module = load_and_refuse  # type: ignore[method-assign]  # this spec's own loader
         return spec
-
-
-class _Loading(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _refuse(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # where its text is, for tracebacks
 
 
 def _refuse(module: ModuleType) -> None:
     kind: Any = module.Trainer
-    train = kind.train  # ours does not come to it
+    train = kind.train  # our subclass overrides it and never calls it
 
     @functools.wraps(train)
     def refusing(self: Any, *_args: Any, **_named: Any) -> Any:

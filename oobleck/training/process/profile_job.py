@@ -1,8 +1,8 @@
 """Profiles a job's model on this machine, in a process of its own: `python -m oobleck.training.process.profile_job …`.
 
-The job comes as a line of JSON on stdin; the arguments are the directories of tokens and of profiles, how many workers
-are to share the machine, and `fresh` or `cached`. The profile, its key, and whether it was there before, go to stdout
-as JSON; what is wrong with the job goes to stderr, with the exit status 78.
+It reads the job as a line of JSON from stdin. The arguments are the directories of tokens and of profiles, the number
+of workers that share the machine, and `fresh` or `cached`. It writes the profile, its key, and whether it was cached,
+to stdout as JSON; a problem of the job goes to stderr, with the exit status 78.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def main() -> int:
     """Print the profile of a job; returns the exit status."""
     job = decode_json((JobSpec,), sys.stdin.readline())
     cache_dir, profile_dir, workers, freshness = sys.argv[1:]
-    places, is_fresh = (Path(cache_dir), Path(profile_dir)), freshness == "fresh"
-    return answer_with(lambda: json.dumps(_profile(job, *places, int(workers), is_fresh=is_fresh)))
+    is_fresh = freshness == "fresh"
+    return answer_with(
+        lambda: json.dumps(_profile(job, Path(cache_dir), Path(profile_dir), int(workers), is_fresh=is_fresh))
+    )
 
 
 def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, is_fresh: bool) -> dict[str, object]:
@@ -41,8 +43,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     if job.compile:
         require_compiler(device)
     machine = this_machine()
-    cores = machine.usable_cores
-    threads = job.torch_threads or max(1, cores // workers)
+    threads = job.torch_threads or max(1, machine.usable_cores // workers)
     memory_bytes = (
         device_memory_bytes(device, num_sharing=1, wanted_bytes=job.device_memory_bytes)
         or job.device_memory_bytes
@@ -58,15 +59,14 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
         device=(device_name(device), memory_bytes, threads, machine.num_cores),
         versions=(platform.python_version(), str(torch.__version__)),
     )
-    cached = None if is_fresh else _cached(profile_dir / f"{key}.json")
-    if cached is None:
-        profile = profile_of_job(job, structure, assembly.optimizer, device_memory_bytes=memory_bytes)
-    profile_json = profile_to_json(profile) if cached is None else cached
-    return {"key": key, "profile": profile_json, "was_cached": cached is not None}
+    if not is_fresh and (cached := _cached(profile_dir / f"{key}.json")) is not None:
+        return {"key": key, "profile": cached, "was_cached": True}
+    profile = profile_of_job(job, structure, assembly.optimizer, device_memory_bytes=memory_bytes)
+    return {"key": key, "profile": profile_to_json(profile), "was_cached": False}
 
 
 def _cached(path: Path) -> str | None:
-    """What a run or a command before has measured; None where there is nothing that can be read."""
+    """Read an earlier profile; returns None where there is none that is readable."""
     try:
         text = path.read_text(encoding="utf-8")
         profile_from_json(text, source=str(path))

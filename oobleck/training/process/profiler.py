@@ -1,15 +1,14 @@
 """Measures what one microbatch costs in each layer, on this device, with the code that training runs.
 
-Layers are measured alone, one after the other, so that a model much larger than the device can be profiled.
-Times of the network are not measured here: they are `ASSUMED_NETWORK` until a run has timed its links.
+Each layer is measured alone, so that a model much larger than the device can be profiled.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,14 @@ from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 from oobleck.training.optim import Optimizer
 
-ASSUMED_NETWORK = NetworkProfile(
+_ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
     inter_node_latency_s=1e-4,
     intra_node_bytes_per_s=4e9,
     intra_node_latency_s=5e-5,
     assumed=LINKS,
 )
-"""An assumption, not a measurement: 10-gigabit Ethernet between nodes, and several times that within one."""
+"""10-gigabit Ethernet between nodes, and several times that within one, until a run has timed its links."""
 
 _NUM_WARMUPS = 2
 _NUM_RUNS = 5
@@ -41,17 +40,11 @@ _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 class _Cost:
     forward_s: float
     backward_s: float
-    memory: _Memory
     split: SplitBackward | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
     activation_bytes: int
     cast_bytes: int
-    """Of the weights that autocast casts once for all microbatches."""
+    """Copies of weights that autocast makes once for all microbatches."""
     transient_bytes: int
-    """As in a profile; 0 where it cannot be measured."""
 
 
 def measure_profile(
@@ -67,18 +60,15 @@ def measure_profile(
     splits: bool = False,
     state_tensors: int = 2,
     communication_bytes: int = 0,
-    network: NetworkProfile = ASSUMED_NETWORK,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
 
-    With `splits`, backward passes in two parts are measured as well. `state_tensors` is how many tensors of its own
-    size an optimizer keeps for a parameter, `communication_bytes` what NCCL keeps on the device.
+    With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
+    optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
+    device.
 
-    Blocks that are alike in class, shapes and kind of attention are measured once. Memory in use at any time:
-    one layer with its gradients and activations. Leaves the device's generator in another state.
-
-    On a GPU, whose allocator knows its peak, what a pass takes for a moment is measured as well, and copies and
-    messages are counted.
+    The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
+    generator.
     """
     stage = StageModel(
         structure,
@@ -90,18 +80,18 @@ def measure_profile(
     )
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device)
+    hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
     for layer, name in enumerate(structure.layer_names):
+        # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
         if kind not in measured:
             measured[kind] = _measure(stage, layer, batch, compiles=compiles, splits=splits)
-        cost, memory = measured[kind], measured[kind].memory
+        cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
-        is_last = layer == structure.num_layers - 1
-        hidden_elements = microbatch_size * structure.sequence_length * structure.hidden_size
-        output_bytes = 0 if is_last else hidden_elements * stage.hidden_dtype.itemsize
+        output_bytes = 0 if layer == structure.num_layers - 1 else hidden_bytes
         layers.append(
             LayerProfile(
                 name=name,
@@ -110,11 +100,12 @@ def measure_profile(
                 param_bytes=elements * dtype.itemsize,
                 frozen_bytes=(elements - trained) * dtype.itemsize,
                 optimizer_bytes=trained * dtype.itemsize * state_tensors,
-                activation_bytes=memory.activation_bytes,
+                activation_bytes=cost.activation_bytes,
                 output_bytes=output_bytes,
                 split=cost.split,
-                copy_bytes=memory.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
-                transient_bytes=memory.transient_bytes,
+                # Copies of gradients and messages in transit are counted on GPUs only.
+                copy_bytes=cost.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
+                transient_bytes=cost.transient_bytes,
                 message_bytes=output_bytes if on_gpu else 0,
             )
         )
@@ -126,7 +117,7 @@ def measure_profile(
         device=DeviceProfile(
             name=device_name(stage.device), memory_bytes=device_memory_bytes, communication_bytes=communication_bytes
         ),
-        network=network,
+        network=_ASSUMED_NETWORK,
     )
 
 
@@ -142,7 +133,7 @@ def profile_of_job(
     device_memory_bytes: int,
     owns_device: bool = True,
 ) -> Profile:
-    """Measure all layers of a job's model as its workers run them; `owns_device` if each has a device of its own."""
+    """Measure all layers of a job's model as its workers run them; `owns_device` if no two workers share a device."""
     precision = Precision.of(job.dtype)
     device = torch.device(job.device)
     return measure_profile(
@@ -161,7 +152,7 @@ def profile_of_job(
 
 
 def bytes_of_nccl(device: torch.device, *, owns_device: bool) -> int:
-    """Return what NCCL is assumed to keep on a worker's device; 0 where Gloo carries all."""
+    """Return what NCCL is assumed to keep on a worker's device; 0 where the worker uses Gloo."""
     return ASSUMED_COMMUNICATION_BYTES if device.type == "cuda" and owns_device else 0
 
 
@@ -169,55 +160,51 @@ def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> 
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, structure.sequence_length)
     ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator).to(device)
-    is_causal = structure.task == "causal_lm"
+    labels = ids
     if structure.task in ("sequence_classification", "token_classification"):
         labels = torch.zeros_like(ids)
-        return Batch(
-            input_ids=ids,
-            labels=labels[:, 0] if structure.task == "sequence_classification" else labels,
-            is_causal=is_causal,
-        )
-    return Batch(input_ids=ids, labels=ids, is_causal=is_causal)
+    if structure.task == "sequence_classification":
+        labels = labels[:, 0]
+    return Batch(input_ids=ids, labels=labels, is_causal=structure.task == "causal_lm")
 
 
 def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, splits: bool) -> _Cost:
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
-    memory = _memory(stage, batch, compiles=compiles)
+    activation_bytes, cast_bytes, transient_bytes = _memory(stage, batch, compiles=compiles)
     put_off = WeightGradients()
     for module in stage.modules_of(layer):
         put_off.put_off(module)
-    # Gradients stay between runs: adding to them is a part of every backward pass but a step's first. Both ways take
-    # turns, so that neither is measured while the machine has more to do than during the other.
+    # Gradients stay between runs, because every backward pass but a step's first adds to them. The two ways alternate,
+    # so that a load on the machine slows both.
     times: list[tuple[float, float]] = []
     parts: list[SplitBackward] = []
-    for number in range(_NUM_WARMUPS + _NUM_RUNS):
-        whole = _run(stage, batch)
-        part = _run_split(stage, batch, put_off) if splits else None
-        if number >= _NUM_WARMUPS:
-            times.append(whole)
-            parts += [] if part is None else [part]
+    for _ in range(_NUM_WARMUPS + _NUM_RUNS):
+        times.append(_run(stage, batch))
+        if splits:
+            parts.append(_run_split(stage, batch, put_off))
     stage.adopt(0, 0, {})
+    times, parts = times[_NUM_WARMUPS:], parts[_NUM_WARMUPS:]
+    # Other load on the machine, such as workers that start, only ever adds to a time: the shortest one is the truest.
+    split = None
+    if splits:
+        split = SplitBackward(
+            forward_s=min(part.forward_s for part in parts),
+            backward_input_s=min(part.backward_input_s for part in parts),
+            backward_weight_s=min(part.backward_weight_s for part in parts),
+            kept_bytes=max(part.kept_bytes for part in parts),
+        )
     return _Cost(
-        # What else the machine does only ever adds to these: other workers start while one measures.
         forward_s=min(forward for forward, _ in times),
         backward_s=min(backward for _, backward in times),
-        memory=memory,
-        split=_quickest(parts) if parts else None,
-    )
-
-
-def _quickest(parts: Sequence[SplitBackward]) -> SplitBackward:
-    return SplitBackward(
-        forward_s=min(part.forward_s for part in parts),
-        backward_input_s=min(part.backward_input_s for part in parts),
-        backward_weight_s=min(part.backward_weight_s for part in parts),
-        kept_bytes=max(part.kept_bytes for part in parts),
+        split=split,
+        activation_bytes=activation_bytes,
+        cast_bytes=cast_bytes,
+        transient_bytes=transient_bytes,
     )
 
 
 def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
-    """Run once with the weights' gradients put off."""
     put_off.engage(is_on=True)
     put_off.begin(0)
     forward_s, backward_input_s = _run(stage, batch)
@@ -246,7 +233,7 @@ def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
 
 
 def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what the neighbours would send: hidden states and the gradient of the output."""
+    """Return what the neighbours would send: hidden states, and the gradient of the output."""
     shape = (*batch.input_ids.shape, stage.structure.hidden_size)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.hidden_dtype)
@@ -256,11 +243,7 @@ def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch
 
 @contextmanager
 def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
-    """Time the forward pass of the layer that a stage consists of.
-
-    A block is timed from its call to its return: what the model does around its blocks (masks, rotary tables)
-    is done once a stage, not once a block. The embedding and the head are charged with it.
-    """
+    """Time the forward pass of the stage's only layer."""
     times: list[float] = []
 
     def note(*_: Any) -> None:
@@ -269,9 +252,11 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
     (layer,) = stage.layers
     is_block = not stage.is_first and not stage.is_last
     handles = []
+    # A block is timed from its call to its return: the model prepares masks and rotary tables once a stage, not once a
+    # block. Embedding and head are charged with that.
     if is_block:
         (module,) = stage.modules_of(layer)
-        # In front of the stage's own hook, as that is a part of running the layer.
+        # The hook precedes the stage's own, which is a part of running the layer.
         handles = [module.register_forward_pre_hook(note, prepend=True), module.register_forward_hook(note)]
     else:
         note()
@@ -284,46 +269,41 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def _memory(stage: StageModel, batch: Batch, *, compiles: bool) -> _Memory:
-    """Measure what a layer keeps of one microbatch, and what it takes beside that."""
-    # With activation checkpointing nothing is kept of a block but the hidden states that it received.
+def _memory(stage: StageModel, batch: Batch, *, compiles: bool) -> tuple[int, int, int]:
+    """Return the bytes of a microbatch's activations, of weights that autocast casts once, and of transient memory."""
     hidden_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
     with stage.casting_once():
-        # What is compiled casts weights as a part of its own, for each microbatch.
+        # Compiled code casts weights itself, for each microbatch.
         cast = {} if compiles else _cast_weights(stage, batch)
-        kept_bytes = sum(_storage_bytes(each) for address, each in _kept(stage, batch).items() if address not in cast)
+        kept = _kept(stage, batch)
+        kept_bytes = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in cast)
+        # With activation checkpointing, autograd shows nothing of a block, which keeps the hidden states it received.
         activation_bytes = max(kept_bytes, 0 if stage.is_first else hidden_bytes)
-        return _Memory(
-            activation_bytes=activation_bytes,
-            cast_bytes=sum(map(_storage_bytes, cast.values())),
-            transient_bytes=_transient_bytes(stage, batch, activation_bytes) if stage.device.type == "cuda" else 0,
-        )
+        cast_bytes = sum(each.untyped_storage().nbytes() for each in cast.values())
+        # Only a GPU's allocator knows its peak.
+        on_gpu = stage.device.type == "cuda"
+        return activation_bytes, cast_bytes, _transient_bytes(stage, batch, activation_bytes) if on_gpu else 0
 
 
 def _cast_weights(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
-    """Return the copies of weights that autocast makes once: what two microbatches in flight share, by address.
-
-    Activation checkpointing, which hides them, works in training alone. One sample shows them as well as many.
-    """
+    """Return the copies of weights that autocast makes once, which two microbatches in flight share, by address."""
     if stage.autocast is None:
         return {}
-    sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
+    sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])  # one sample shows as much as many
+    # Activation checkpointing hides the copies, and is off in evaluation.
     with stage.evaluating():
         first, second = _kept(stage, sample), _kept(stage, sample)
     return {address: each for address, each in first.items() if address in second and each.dtype == stage.autocast}
 
 
 def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
-    """Return what autograd keeps of one microbatch, by address, parameters left out. Of views there is one.
-
-    What is returned is held, so that no address is given out again.
-    """
+    """Return what autograd keeps of one microbatch except parameters, by address: one tensor for all views."""
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if (address := tensor.untyped_storage().data_ptr()) not in known:
-            kept[address] = tensor.detach()
+            kept[address] = tensor.detach()  # holds the memory, so that no later tensor gets the same address
         return tensor
 
     hidden, _ = _inputs(stage, batch)
@@ -332,13 +312,9 @@ def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
     return kept
 
 
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
 def _transient_bytes(stage: StageModel, batch: Batch, activation_bytes: int) -> int:
-    """Return what the passes of one microbatch take of a GPU's memory on top of its activations, at their fullest."""
-    _run(stage, batch)  # gradients, copies of weights and the libraries' workspaces are there from now on
+    """Return the GPU memory that the passes of one microbatch take at their peak, on top of its activations."""
+    _run(stage, batch)  # allocates gradients, copies of weights and the libraries' workspaces, which stay
     before = torch.cuda.memory_allocated(stage.device)
     torch.cuda.reset_peak_memory_stats(stage.device)
     _run(stage, batch)
@@ -352,17 +328,11 @@ def _now_s(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called by its maker."""
+    """Return the maker's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -25,33 +25,32 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import NoReturn, TextIO
 
-from oobleck.control.protocol import TRACE_SIGNAL, BecomeRank
+from oobleck.control.protocol import OVERFLOW_HEAD, TRACE_SIGNAL, BecomeRank
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
 from .generators import reseed_generators
 from .import_log import ImportLog
-from .rank_log import RankLog
 
 _F_SETSIG = 10
+_CHUNK_BYTES = 1 << 12
 _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 
 _guard: socket.socket | None = None
-"""The agent's end is closed when the agent ends; kept for as long as the process lives."""
-
 _stacks: TextIO | None = None
 
 
 def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
-    """Be what the agent says, until its end. `imports` is the descriptor of a log of imports."""
+    """Run what the agent asks for until it ends. `imports` is the descriptor of a log of imports."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # it may have been asked to end before it began
+    # A signal that arrived since the fork takes effect here: the defaults that it meets are in place.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     setup, overflow = _receive(sock)
     _end_with_agent(sock)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts; a program gets the default back below
     _redirect(setup.stdout, setup.stderr, overflow)
     os.environ.clear()
     os.environ.update(setup.environment)
@@ -64,29 +63,34 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         os._exit(127)
-    _be_named([sys.executable, "-u", *(["-m"] if setup.entry == "module" else []), *command])
+    is_module = setup.entry == "module"
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if is_module else []), *command]  # as torchrun's ranks have it
+    set_command_line(sys.orig_argv)
+    set_name(os.path.basename(sys.executable))
     _be_fresh()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
     if setup.logs_imports:
         sys.meta_path.insert(0, ImportLog(imports))
-    _leave(_run_python(command, is_module=setup.entry == "module"))
+    _leave(_run_python(command, is_module=is_module))
 
 
 def _receive(sock: socket.socket) -> tuple[BecomeRank, socket.socket]:
-    """What the agent says, and where it takes what no file does."""
+    """Receive the agent's order, and the socket that takes output which no file takes."""
     sock.setblocking(True)
     decoder = FrameDecoder[BecomeRank](BecomeRank)
     data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
     while data and descriptors:
-        if said := decoder.feed(data):
+        if orders := decoder.feed(data):
             os.set_inheritable(descriptors[0], False)
-            return said[0], socket.socket(fileno=descriptors[0])
+            return orders[0], socket.socket(fileno=descriptors[0])
         data = sock.recv(1 << 16)
     os._exit(1)  # the agent has ended
 
 
 def _end_with_agent(sock: socket.socket) -> None:
-    """Have the kernel kill this process when its agent ends, whatever it executes by then, and without a thread."""
+    """Have the kernel kill this process when its agent ends, whatever program it executes by then."""
+    # The agent's end closes with the agent, which raises the signal here: no thread has to wait for that. The global
+    # keeps our end open for as long as the process lives.
     global _guard
     _guard = sock
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
@@ -95,12 +99,11 @@ def _end_with_agent(sock: socket.socket) -> None:
     os.set_inheritable(sock.fileno(), True)
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    if poll.poll(0):  # it had ended before
+    if poll.poll(0):  # the agent ended before the signal was set up
         os._exit(1)
 
 
 def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
-    """Write to files, line by line: what is written is there however the process ends."""
     sys.stdout = sys.__stdout__ = _output(1, stdout, sys.stdout, overflow)  # type: ignore[misc]  # what Python has there
     sys.stderr = sys.__stderr__ = _output(2, stderr, sys.stderr, overflow)  # type: ignore[misc]  # the same
     null = os.open(os.devnull, os.O_RDONLY)
@@ -109,18 +112,58 @@ def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
 
 
 def _output(number: int, path: str, before: TextIO, overflow: socket.socket) -> io.TextIOWrapper:
-    """A stream as Python has made it, but of a file; with the encoding and its errors as Python has chosen them."""
-    file = io.BufferedWriter(RankLog(number, path, overflow))  # type: ignore[type-var]  # it writes whatever a buffer has
+    """Make a stream like Python's own, with the encoding and error handling that Python chose, but of a file."""
+    file = io.BufferedWriter(_RankLog(number, path, overflow))  # type: ignore[type-var]  # it writes whatever a buffer has
+    # Buffered by lines, so that output is in the file however the process ends.
     output = io.TextIOWrapper(file, before.encoding, before.errors, newline="\n", line_buffering=True)
     output.mode = "w"  # type: ignore[misc]  # as Python does
     return output
 
 
-def _be_named(words: list[str]) -> None:
-    """Be shown as torchrun's ranks are."""
-    sys.orig_argv = words
-    set_command_line(words)
-    set_name(os.path.basename(sys.executable))
+class _RankLog(io.FileIO):
+    """A rank's standard stream, to which no write fails: a full disk is no fault of the script's.
+
+    Output that its file does not take goes to the agent, which shows it. Output of child processes, and of libraries in
+    other languages, bypasses this class.
+    """
+
+    def __init__(self, number: int, path: str, overflow: socket.socket) -> None:
+        """`number` becomes the descriptor of the file; `overflow` is a socket of messages."""
+        self._path = path
+        self._overflow = overflow
+        self._is_open = False
+        with suppress(OSError):
+            os.dup2(null := os.open(os.devnull, os.O_WRONLY), number)
+            os.close(null)
+        super().__init__(number, "w", closefd=False)
+        self.name = "<stdout>" if number == 1 else "<stderr>"
+        with suppress(OSError):
+            self._open()
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # all that it is passed
+        view = memoryview(data).cast("B")
+        written = 0
+        try:
+            if not self._is_open:
+                self._open()
+            while written < len(view):
+                written += super().write(view[written:]) or 0
+        except OSError as error:
+            self._hand_over(error.errno or 0, bytes(view[written:]))
+        return len(view)
+
+    def _open(self) -> None:
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, self.fileno())
+        os.close(file)
+        self._is_open = True
+
+    def _hand_over(self, problem: int, data: bytes) -> None:
+        """Send the agent unwritten output and the error; output for which the agent has no room is lost."""
+        for start in range(0, len(data), _CHUNK_BYTES):
+            with suppress(OSError):
+                head = OVERFLOW_HEAD.pack(self.fileno(), problem, os.fstat(self.fileno()).st_size)
+                self._overflow.send(head + data[start : start + _CHUNK_BYTES], socket.MSG_DONTWAIT)
 
 
 def _be_fresh() -> None:
@@ -133,18 +176,18 @@ def _be_fresh() -> None:
 
 
 def _leave_stack_when_asked(directory: str) -> None:
-    """Have where all threads are written to a file at a signal, whatever they are in, be it native code."""
+    """Write the stacks of all threads to a file at a signal, even of threads in native code."""
     global _stacks
     try:
         _stacks = open(os.path.join(directory, "stacks.log"), "w", encoding="utf-8")  # noqa: SIM115  kept for good
     except OSError:  # the disk is full
-        _stacks = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the same
+        _stacks = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  kept for good
     faulthandler.register(TRACE_SIGNAL, file=_stacks, all_threads=True)
 
 
 def _run_python(command: list[str], *, is_module: bool) -> int:
     """Run a script or a module as `__main__`; returns the exit status."""
-    sys.argv = list(command)
+    sys.argv = command
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(command[0])))
     try:
         if is_module:
@@ -152,9 +195,12 @@ def _run_python(command: list[str], *, is_module: bool) -> int:
         else:
             _run_script(command[0])
     except SystemExit as end:
-        return _status(end.code)
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
     except BaseException as error:  # noqa: BLE001  the script's own
-        _tell(error)
+        _print_error(error)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -173,24 +219,13 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)  # noqa: S102  the user's own script
 
 
-def _status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    sys.stderr.write(f"{code}\n")
-    return 1
-
-
-def _tell(error: BaseException) -> None:
-    """Print an exception as Python does, and leave it where torchrun's ranks do, unless the script has done so."""
+def _print_error(error: BaseException) -> None:
+    """Print an exception as Python does, and write it where torchrun's ranks do, unless the script has done so."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FRAMES:
         frames = frames.tb_next
     error = error.with_traceback(frames)
     sys.excepthook(type(error), error, frames)
-    _leave_error(error)
-
-
-def _leave_error(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
@@ -198,15 +233,19 @@ def _leave_error(error: BaseException) -> None:
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     with suppress(OSError), open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(message, file)  # without it, the agent reads the end of what the rank has written
+        json.dump(message, file)  # without this file, the agent reads the end of the rank's output
 
 
 def _leave(status: int) -> NoReturn:
-    """End as an interpreter does: threads that are no daemons first, then what was registered for the exit."""
+    """End as an interpreter does: join threads that are no daemons, then run exit handlers, then finalize objects."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing's processes do
         atexit._run_exitfuncs()
-        _finalize()
+        # Rejected: `Py_FinalizeEx`. In a forked process, libraries would wait there for threads of the process before.
+        _flush_files()  # first: a text file that is collected together with its buffer may lose what it has
+        sys.modules.pop("__main__", None)
+        gc.collect()
+        _flush_files()
     except BaseException:  # noqa: BLE001  the script's own
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
@@ -217,20 +256,8 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _finalize() -> None:
-    """Have the script's objects finalized, and files that it has left open written, as when an interpreter ends.
-
-    Rejected: to end the interpreter itself (`Py_FinalizeEx`). In a forked process libraries would wait there for
-    threads that only the process before had.
-    """
-    _flush_files()  # first: a text file that is collected together with its buffer may lose what it has
-    sys.modules.pop("__main__", None)
-    gc.collect()
-    _flush_files()
-
-
 def _flush_files() -> None:
     for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):  # not isinstance: a library's stand-ins would import what they stand for
+        if issubclass(type(each), io.IOBase):  # not isinstance: a library's lazy proxies would import their module
             with suppress(OSError, ValueError):  # closed, or full
                 each.flush()

@@ -1,8 +1,8 @@
 """A process that forks the ranks of a script: at first itself, then by a process that has imported what they import.
 
-`python -P -m oobleck.training.process.rank_server WARMTH ROOM SOCKET`: a file of the job's directory that is there
-while ranks start warm, blanks whose place in memory takes the names that processes show, and the descriptor of the
-inherited listening socket. It imports nothing of the script's: whatever that does, the server answers.
+`python -P -m oobleck.training.process.rank_server WARMTH ROOM SOCKET`: a file of the job's directory that exists while
+ranks start warm, blanks whose place in memory takes the command lines that processes show, and the descriptor of the
+inherited listening socket. It imports nothing of the script's, so it answers whatever that does.
 """
 
 from __future__ import annotations

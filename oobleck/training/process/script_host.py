@@ -1,11 +1,11 @@
 """Runs a script beside `oobleck up`, in a process of its own: `python -m oobleck.training.process.script_host WHAT`.
 
-    describe    a ScriptSpec on stdin; its settings and what it makes on stdout, or what is wrong with it. Then, if one
-                comes, the JobSpec that came of it; what its trials say of that
-    callbacks   a JobSpec on stdin, then the journal's entries, one JSON line each; "stop" on stdout when a callback
-                wants that
+    describe    stdin: a ScriptSpec; stdout: its settings and what it makes, or a problem. Then, optionally, stdin: the
+                JobSpec made of them; stdout: the outcome of its trials
+    callbacks   stdin: a JobSpec, then the journal's entries, one JSON line each; stdout: "stop" when a callback asks
+                for that, and failures of callbacks
 
-What the script itself prints goes to stderr.
+The script's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .plain_trainers import refuse_plain_trainers
 
 
 def main() -> int:
-    """Do what the first argument says; returns the exit status."""
+    """Do what the first argument names; returns the exit status."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     shield_scripts()
@@ -57,14 +57,14 @@ def _describe(lines: BinaryIO, answers: TextIO) -> None:
 
 
 def _answer(make: Callable[[], dict[str, object]], script: ScriptSpec, answers: TextIO) -> None:
-    """Write an answer as a line, or what is wrong with the script that it is of."""
+    """Write an answer as a line, or what is wrong with the script."""
     try:
         answer = _as_text(make(), script)
     except UserError as error:
         is_unbuilt = isinstance(error, UnbuiltModel)
-        said = {"problem": str(error), "is_usage": not isinstance(error, ConfigError), "is_unbuilt": is_unbuilt}
-        answer = json.dumps(said)
-    # What settings are made of is the user's own, samples and all, and may fail in any way.
+        problem = {"problem": str(error), "is_usage": not isinstance(error, ConfigError), "is_unbuilt": is_unbuilt}
+        answer = json.dumps(problem)
+    # The script's code makes the settings and the samples, and may fail in any way.
     except Exception as error:  # noqa: BLE001
         answer = json.dumps({"problem": blamed(error, script), "is_usage": False})
     answers.write(f"{answer}\n")
@@ -72,7 +72,7 @@ def _answer(make: Callable[[], dict[str, object]], script: ScriptSpec, answers: 
 
 
 def _tried(job: JobSpec, made: Mapping[str, Callable[..., Any]]) -> dict[str, object]:
-    """Try a job with what its script makes; tells what people should know of it."""
+    """Try a job with what its script makes; returns a note for people."""
     with quick_imports():
         from oobleck.training.assembly import try_out
 
@@ -86,7 +86,7 @@ def _tried(job: JobSpec, made: Mapping[str, Callable[..., Any]]) -> dict[str, ob
 
 
 def _require_no_weights(callbacks: Iterable[object]) -> None:
-    """Raise ConfigError that names a callback which has a model, or parts of one: it would see no training of it."""
+    """Raise ConfigError for a callback that holds a model or parts of one, which no training would change."""
     if (torch := sys.modules.get("torch")) is None:
         return
     for callback in callbacks:

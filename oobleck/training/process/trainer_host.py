@@ -1,13 +1,13 @@
 """Runs a script whose `train()` trains on a run's nodes: `python -m oobleck.training.process.trainer_host SOCKET`.
 
 It is the user's own process: the script runs once in it, as `__main__`, from its first line to its last. At `train()`
-it says over the socket, whose number it is given, what is to be trained; then it is told what happens, calls the
-script's callbacks for that, and continues with the trained weights when the run has ended.
+the process describes the job to the master over the socket, whose number is an argument. It then follows the journal,
+calls the script's callbacks, and continues with the trained weights when the run has ended.
 
-    here it comes     a ScriptSpec
-    out it goes       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
-    here it comes     {"log": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
-    out it goes       "stop" when a callback wants that
+    receives    a ScriptSpec
+    sends       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
+    receives    {"log": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
+    sends       "stop" when a callback asks for that
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from .plain_trainers import refuse_plain_trainers
 
 _FAILED = 1
 _IS_ENTRY = b'{"@type"'
-_GONE = 75
-"""The run continues, or can be continued, without this process."""
+_GONE = 75  # EX_TEMPFAIL: the run continues, or can be continued, without this process
 
 
 def main() -> int:
@@ -68,18 +67,18 @@ class _TrainerHost:
         self._master = master
         self.lines: BinaryIO = master.makefile("rb")
         self.has_begun = False
-        """Whether it was said what is to be trained, or why nothing can be."""
+        """Whether the master has received a job, or the reason why there is none."""
 
     def send(self, answer: object) -> None:
-        """Tell the master something."""
         self.has_begun = True
         self._master.sendall(json.dumps(answer).encode() + b"\n")
 
     def train(self, trainer: Any) -> Any:
-        """Have a trainer's job trained; returns what its `train()` returns. Exits with the run, if that fails.
+        """Have a trainer's job trained; returns what its `train()` returns. Exits with the run's status if that fails.
 
-        Raises UsageError for a second one, of which workers would know nothing.
+        Raises UsageError for a second call.
         """
+        # Workers run the script up to its first `train()`: they would know nothing of another.
         if self.has_begun:
             raise UsageError(f"{type(trainer).__name__}.train() comes after another: a run trains once; start another")
         try:
@@ -90,14 +89,17 @@ class _TrainerHost:
             raise SystemExit(_FAILED) from error
         self.send(described)
         run = trainer.follow(job)
-        with _left_alone():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the master, which finishes the step
+        try:
             ended = self._follow(run)
+        finally:
+            signal.signal(signal.SIGINT, before)
         if ended["exit_code"]:
             raise SystemExit(ended["exit_code"])
         return run.finish(Path(ended["checkpoints"]))
 
     def _follow(self, run: Any) -> Any:
-        """Take what the master tells until the run has ended; returns what it says then."""
+        """Follow the run until it has ended; returns the master's last line."""
         first = self.lines.readline()
         if not first:
             return {"exit_code": _GONE}
@@ -115,18 +117,8 @@ class _TrainerHost:
 
 
 @contextmanager
-def _left_alone() -> Iterator[None]:
-    """Within the block a Ctrl-C is for the master, which finishes the step."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
 def _output_in(log: Path) -> Iterator[None]:
-    """Within the block all output goes to a file: the terminal shows the run."""
+    """Redirect all output to a file within the block, while the terminal shows the run."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]

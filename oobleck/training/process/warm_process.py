@@ -1,10 +1,9 @@
 """The process that has imported what the first ranks of a script did, and forks the later ones. It may end at any time.
 
-It imports one module after the other, and says the name of each before, so that another process knows which one it
-hangs or ends in (`warmer`). Only what is installed counts: a script's own modules may be edited, and may do anything
-when they are imported. Where the script had changed its environment before an import, the process changes its own in
-the same way for that import. A package that leaves what a fork would share or lose (threads, processes, a CUDA context,
-a generator of random numbers with a seed) ends the process, and is left to the ranks.
+It reports the name of each module before the import, so that another process knows which one it hangs or ends in
+(`warmer`). It imports installed modules only: a script's own may be edited, and may do anything on import. A package
+that creates what a fork would share or lose (threads, processes, a CUDA context, a seeded generator of random numbers)
+ends the process, and is left to the ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
 
 LEARN = b"l"
-"""Before a number: import what the log has up to there. Any other request is for a fork."""
+"""A number follows: import what the log has up to there. Any other request is for a fork."""
 TRYING = b"t"
-"""Before the name of a module that is imported next."""
+"""The name of the module follows that is imported next."""
 REFUSED = b"x"
-"""Before the name of a module that no fork can be made with, and why; the process ends."""
+"""The name of a module follows that no fork can be made with, and the reason; the process ends."""
 READY = b"r"
-"""All of it is imported."""
 
 _MESSAGE_BYTES = 4096
 _DESCRIPTORS = 2
@@ -47,11 +45,11 @@ _PR_SET_PDEATHSIG = 1
 def be_warm(
     sock: socket.socket, log: LogReader, refused: frozenset[str], work: Callable[[socket.socket], None]
 ) -> NoReturn:
-    """Import and fork as the other end of `sock` says, until it is gone."""
+    """Import and fork as the other end of `sock` requests, until it is closed."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the parent ended before the signal was set up
         os._exit(0)
     set_name("oobleck-warm")
     signal.set_wakeup_fd(-1)
@@ -71,20 +69,21 @@ def be_warm(
 def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]) -> None:
     own = os.getpid()
     installed = tuple(_installed())
-    adopt_orphans(True)  # what a package starts and abandons is seen
+    adopt_orphans(True)  # processes that a package starts and abandons become children of this one
     gc.disable()  # imports make millions of objects that all stay
-    # Libraries with generators first: a package that seeds one is then seen to have changed it.
+    # Libraries with generators come first: only then does a change show that another package seeds one.
     for each in sorted(found, key=lambda each: each.name not in LIBRARIES):
         if each.name in refused or each.name in sys.modules or not _is_installed(each.name, installed):
             continue
         sock.send(TRYING + each.name.encode())
         before = generator_states()
-        # What others' code raises, the script may have met as well, and gone on.
+        # An import that fails here may have failed in the script as well, which went on. The environment is the one
+        # that the script had made by then.
         with _environment_changed(each.environment), suppress(Exception, SystemExit):
             importlib.import_module(each.name)
         if os.getpid() != own:  # the package has forked this process
             os._exit(0)
-        if (taint := _taint() or _seeded(before)) is not None:
+        if (taint := _taint(before)) is not None:
             sock.send(REFUSED + f"{each.name} {taint}".encode())
             _end_children()
             os._exit(0)
@@ -94,19 +93,19 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
     gc.freeze()
 
 
-def _taint() -> str | None:
-    """What a package has started that a fork does not carry over."""
+def _taint(before: Mapping[str, object]) -> str | None:
+    """Return what the package did that a fork does not carry over; `before` is the state of generators before it."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "makes a CUDA context"
     if threading.active_count() > 1:
         return "starts a thread"
-    _reap()
-    return "starts a process" if _children() else None
-
-
-def _seeded(before: Mapping[str, object]) -> str | None:
-    """Of a generator that the package has set: ranks would get other numbers than by importing it themselves."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    if _children():
+        return "starts a process"
+    # Forks reseed all generators: ranks would get other numbers than if they imported the package themselves.
     after = generator_states()
     changed = [name for name, state in before.items() if after.get(name) != state]
     return f"sets the random numbers of {changed[0]}" if changed else None
@@ -119,19 +118,13 @@ def _children() -> list[int]:
 
 
 def _end_children() -> None:
-    """End what packages have started; what that has started becomes ours."""
+    """End what packages have started, and its own children, which become ours."""
     while pids := _children():
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _is_installed(name: str, installed: tuple[str, ...]) -> bool:
@@ -147,7 +140,7 @@ def _is_installed(name: str, installed: tuple[str, ...]) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Where installed packages lie, as prefixes of their files' names."""
+    """Yield the directories of installed packages, as prefixes of their files' names."""
     places = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
     yield from (f"{place}{os.sep}" for place in places if os.path.basename(place) in ("site-packages", "dist-packages"))
 

@@ -1,4 +1,4 @@
-"""The worker process: takes the agent's messages, follows orders on a training thread (`engine.py`), and reports.
+"""The worker process: receives the agent's messages, follows orders on a training thread (`engine.py`), and reports.
 
 The control thread answers fences at once, whatever the training thread is doing (`control/steps/commit_state.py`).
 """
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, assert_never
@@ -23,6 +24,7 @@ import torch
 
 from oobleck.control import protocol
 from oobleck.control.steps import CommitState, Interrupted, PeerLost
+from oobleck.errors import PeerError
 from oobleck.host.streams import shield_scripts
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.training import comm
@@ -33,27 +35,29 @@ from oobleck.training.likeness import things_of_worker
 from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
 from oobleck.training.worker_log import WorkerLog, start_logging
+from oobleck.wire import FrameDecoder, encode_frame
 
 from .errors import raised
-from .link import AgentLink
 from .profiler import device_name, profile_of_job
 
 _EXIT_FAILED = 1
+_EXIT_AGENT_GONE = 75  # EX_TEMPFAIL: the worker did nothing wrong
 _STACK_LINES = 20
 _LOOK_S = 0.02
-"""How often to see whether the training thread has come on."""
 _BUSY_SHARE = 0.1
-"""A process that uses this share of a core computes."""
+"""A process that uses at least this share of a core is computing."""
+
+_Measurement = protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare
+
+_plain_log = logging.getLogger(__name__)
 
 
 def run_worker(sock: socket.socket) -> None:
-    """Be a worker until the agent ends it; never returns.
-
-    An uncaught exception on any thread ends the process: the others would wait for that thread forever.
-    """
+    """Be a worker until the agent ends it; never returns."""
     shield_scripts()
     faulthandler.enable()  # if native code ends the process, the agent's log has the calls that led there
-    link = AgentLink(sock)
+    link = _AgentLink(sock)
+    # An uncaught exception on any thread ends the process: other threads would wait for that thread forever.
     threading.excepthook = lambda failed: _fail(link, failed.exc_value)
     try:
         setup = link.receive()
@@ -65,27 +69,61 @@ def run_worker(sock: socket.socket) -> None:
         _fail(link, error)
 
 
-def _fail(link: AgentLink, error: BaseException | None) -> NoReturn:
-    """End the process, and tell the agent why, if there is memory left to do so.
+class _AgentLink:
+    """Frames to and from the agent over an inherited socket, with blocking calls."""
 
-    Threads that wait for lost peers cannot be joined, and destroying their groups would block.
-    """
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)  # the agent made it for trio
+        self._socket = sock
+        self._decoder: FrameDecoder[protocol.WorkerBound] = FrameDecoder(protocol.WorkerBound)
+        self._writing = threading.Lock()
+        self._arrived: deque[protocol.WorkerBound] = deque()
+
+    def send(self, message: protocol.WorkerMessage) -> None:
+        """Send a message from any thread; ends the process when the agent is gone."""
+        frame = encode_frame(message)
+        try:
+            with self._writing:
+                self._socket.sendall(frame)
+        except OSError as error:
+            _end_without_agent(f"the agent cannot be reached: {error}")
+
+    def receive(self) -> protocol.WorkerBound:
+        """Block for the next message; ends the process when the agent is gone or sends an invalid frame."""
+        while not self._arrived:
+            try:
+                data = self._socket.recv(1 << 16)
+                self._arrived.extend(self._decoder.feed(data))
+            except (OSError, PeerError) as error:
+                _end_without_agent(f"the agent's message is not valid: {error}")
+            if not data:
+                _end_without_agent("the agent is gone")
+        return self._arrived.popleft()
+
+
+def _end_without_agent(problem: str) -> NoReturn:
+    _plain_log.error(problem)
+    os._exit(_EXIT_AGENT_GONE)
+
+
+def _fail(link: _AgentLink, error: BaseException | None) -> NoReturn:
+    """End the process, and report the reason to the agent, if there is memory left to do so."""
     try:
         failed = raised(error)
         link.send(protocol.WorkerFailed(end=failed))
-        logging.getLogger(__name__).error("ends: %s\n%s", failed.message, failed.traceback)
+        _plain_log.error("ends: %s\n%s", failed.message, failed.traceback)
     finally:
+        # Not sys.exit: threads that wait for lost peers cannot be joined, and destroying their groups would block.
         os._exit(_EXIT_FAILED)
 
 
 class _Worker:
-    def __init__(self, link: AgentLink, setup: protocol.SetUpWorker) -> None:
+    def __init__(self, link: _AgentLink, setup: protocol.SetUpWorker) -> None:
         torch.set_num_threads(setup.torch_threads)
         job = setup.job
         self._link = link
         self._job = job
         self._worker_id = setup.worker_id
-        self._device = setup.worker_id.device
         self._training_thread = threading.get_ident()
         self._computes_on = comm.choose_device(job.device, setup.local_device)
         comm.use_device(self._computes_on)
@@ -110,27 +148,20 @@ class _Worker:
             degree=job.tensor_parallel,
             owns_device=self._owns_device,
         )
-        self._measurements: queue.SimpleQueue[protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare] = (
-            queue.SimpleQueue()
-        )
-        assembly = assemble(job, cache_dir=Path(setup.cache_dir))
-        self._dataset = assembly.train
-        self._structure = assembly.structure
-        self._optimizer = assembly.optimizer
+        self._measurements: queue.SimpleQueue[_Measurement] = queue.SimpleQueue()
+        self._assembly = assembly = assemble(job, cache_dir=Path(setup.cache_dir))
         self._alike = things_of_worker(assembly)
         self._scanner: ShardScanner | None = None
-        self._shards: tuple[str, ...] = ()
-        self._records, shards = self._dataset.records, self._dataset.shards
+        self._records, shards = assembly.train.records, assembly.train.shards
         if self._records is not None and shards is not None:
             self._records.on_news(self._waiter.announce)
-            self._scanner = ShardScanner(shards, self._device, link.send)
-            self._shards = shards.names
+            self._scanner = ShardScanner(shards, setup.worker_id.device, link.send)
         self._saving: LayerSaver | None = None
         degree = job.tensor_parallel
-        share = share_of(self._structure, rank=self._device % degree, degree=degree)
+        share = share_of(assembly.structure, rank=setup.worker_id.device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = LayerSaver(
-                setup.worker_id, setup.storage, share, link.send, tag=setup.job.tag, device=self._computes_on
+                setup.worker_id, setup.storage, share, link.send, tag=job.tag, device=self._computes_on
             )
         self._engine = Engine(
             assembly,
@@ -144,40 +175,45 @@ class _Worker:
         )
 
     def run(self) -> NoReturn:
-        """Follow orders forever."""
-        self._link.start_reader(self._handle)
+        """Follow orders until the process ends."""
+        threading.Thread(target=self._read, daemon=True, name="control").start()
+        dataset, structure, name = self._assembly.train, self._assembly.structure, device_name(self._computes_on)
         self._link.send(
             protocol.WorkerReady(
-                device=self._device,
+                device=self._worker_id.device,
                 pid=os.getpid(),
-                data_digest=self._dataset.digest,
+                data_digest=dataset.digest,
                 alike=self._alike,
-                num_samples=self._dataset.num_samples,
-                layer_names=self._structure.layer_names,
-                parameters=self._structure.num_parameters,
+                num_samples=dataset.num_samples,
+                layer_names=structure.layer_names,
+                parameters=structure.num_parameters,
                 torch_version=str(torch.__version__),
-                device_name=device_name(self._computes_on),
+                device_name=name,
                 device_memory_bytes=self._of_device,
                 address=self._links.address,
                 saves=self._saving is not None,
-                shards=self._shards,
+                shards=() if self._scanner is None or dataset.shards is None else dataset.shards.names,
             )
         )
         gc.freeze()
         self._log.info(
             "is ready on %s: %d threads, %d layers, %d samples",
-            device_name(self._computes_on),
+            name,
             torch.get_num_threads(),
-            len(self._structure.layer_names),
-            self._dataset.num_samples,
+            len(structure.layer_names),
+            dataset.num_samples,
         )
         self._engine.run()
 
+    def _read(self) -> NoReturn:
+        while True:
+            self._handle(self._link.receive())
+
     def _handle(self, message: protocol.WorkerBound) -> None:
-        """Take one message; runs on the control thread and never waits for the training thread."""
+        """Handle one message; runs on the control thread and never waits for the training thread."""
         match message:
             case protocol.AskActivity():
-                self._tell_activity(message)
+                self._report_activity(message)
             case protocol.Fence() if message.probe_addresses:
                 self._explain(message)
             case protocol.Fence():
@@ -189,21 +225,20 @@ class _Worker:
                     self._log.warning("has another plan than the one that the order changes: asks for all of it")
                     self._link.send(needed)
             case protocol.FinishStep():
-                self._log.info("is to stop after the step in flight")
+                self._log.info("stops after the step in flight")
                 self._commit_state.want_stop()
             case protocol.SaveState(step=step):
-                self._log.debug("is to save after step %d", step)
+                self._log.debug("saves after step %d", step)
                 if self._saving is not None:
                     self._saving.want(message)
             case protocol.FindCheckpoints():
                 self._log.debug("looks for checkpoints")
                 if self._saving is not None:
                     self._saving.find(message)
-            case protocol.ProfileRequest() | protocol.UseShare():  # threads are those of the thread that asks for them
-                self._measurements.put(message)
-                self._waiter.announce()
-            case protocol.TimeLink(peer=peer):
-                self._links.know([peer])
+            # For the training thread: `torch.set_num_threads` holds for the thread that calls it.
+            case protocol.ProfileRequest() | protocol.UseShare() | protocol.TimeLink():
+                if isinstance(message, protocol.TimeLink):
+                    self._links.know([message.peer])
                 self._measurements.put(message)
                 self._waiter.announce()
             case protocol.ScanRequest():
@@ -213,7 +248,7 @@ class _Worker:
                 if self._records is not None:
                     self._records.put(message)
             case protocol.RecordsOver(step=step):
-                self._log.info("learns that no step comes after %d", step)
+                self._log.info("learns that step %d is the last one", step)
                 if self._records is not None:
                     self._records.end(message)
             case protocol.SetUpWorker():
@@ -222,28 +257,27 @@ class _Worker:
                 assert_never(message)
 
     def _hear(self, sender: WorkerId, message: protocol.PeerMessage) -> None:
-        """Take what a peer says; runs on the thread of the links."""
+        """Handle a peer's message; runs on the thread of the links."""
         match message:
             case protocol.PartUp() | protocol.TotalDown():
                 self._agreements.hear(sender, message)
             case protocol.GroupValue():
-                self._log.debug("is told %s by %s", message.key, sender)
+                self._log.debug("receives %s from %s", message.key, sender)
                 self._groups.take(message)
 
     def _note_lost(self, worker_id: WorkerId) -> None:
-        """A link has ended that was wanted; runs on the thread of the links."""
+        """Note that a link which was wanted has ended; runs on the thread of the links."""
         self._log.info("has lost its link to %s", worker_id)
         self._agreements.note_lost(worker_id)
 
     def _answer(self, fence: protocol.Fence) -> protocol.Status:
-        """Raise the fence, and log what it says."""
         status = self._commit_state.answer(fence)
         self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
         self._links.forget(fence.lost)
         self._log.info(
             "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
             fence.generation,
-            ", ".join(fence.lost) or "nobody",
+            ", ".join(fence.lost) or "no lost node",
             status.applied,
             "holds no sums" if status.reduced is None else f"holds the sums of step {status.reduced}",
             status.microbatches_done,
@@ -252,50 +286,51 @@ class _Worker:
         return status
 
     def _explain(self, fence: protocol.Fence) -> None:
-        """Answer a fence that asks why no step is committed; that takes its time, so on a thread of its own."""
+        """Answer a fence that asks why no step is committed, on a thread of its own, because that takes time."""
         asked_s, used_s, mark = time.monotonic(), time.process_time(), self._waiter.mark
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
-        self._links.renew()  # before the answer: what the next plan is formed over is new at both ends
-        self._log.warning("is held up; waits for %s", ", ".join(map(str, waits_for)) or "nobody")
+        self._links.renew()  # before the answer, so that the next plan is formed over links that are new at both ends
+        self._log.warning("is held up; waits for %s", ", ".join(map(str, waits_for)) or "no other worker")
 
-        def has_come_on() -> bool:
-            return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != status.microbatches_done
-
-        def tell() -> None:
+        def answer() -> None:
             others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
             unreachable = comm.probe_all(others)
-            while not waits_for and not has_come_on() and time.monotonic() < asked_s + fence.patience_s:
-                time.sleep(_LOOK_S)
+            if not waits_for:
+                self._await_progress(mark, status.microbatches_done, asked_s + fence.patience_s)
             is_busy = time.process_time() - used_s >= _BUSY_SHARE * (time.monotonic() - asked_s)
-            comes_on = has_come_on() or (is_busy and not waits_for)  # one that waits may look again and again
-            self._log.info("has %scome on since", "" if comes_on else "not ")
+            # CPU time is no progress of a worker that waits, as it may be polling.
+            comes_on = self._has_progressed(mark, status.microbatches_done) or (is_busy and not waits_for)
+            self._log.info("has %sprogressed since", "" if comes_on else "not ")
             found = replace(status, waits_for=waits_for, has_come_on=comes_on)
             self._link.send(replace(found, unreachable=unreachable, stack=stack))
 
-        threading.Thread(target=tell, daemon=True, name="explain").start()
+        threading.Thread(target=answer, daemon=True, name="explain").start()
 
-    def _tell_activity(self, asked: protocol.AskActivity) -> None:
-        """Say what the training thread does, once it has come on or could have; on a thread of its own."""
+    def _report_activity(self, asked: protocol.AskActivity) -> None:
+        """Report what the training thread is doing, once it progresses or patience ends; on a thread of its own."""
         asked_s, mark, done = time.monotonic(), self._waiter.mark, self._commit_state.microbatches_done
 
-        def has_come_on() -> bool:
-            return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != done
-
-        def tell() -> None:
-            while not has_come_on() and time.monotonic() < asked_s + asked.patience_s:
-                time.sleep(_LOOK_S)
+        def report() -> None:
+            self._await_progress(mark, done, asked_s + asked.patience_s)
             activity = protocol.Activity(
-                device=self._device,
+                device=self._worker_id.device,
                 inquiry=asked.inquiry,
                 microbatches_done=self._commit_state.microbatches_done,
                 waits_for=self._waiter.waits_for,
-                has_come_on=has_come_on(),
+                has_come_on=self._has_progressed(mark, done),
             )
-            self._log.info("is late; waits for %s", ", ".join(map(str, activity.waits_for)) or "nobody")
+            self._log.info("is late; waits for %s", ", ".join(map(str, activity.waits_for)) or "no other worker")
             self._link.send(activity)
 
-        threading.Thread(target=tell, daemon=True, name="activity").start()
+        threading.Thread(target=report, daemon=True, name="activity").start()
+
+    def _await_progress(self, mark: comm.Mark, microbatches_done: int, until_s: float) -> None:
+        while not self._has_progressed(mark, microbatches_done) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+    def _has_progressed(self, mark: comm.Mark, microbatches_done: int) -> bool:
+        return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != microbatches_done
 
     def _next_order(self) -> protocol.PlanUpdate:
         while True:
@@ -305,21 +340,29 @@ class _Worker:
             if (update := self._commit_state.take_update()) is not None:
                 return update
 
-    def _measure(self, wanted: protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare) -> None:
+    def _measure(self, wanted: _Measurement) -> None:
         match wanted:
             case protocol.UseShare(torch_threads=threads, device_memory_bytes=memory_bytes):
                 self._log.info("has %d threads from now on: others share its machine", threads)
                 torch.set_num_threads(threads)
                 self._memory_bytes = self._of_device or self._job.device_memory_bytes or memory_bytes
             case protocol.ProfileRequest():
-                self._profile()
+                profile = profile_of_job(
+                    self._job,
+                    self._assembly.structure,
+                    self._assembly.optimizer,
+                    device_memory_bytes=self._memory_bytes,
+                    owns_device=self._owns_device,
+                )
+                self._log.info("has measured the model's layers")
+                self._link.send(protocol.Profiled(device=self._worker_id.device, profile_json=profile_to_json(profile)))
             case protocol.TimeLink():
                 self._time_link(wanted)
             case _:
                 assert_never(wanted)
 
     def _time_link(self, wanted: protocol.TimeLink) -> None:
-        """Time the link to a peer; of the two, the one that leads says what came of it."""
+        """Time the link to a peer; of the two, the one that leads reports the result."""
         peer, seconds, error = wanted.peer.worker_id, {}, ""
         try:
             seconds = comm.time_link(
@@ -338,21 +381,11 @@ class _Worker:
         if error:
             self._log.warning("has not timed its link to %s: %s", peer, error)
         if wanted.leads:
-            self._link.send(protocol.LinkTimed(device=self._device, seconds=tuple(seconds.items()), error=error))
-
-    def _profile(self) -> None:
-        profile = profile_of_job(
-            self._job,
-            self._structure,
-            self._optimizer,
-            device_memory_bytes=self._memory_bytes,
-            owns_device=self._owns_device,
-        )
-        self._log.info("has measured the model's layers")
-        self._link.send(protocol.Profiled(device=self._device, profile_json=profile_to_json(profile)))
+            seconds_by_size = tuple(seconds.items())
+            self._link.send(protocol.LinkTimed(device=self._worker_id.device, seconds=seconds_by_size, error=error))
 
 
 def _stack_of(thread: int) -> str:
-    """Where a thread of this process is, the innermost call last."""
+    """Format the stack of a thread of this process, the innermost call last."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)[-_STACK_LINES:]) if frame is not None else ""

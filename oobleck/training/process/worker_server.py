@@ -17,23 +17,18 @@ def main() -> None:
     """Serve until the last agent has left."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     leave_ends_to_agents()
-    _warm_up()
+    # Imports only: a torch operation would start threads, and a process with threads cannot fork safely.
+    with quick_imports():
+        from oobleck.training.process.worker import run_worker
+    # Forks share the pages of frozen objects, which no collection touches.
     gc.collect()
     gc.freeze()
-    serve(listener, _be_worker)
 
+    def be_worker(sock: socket.socket) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # the worker ignores them, but its own children must not
+        run_worker(sock)
 
-def _be_worker(sock: socket.socket) -> None:
-    from oobleck.training.process.worker import run_worker
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # they are ignored, but not by what it starts itself
-    run_worker(sock)
-
-
-def _warm_up() -> None:
-    """Import what a worker imports, without running a torch operation."""
-    with quick_imports():
-        import oobleck.training.process.worker  # noqa: F401
+    serve(listener, be_worker)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What the engine does, as lines of its log: one for each effect that says something of a run.
-
-What changes with a plan is logged as information, what every step does as debugging; so is what is only looked at.
-"""
+"""Logs the engine's effects, one line each: effects of a plan as information, those of every step as debugging."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _INFO, _DEBUG = logging.INFO, logging.DEBUG
 
 @contextmanager
 def logged(log: WorkerLog, effect: steps.WorkerEffect, worker_id: WorkerId) -> Iterator[None]:
-    """Log the effect that the block carries out: once it is done, or with the error that ended it."""
+    """Log the effect that the block carries out, once it is done, or with the error that ended it."""
     line = _line_of(effect, worker_id)
     if line is None:
         yield
@@ -37,7 +34,7 @@ def logged(log: WorkerLog, effect: steps.WorkerEffect, worker_id: WorkerId) -> I
 
 
 def update_text(update: PlanUpdate) -> str:
-    """What an order asks for, in a line."""
+    """Return an order as a line of text."""
     parts = [f"plan of {len(update.plan.pipelines)} pipelines from step {update.boundary} on"]
     if update.catch_up is not None:
         parts.append(f"catch up with step {update.catch_up.step}")
@@ -57,7 +54,7 @@ def update_text(update: PlanUpdate) -> str:
 
 
 def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str] | None:
-    """The level and the words of an effect's line; None for what is only looked at, or logged elsewhere."""
+    """Return the level and the text of an effect's line; None for effects that poll, or are logged elsewhere."""
     match effect:
         case steps.FormGroups(keys=keys, committee=committee):
             now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
@@ -92,7 +89,7 @@ def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str]
         case steps.ReportResumed(generation=generation):
             return _INFO, f"computes under the plan of generation {generation}"
         case steps.ReportFinished():
-            return _INFO, "trains no further"
+            return _INFO, "has finished training"
         case steps.BeginStep(step=step):
             return _DEBUG, f"begins step {step}"
         case steps.AwaitRecords(step=step):

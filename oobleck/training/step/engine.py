@@ -1,22 +1,26 @@
 """The training thread's work: a driver of the follower, with torch and process groups.
 
-`control.commit.follower` says what to do with an order, and in which sequence; the engine carries its effects out and
-never chooses. What was computed of the step in flight (`step.py`) lasts until the step is applied or forgotten, what is
-committed of it (`sections.py`) until it is applied; a plan gives and takes layers (`layer_store.py`)."""
+`control.steps.Follower` decides what to do with an order, and in which sequence; the engine carries out its effects and
+never chooses. The results of the step in flight (`step.py`) last until the step is applied or forgotten, its committed
+sums (`sections.py`) until it is applied; plans add and remove layers (`layer_store.py`).
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
+import torch
+
 from oobleck.control import protocol, steps
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements
+from oobleck.training.comm import DeviceWork, Group, GroupTable, PeerAgreements
 from oobleck.training.likeness import EpochThings
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
@@ -24,16 +28,15 @@ from oobleck.training.worker_log import WorkerLog
 from .effect_log import logged, update_text
 from .evaluation import Evaluator
 from .layer_store import LayerStore
-from .reduction import Reducers
+from .reduction import Reducers, squared_norm
 from .sections import SectionSums
-from .stage_sums import StageSums
 from .step import StepInFlight
 from .step_timer import StepTimer
 from .step_work import PipelineRank, item_share_of
 
 
 class Engine:
-    """Everything that one worker trains with. Only the training thread touches it; `run` is all that it does."""
+    """Everything that one worker trains with. Only the training thread touches it, by `run`."""
 
     def __init__(
         self,
@@ -47,12 +50,11 @@ class Engine:
         next_update: Callable[[], protocol.PlanUpdate],
         report: Callable[[protocol.WorkerReport], None],
     ) -> None:
-        """`share` is this device's of the assembly's model; `saving` is None where nothing is saved.
+        """`share` is this device's share of the assembly's model; `saving` is None where nothing is saved.
 
-        `next_update` waits for an order and takes it; `report` tells the master.
+        `next_update` waits for the next order; `report` sends to the master.
         """
         job, worker_id, dataset = assembly.job, commit_state.worker_id, assembly.train
-        self._job = job
         self._worker_id = worker_id
         self._log = WorkerLog(__name__, worker_id, lambda: commit_state.generation)
         self._share = share
@@ -74,7 +76,7 @@ class Engine:
             activation_checkpointing=job.activation_checkpointing,
             compiles=job.compile,
         )
-        self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
+        self._stage_sums = _StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
         self._evaluator: Evaluator | None = None
         if assembly.validation is not None and job.eval_steps:
@@ -84,7 +86,7 @@ class Engine:
                 self._model,
                 groups.waiter,
                 interrupted=commit_state.is_fenced,
-                on_progress=self._say_evaluating,
+                on_progress=lambda step: report(protocol.Evaluating(device=worker_id.device, step=step)),
             )
         self._follower = steps.Follower(
             job, commit_state, records=dataset.records, evaluates=self._evaluator is not None
@@ -94,7 +96,7 @@ class Engine:
         )
         self._reducers = Reducers(worker_id, share, self._model, groups)
         self._sections = SectionSums(
-            self._follower.partial_commit, commit_state, groups.waiter, agreements, carry_out=self._drive
+            self._follower.partial_commit, commit_state, groups.waiter, agreements, drive=self._drive
         )
         self._step_timer = StepTimer(worker_id.device)
         self._step = StepInFlight(
@@ -108,13 +110,13 @@ class Engine:
             device_work=DeviceWork.on(groups.device),
         )
         self._pipeline_rank: PipelineRank | None = None
-        """In the plan in force; None for a spare."""
+        """This worker's place in the plan in force; None for a spare."""
         self._formed_s = 0.0
         self._transfer_s = 0.0
         self._received_bytes = 0
 
     def run(self) -> NoReturn:
-        """Follow orders forever."""
+        """Follow orders until the process ends."""
         self._drive(self._follower.run())
         raise AssertionError("the follower never ends")
 
@@ -122,7 +124,6 @@ class Engine:
         steps.drive(effects, self._carry_out)
 
     def _carry_out(self, effect: steps.WorkerEffect) -> steps.EffectOutcome:
-        """Carry out an effect, and log it. Raises what the effect may raise."""
         with logged(self._log, effect, self._worker_id):
             return self._do(effect)
 
@@ -139,9 +140,11 @@ class Engine:
                 return self._sections.carry_out(effect)
             case steps.Fold():
                 self._sections.carry_out(effect)
-                self._layer_store.let_go_of_kept()
+                self._layer_store.drop_kept()
             case steps.Compute():
-                self._compute(effect)
+                assert self._pipeline_rank is not None
+                assert self._reducers.in_force is not None
+                self._step.execute(self._pipeline_rank, effect, self._reducers.in_force.reducer)
             case steps.Reduce(committee=committee):
                 self._step.reduce(self._reducers.of(committee))
             case steps.Agree():
@@ -155,20 +158,14 @@ class Engine:
             case steps.Save() | steps.SaveEnd() | steps.PrepareToSave():
                 if self._saving is not None:
                     self._save(effect, self._saving)
-            case steps.CompareReplicas(record=record):
-                self._tell_digests(record)
-            case steps.Say(message=message):
-                self._report(message)
-            case steps.ReportResumed(generation=generation):
-                self._report_resumed(generation)
-            case steps.ReportFinished():
-                self._report_finished()
+            case steps.Say() | steps.ReportResumed() | steps.ReportFinished() | steps.CompareReplicas():
+                self._report(self._message_of(effect))
             case steps.AwaitRecords(step=step):
                 self._step.await_records(step)
             case steps.Evaluate():
                 return self._evaluate(effect)
             case steps.AwaitPlanUpdate():
-                self._groups.abort_sums()  # what is still open was given up: nobody will wait for it
+                self._groups.abort_sums()  # sums that are still open were given up: no worker waits for them
                 self._groups.abandon_forming()
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
@@ -211,82 +208,63 @@ class Engine:
             self._report(protocol.EpochEntered(device=self._worker_id.device, epoch=epoch, alike=alike))
         self._step.begin(step, scale=self._layer_store.scale)
 
-    # --- words -----------------------------------------------------------------------------------------------
-
-    def _report_resumed(self, generation: int) -> None:
-        resumed = protocol.Resumed(
-            device=self._worker_id.device,
-            generation=generation,
-            transfer_s=self._transfer_s,
-            received_bytes=self._received_bytes,
-            resumed_s=time.monotonic(),
-            busy_s=self._step_timer.busy_s,
-        )
-        self._report(resumed)
-
-    def _report_finished(self) -> None:
-        computed_s, waited_s = self._step_timer.spent()
-        finished = protocol.Finished(
-            device=self._worker_id.device,
-            applied=self._commit_state.applied,
-            computed_s=computed_s,
-            waited_s=waited_s,
-        )
-        self._report(finished)
-
-    def _say_evaluating(self, step: int) -> None:
-        self._report(protocol.Evaluating(device=self._worker_id.device, step=step))
-
-    def _say_moving(self, generation: int, received_bytes: int, all_bytes: int) -> None:
-        moving = protocol.LayersMoving(
-            device=self._worker_id.device, generation=generation, received_bytes=received_bytes, all_bytes=all_bytes
-        )
-        self._report(moving)
-
-    def _tell_digests(self, record: protocol.CommitRecord) -> None:
-        digests = protocol.ReplicaDigests(
-            device=self._worker_id.device,
-            step=record.step,
-            generation=record.generation,
-            layers=tuple(self._model.layers),
-            digests=self._layer_store.digests(),
-        )
-        self._report(digests)
-
-    # --- a step ----------------------------------------------------------------------------------------------
-
-    def _compute(self, program: steps.Compute) -> None:
-        assert self._pipeline_rank is not None
-        assert self._reducers.in_force is not None
-        self._step.execute(self._pipeline_rank, program, self._reducers.in_force.reducer)
+    def _message_of(
+        self, effect: steps.Say | steps.ReportResumed | steps.ReportFinished | steps.CompareReplicas
+    ) -> protocol.WorkerReport:
+        device = self._worker_id.device
+        match effect:
+            case steps.Say(message=message):
+                return message
+            case steps.ReportResumed(generation=generation):
+                return protocol.Resumed(
+                    device=device,
+                    generation=generation,
+                    transfer_s=self._transfer_s,
+                    received_bytes=self._received_bytes,
+                    resumed_s=time.monotonic(),
+                    busy_s=self._step_timer.busy_s,
+                )
+            case steps.ReportFinished():
+                computed_s, waited_s = self._step_timer.spent()
+                applied = self._commit_state.applied
+                return protocol.Finished(device=device, applied=applied, computed_s=computed_s, waited_s=waited_s)
+            case steps.CompareReplicas(record=record):
+                return protocol.ReplicaDigests(
+                    device=device,
+                    step=record.step,
+                    generation=record.generation,
+                    layers=tuple(self._model.layers),
+                    digests=self._layer_store.digests(),
+                )
+            case _:
+                assert_never(effect)
 
     def _sum_over(
         self, committee: steps.Committee, subject: protocol.Subject, numbers: tuple[float, ...]
     ) -> tuple[float, ...]:
-        """Sum numbers over all who commit together. Raises Interrupted or PeerLost."""
-        return self._total(committee, subject, protocol.Totals(numbers)).numbers
-
-    def _total(self, committee: steps.Committee, subject: protocol.Subject, part: protocol.Totals) -> protocol.Totals:
-        return self._agreements.total(committee, subject, part, self._commit_state.is_fenced)
+        """Sum numbers over the workers of a committee. Raises Interrupted or PeerLost."""
+        part, interrupted = protocol.Totals(numbers), self._commit_state.is_fenced
+        return self._agreements.total(committee, subject, part, interrupted).numbers
 
     def _agree(self, effect: steps.Agree) -> steps.Agreed:
-        """Commit with all others. Once it returns, all workers have reduced all their gradients.
-
-        Raises Interrupted or PeerLost: then nothing is known, and the coordinator decides.
-        """
-        work, scale = self._step.work, self._layer_store.scale
-        loss, squared_norm = work.loss_and(self._reducers.squared_norm(effect.committee, self._step.reduced))
+        """Commit the step with all others. Raises Interrupted or PeerLost."""
+        work, scale, committee = self._step.work, self._layer_store.scale, effect.committee
+        own_norm = squared_norm(self._reducers.buckets_of(committee), self._step.reduced, self._worker_id)
+        loss, norm = work.loss_and(own_norm)
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
         took_s = self._step_timer.post_step()
-        numbers = (loss, float(work.num_items), squared_norm, float(effect.stop), float(saves), took_s)
-        total = self._total(effect.committee, effect.subject, protocol.Totals(numbers, protocol.Tally.of(work.counted)))
-        loss, num_items, squared_norm, stops, saving, took_s = total.numbers
-        grad_norm = squared_norm**0.5
+        numbers = (loss, float(work.num_items), norm, float(effect.stop), float(saves), took_s)
+        part = protocol.Totals(numbers, protocol.Tally.of(work.counted))
+        # Once this returns, all workers have reduced all their gradients. If it raises, this worker cannot know whether
+        # others have the total: the coordinator decides from all their answers.
+        total = self._agreements.total(committee, effect.subject, part, self._commit_state.is_fenced)
+        loss, num_items, norm, stops, saving, took_s = total.numbers
+        grad_norm = norm**0.5
         partial = self._follower.partial_commit
         item_share = item_share_of(partial.num_items + num_items, divisor=self._step.batch.divisor)
         record = protocol.CommitRecord(
             step=effect.step,
-            generation=effect.committee.generation,
+            generation=committee.generation,
             loss=(partial.loss + loss) / item_share,
             grad_norm=grad_norm / scale / item_share,
             loss_scale=scale,
@@ -296,12 +274,12 @@ class Engine:
             num_samples=self._step.batch.num_samples,
             samples_repeated=0,
             samples_missing=0,
-            duration_s=took_s / len(effect.committee.members),
+            duration_s=took_s / len(committee.members),
         )
         return steps.Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
 
     def _apply(self, record: protocol.CommitRecord) -> None:
-        """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
+        # Nothing can interrupt this: the step is committed, and all others apply it as well.
         self._settle()
         self._layer_store.apply(record, self._step.reduced)
         self._step_timer.end_step()
@@ -322,12 +300,12 @@ class Engine:
                 saving.settle()
 
     def _settle(self) -> None:
-        """Wait until nothing is being saved, before it changes."""
+        """Wait for a save in progress, before layers change."""
         if self._saving is not None:
             self._saving.settle()
 
     def _evaluate(self, effect: steps.Evaluate) -> steps.Evaluation:
-        """Evaluate the model, in groups of the evaluation's own. Raises Interrupted or PeerLost."""
+        """Evaluate the model, in the evaluation's own groups. Raises Interrupted or PeerLost."""
         committee, pipeline_rank = effect.committee, self._pipeline_rank
         located = committee.plan.locate(self._worker_id)
         assert located is not None
@@ -343,30 +321,36 @@ class Engine:
         self._step_timer.begin_step()
         return outcome
 
-    # --- from one plan to the next -----------------------------------------------------------------------------
-
     def _exchange(self, effect: steps.Exchange) -> None:
-        """Exchange the layers that change hands. Raises Interrupted or PeerLost."""
-        update = effect.update
+        update, device = effect.update, self._worker_id.device
+
+        def report(received_bytes: int, all_bytes: int) -> None:
+            generation = update.generation
+            self._report(
+                protocol.LayersMoving(
+                    device=device, generation=generation, received_bytes=received_bytes, all_bytes=all_bytes
+                )
+            )
+
         self._received_bytes = self._layer_store.exchange(
             update,
             lambda item: self._groups[steps.transfer_key(item, update.generation)],
             self._groups.waiter,
             sums=self._sections.sums if update.partial.microbatches else None,
             interrupted=self._commit_state.is_fenced,
-            on_progress=partial(self._say_moving, update.generation),
+            on_progress=report,
         )
         self._transfer_s = time.monotonic() - self._formed_s
         self._log.debug("has received %.1f MB in %.3f s", self._received_bytes / 1e6, self._transfer_s)
 
     def _adopt(self, effect: steps.Adopt) -> None:
-        """Hold the layers of a plan. Nothing can interrupt this: the plan is in force."""
+        """Hold the layers of a plan, which is in force: nothing can interrupt this."""
         update, seat = effect.update, effect.seat
         if self._records is not None:
             self._records.follow(update.assignment_version, step=update.boundary)
         self._step_timer.adopt(len(update.plan.worker_ids))
         if self._pipeline_rank is None:
-            self._step_timer.begin_step()  # it has rested until now
+            self._step_timer.begin_step()  # a spare has rested until now
         self._settle()
         sums = self._layer_store.take(
             () if seat is None else seat.chunks,
@@ -380,3 +364,32 @@ class Engine:
         if seat is not None:
             self._pipeline_rank = PipelineRank.of(seat, self._share, self._groups.find(seat.lane_key))
         self._stage_sums.adopt(None if seat is None else self._groups.find(seat.stage_key))
+
+
+class _StageSums:
+    """Sums tensors over the devices that share a stage, in place, when the model's own modules call it."""
+
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        """`interrupted` ends a wait for the other devices."""
+        self._group: Group | None = None
+        self._interrupted = interrupted
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum and return a tensor. Raises Interrupted or PeerLost."""
+        assert self._group is not None
+        self._group.all_reduce(tensor).wait(self._interrupted)
+        return tensor
+
+    def adopt(self, group: Group | None) -> None:
+        """Put a plan in force, with this group of the stage's devices; None if there is only one."""
+        self._group = group
+
+    @contextmanager
+    def within(self, group: Group | None, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """Sum in another group within the block, until `interrupted`."""
+        before = self._group, self._interrupted
+        self._group, self._interrupted = group, interrupted
+        try:
+            yield
+        finally:
+            self._group, self._interrupted = before

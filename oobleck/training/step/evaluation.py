@@ -1,8 +1,8 @@
-"""Evaluation between two steps: every pipeline takes its share of the samples forward, and all sum their losses.
+"""Evaluation between two steps: each pipeline runs its share of the samples forward, and all sum their losses.
 
-No step is in flight meanwhile, so a failure costs only time: a worker that is interrupted gives up, and recovery
-continues as it does between any two steps. A plan that takes effect at a step whose evaluation is due begins
-with it, so that all who are in the plan agree; and plans take effect there until the coordinator is told the outcome.
+No step is in flight meanwhile, so a failure costs only time: an interrupted worker gives up, and recovery proceeds as
+between any two steps. A plan that takes effect at a step whose evaluation is due begins with the evaluation, so that
+all workers of the plan agree; plans take effect there until the coordinator has received the outcome.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from .step_work import PipelineRank, item_share_of
 
 _PROGRESS_INTERVAL_S = 1.0
 _SENDS_AHEAD = 2
-"""Messages that a stage sends before the next stage has taken them, at most: what they cost in memory."""
-
+"""Messages that a stage may send before the next stage has received them; each costs memory."""
 
 _Send = tuple[Pending, torch.Tensor]
 SumUp = Callable[[tuple[float, ...]], tuple[float, ...]]
 
 
 class Evaluator:
-    """Evaluates a job's model on the samples set aside for that."""
+    """Evaluates a job's model on its validation samples."""
 
     def __init__(
         self,
@@ -45,8 +44,9 @@ class Evaluator:
         interrupted: Callable[[], bool],
         on_progress: Callable[[int], None],
     ) -> None:
-        """`interrupted` ends any wait. `on_progress` is called with the step every second or so, for
-        others that wait for the next step. Raises ConfigError where there are fewer samples than one microbatch has.
+        """`interrupted` ends any wait. `on_progress` is called with the step about every second.
+
+        Raises ConfigError where there are fewer samples than one microbatch has.
         """
         self._job = job
         self._dataset = dataset
@@ -68,11 +68,11 @@ class Evaluator:
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and how many there are; `sum_up` adds numbers up over all workers. Raises
-        Interrupted or PeerLost; only the evaluation is lost by that, and its messages may be stuck in the groups.
+        `share` is this pipeline's number and the number of pipelines; `sum_up` sums numbers over all workers. Raises
+        Interrupted or PeerLost; messages may then be stuck in the groups.
         """
         began_s = time.monotonic()
-        sends: deque[_Send] = deque()  # until all have what they need: one that is let go holds up those after it
+        sends: deque[_Send] = deque()  # kept until the total: a send that is dropped early holds up those after it
         loss, num_items = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
             loss=loss / item_share_of(num_items, divisor=self._divisor),
@@ -83,14 +83,13 @@ class Evaluator:
     def _sum_losses(
         self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]
     ) -> tuple[float, float]:
-        """Take this pipeline's share of the microbatches forward; zeros but for the last stage, which has their losses
-        and counts their tokens."""
+        """Run this pipeline's share forward; returns losses and tokens on the last stage, zeros on others."""
         total = num_items = 0.0
-        told_s = -_PROGRESS_INTERVAL_S
+        reported_s = -_PROGRESS_INTERVAL_S
         with self._model.evaluating(), torch.no_grad():
             for microbatch, chunk in _in_rounds(pipeline_rank, range(share[0], self._num_microbatches, share[1])):
-                if time.monotonic() - told_s >= _PROGRESS_INTERVAL_S:
-                    told_s = time.monotonic()
+                if time.monotonic() - reported_s >= _PROGRESS_INTERVAL_S:
+                    reported_s = time.monotonic()
                     self._on_progress(step)
                 hidden = self._received(pipeline_rank, microbatch, chunk)
                 batch = self._load(microbatch)
@@ -129,8 +128,9 @@ class Evaluator:
 
 
 def _in_rounds(pipeline_rank: PipelineRank, microbatches: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (microbatch, chunk) in the order of an interleaved schedule: as many microbatches as there are stages go
-    through all chunks before the next do, so that a worker has something to compute while they come round."""
+    """Yield (microbatch, chunk) in the order of an interleaved schedule."""
+    # As many microbatches as there are stages pass all chunks before the next ones do, which keeps each stage busy
+    # while the first of them comes round.
     size = pipeline_rank.num_stages
     for start in range(0, len(microbatches), size):
         for chunk in range(pipeline_rank.num_chunks):

@@ -1,17 +1,15 @@
 """Executes the compiled program of one stage, instruction by instruction.
 
-What is in flight is kept by microbatch and chunk. Two stages may exchange messages of several chunks in both
-directions of the computation; each has a tag of its own, and a stage takes them in its program's order.
-
-This module decides nothing: the program says what is computed, received and sent, and in which order. Receives are
-posted ahead by helper threads in the program's own order, so that a tensor is often there before it is asked
-for; sends are posted and forgotten, and where nobody else keeps what they send, kept until the step is committed.
+This module decides nothing: the program states what to compute, receive and send, and in which order. Helper threads
+post receives ahead in the program's order, so that a tensor has often arrived before its instruction. Sends are posted
+and forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,102 +23,111 @@ from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
 _Passing = tuple[int, int]
-"""A microbatch in one of the stage's chunks."""
+"""A microbatch, and the chunk of the stage that it passes."""
+_UPSTREAM_OPS = (Op.RECV_F, Op.SEND_B)
+"""Messages from and to the previous virtual stage."""
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _COMPUTING_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
+@dataclass(slots=True, kw_only=True)
 class Execution:
-    """Runs one program for some microbatches of a step. Microbatches have the step's own numbers."""
+    """Runs one program for some microbatches of a step, which have the step's numbers."""
 
-    def __init__(
-        self,
-        batch: GlobalBatch,
-        work: StepWork,
-        pipeline_rank: PipelineRank,
-        model: StageModel,
-        commit_state: CommitState,
-        *,
-        put_off: WeightGradients | None,
-        sections: SectionSums | None,
-        device_work: DeviceWork | None,
-    ) -> None:
-        """`work` is added to. `put_off` is what the model puts off to BACKWARD_WEIGHT, if it does; `sections` are
-        looked after between instructions where the program has some; `device_work` times what a GPU computes.
-        """
-        self._batch = batch
-        self._work = work
-        self._pipeline_rank = pipeline_rank
-        self._model = model
-        self._commit_state = commit_state
-        self._put_off = put_off
-        self._sections = sections
-        self._device_work = device_work
-        self._interrupted = commit_state.is_pipeline_stopped
-        self._batches: dict[int, Batch] = {}
-        self._num_items: dict[int, int] = {}
-        """Counted tokens of what was loaded, where losses are reported."""
-        self._inputs: dict[_Passing, torch.Tensor] = {}
-        self._outputs: dict[_Passing, torch.Tensor] = {}
-        self._output_gradients: dict[_Passing, torch.Tensor] = {}
-        self._inboxes: dict[int, Inbox] = {}
-        """Of the neighbours that messages come from, by their stages."""
-        self._steps: dict[Op, Callable[[int, int], None]] = {
-            Op.LOAD: self._load,
-            Op.RECV_F: self._receive_forward,
-            Op.FORWARD: self._forward,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_B: self._receive_backward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.SEND_B: self._send_backward,
-            Op.COMMIT_SECTION: self._begin_section,
-        }
+    batch: GlobalBatch
+    work: StepWork
+    """Receives the results."""
+    pipeline_rank: PipelineRank
+    model: StageModel
+    commit_state: CommitState
+    put_off: WeightGradients | None
+    """Holds gradients for BACKWARD_WEIGHT; None if the program has none."""
+    sections: SectionSums | None
+    """Advance between instructions; None if the program has none."""
+    device_work: DeviceWork | None
+    """Times a GPU's computation; None on the host."""
+    _batches: dict[int, Batch] = field(init=False, default_factory=dict)
+    _num_items: dict[int, int] = field(init=False, default_factory=dict)
+    """Counted tokens of loaded microbatches, where this stage reports losses."""
+    _inputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
+    _outputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
+    _output_gradients: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
+    _inboxes: dict[int, Inbox] = field(init=False, default_factory=dict)
+    """The inboxes for neighbours' messages, keyed by the neighbour's stage."""
 
     def run(
         self, program: Program, microbatches: Sequence[int], *, around_last: AbstractContextManager[object]
     ) -> None:
-        """Run a stage's program, adding to the work and to the gradients.
+        """Run a stage's program up to the instructions that end a step; adds to the work and to the gradients.
 
-        The program's positions 0 .. m-1 stand for `microbatches`, the step's own numbers. The instructions that
-        end a step (reduce, commit, apply) are not run here: it stops before them. `around_last` is entered for the
+        The program's positions 0 .. m-1 stand for `microbatches`, the step's numbers. `around_last` is entered for the
         backward pass after which gradients are final.
 
-        Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, ShardUnreadable; gradients
-        are then partial.
+        Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, or ShardUnreadable;
+        gradients are then partial.
         """
         self._expect(program, microbatches)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
-        if self._device_work is not None:
-            self._device_work.begin()
-        with self._model.casting_once():
+        if self.device_work is not None:
+            self.device_work.begin()
+        with self.model.casting_once():
             for at, instruction in enumerate(program):
                 if instruction.op.is_tail:
                     break
                 with around_last if at == last else nullcontext(), self._timing(instruction.op):
-                    self._steps[instruction.op](microbatches[_position(instruction)], instruction.chunk)
-                if self._sections is not None:
-                    self._sections.look()
+                    self._execute(instruction.op, microbatches[_position(instruction)], instruction.chunk)
+                if self.sections is not None:
+                    self.sections.look()
 
     def _timing(self, op: Op) -> AbstractContextManager[object]:
-        return self._device_work.piece() if self._device_work is not None and op in _COMPUTING_OPS else nullcontext()
+        return self.device_work.piece() if self.device_work is not None and op in _COMPUTING_OPS else nullcontext()
+
+    def _execute(self, op: Op, microbatch: int, chunk: int) -> None:
+        rank, passing = self.pipeline_rank, (microbatch, chunk)
+        match op:
+            case Op.LOAD:
+                self._check()
+                batch = self.batch.load(microbatch)
+                if self._reports_loss(rank.num_chunks - 1):
+                    self._num_items[microbatch] = batch.num_items
+                self._batches[microbatch] = batch.to(self.model.device)
+            case Op.RECV_F:
+                self._inputs[passing] = self._take(op, chunk).requires_grad_()
+            case Op.FORWARD:
+                self._forward(microbatch, chunk)
+            case Op.SEND_F:
+                self._send(op, microbatch, chunk, self._outputs[passing].detach())
+            case Op.RECV_B:
+                self._output_gradients[passing] = self._take(op, chunk)
+            case Op.BACKWARD | Op.BACKWARD_INPUT | Op.BACKWARD_WEIGHT:
+                if op is not Op.BACKWARD_WEIGHT:
+                    self._backward_input(microbatch, chunk)
+                if op is not Op.BACKWARD_INPUT:
+                    self._backward_weight(microbatch, chunk)
+            case Op.SEND_B:
+                gradient = self._inputs.pop(passing).grad
+                assert gradient is not None
+                self._send(op, microbatch, chunk, gradient)
+            case Op.COMMIT_SECTION:
+                assert self.sections is not None, "a program with sections needs their sums"
+                self.sections.begin(self.work)
+            case _:
+                raise AssertionError(f"{op} ends a step, and is no part of a pipeline's work")
 
     def _expect(self, program: Program, microbatches: Sequence[int]) -> None:
-        """Have all messages received, those of each neighbour in the program's order."""
+        """Begin to receive all messages, those of each neighbour in the program's order."""
         for instruction in program:
             op, chunk = instruction.op, instruction.chunk
             if op not in (Op.RECV_F, Op.RECV_B):
                 continue
-            stage, _ = self._pipeline_rank.before(chunk) if op is Op.RECV_F else self._pipeline_rank.after(chunk)
-            inbox, post = self._inbox_of(stage)
+            inbox, post = self._inbox_of(self._neighbour(op, chunk))
             inbox.expect(self._tag(op, microbatches[_position(instruction)], chunk), post)
 
     def _inbox_of(self, stage: int) -> tuple[Inbox, Post]:
-        """The inbox for what a neighbour sends, and what makes room for one of its messages."""
-        group, source, model = self._pipeline_rank.group, self._pipeline_rank.member(stage), self._model
+        """Return the inbox for a neighbour's messages, and the function that posts the receive of one."""
+        group, source, model = self.pipeline_rank.group, self.pipeline_rank.member(stage), self.model
         assert group is not None
-        shape = (self._batch.microbatch_size, model.structure.sequence_length, model.structure.hidden_size)
+        shape = (self.batch.microbatch_size, model.structure.sequence_length, model.structure.hidden_size)
 
         def post(tag: int) -> tuple[Pending, torch.Tensor]:
             return group.post_receive_ahead(shape, model.hidden_dtype, model.device, source, tag)
@@ -129,96 +136,72 @@ class Execution:
             self._inboxes[stage] = group.inbox(source)
         return self._inboxes[stage], post
 
+    def _neighbour(self, op: Op, chunk: int) -> int:
+        """Return the stage at the other end of a message."""
+        rank = self.pipeline_rank
+        return (rank.before(chunk) if op in _UPSTREAM_OPS else rank.after(chunk))[0]
+
     def _check(self) -> None:
-        """Raise Interrupted if the pipeline is stopped; called before each piece, as none can be interrupted."""
-        if self._interrupted():
+        """Raise Interrupted if the pipeline is stopped, before a piece of computation, which cannot be interrupted."""
+        if self.commit_state.is_pipeline_stopped():
             raise Interrupted
 
-    def _take(self, stage: int) -> torch.Tensor:
-        inbox = self._inboxes[stage]
-        if self._sections is not None:
-            self._sections.look_until(inbox.has_arrived, self._interrupted, [inbox.source])
-        return inbox.take(self._interrupted)
-
-    def _load(self, microbatch: int, _chunk: int) -> None:
-        self._check()
-        batch = self._batch.load(microbatch)
-        if self._reports_loss(self._pipeline_rank.num_chunks - 1):
-            self._num_items[microbatch] = batch.num_items
-        self._batches[microbatch] = batch.to(self._model.device)
-
-    def _receive_forward(self, microbatch: int, chunk: int) -> None:
-        stage, _ = self._pipeline_rank.before(chunk)
-        self._inputs[microbatch, chunk] = self._take(stage).requires_grad_()
+    def _take(self, op: Op, chunk: int) -> torch.Tensor:
+        inbox = self._inboxes[self._neighbour(op, chunk)]
+        if self.sections is not None:
+            self.sections.look_until(inbox.has_arrived, self.commit_state.is_pipeline_stopped, [inbox.source])
+        return inbox.take(self.commit_state.is_pipeline_stopped)
 
     def _forward(self, microbatch: int, chunk: int) -> None:
-        self._outputs[microbatch, chunk] = self._model.forward(
+        self._outputs[microbatch, chunk] = self.model.forward(
             self._batches[microbatch],
             self._inputs.get((microbatch, chunk)),
-            num_items=self._batch.divisor,
-            key=self._batch.key(microbatch),
+            num_items=self.batch.divisor,
+            key=self.batch.key(microbatch),
             chunk=chunk,
         )
-        if chunk == self._pipeline_rank.num_chunks - 1:
+        if chunk == self.pipeline_rank.num_chunks - 1:
             del self._batches[microbatch]
 
-    def _send_forward(self, microbatch: int, chunk: int) -> None:
-        stage, _ = self._pipeline_rank.after(chunk)
-        self._send(Op.SEND_F, microbatch, chunk, self._outputs[microbatch, chunk].detach(), stage)
-
-    def _receive_backward(self, microbatch: int, chunk: int) -> None:
-        stage, _ = self._pipeline_rank.after(chunk)
-        self._output_gradients[microbatch, chunk] = self._take(stage)
-
-    def _backward(self, microbatch: int, chunk: int) -> None:
-        self._backward_input(microbatch, chunk)
-        self._backward_weight(microbatch, chunk)
-
     def _backward_input(self, microbatch: int, chunk: int) -> None:
-        """Take a microbatch backward, with all gradients but those of weights that are put off."""
+        """Run a backward pass, with all gradients but those of weights that are put off."""
         self._check()
-        if self._put_off is not None:
-            self._put_off.begin(microbatch)
+        if self.put_off is not None:
+            self.put_off.begin(microbatch)
         passing = microbatch, chunk
         output, gradient = self._outputs.pop(passing), self._output_gradients.pop(passing, None)
         if self._reports_loss(chunk):
-            self._work.losses.append(output.detach())
-            self._work.num_items += self._num_items.pop(microbatch)
-        if output.requires_grad:  # not so on a first stage that trains nothing
+            self.work.losses.append(output.detach())
+            self.work.num_items += self._num_items.pop(microbatch)
+        if output.requires_grad:  # False on a first stage that trains nothing
             output.backward(gradient)  # type: ignore[no-untyped-call]
 
     def _backward_weight(self, microbatch: int, chunk: int) -> None:
-        if self._put_off is not None:
-            self._put_off.finish(microbatch)
-        if chunk == 0:  # the last of a stage's to which a microbatch comes back
-            self._commit_state.note_microbatch()
-        if self._pipeline_rank.is_first(chunk) and self._pipeline_rank.reports:
-            self._work.counted.append(microbatch)
-
-    def _send_backward(self, microbatch: int, chunk: int) -> None:
-        gradient = self._inputs.pop((microbatch, chunk)).grad
-        assert gradient is not None
-        stage, _ = self._pipeline_rank.before(chunk)
-        self._send(Op.SEND_B, microbatch, chunk, gradient, stage)
+        if self.put_off is not None:
+            self.put_off.finish(microbatch)
+        if chunk == 0:  # a microbatch returns to a stage's chunks in reverse: it is done here
+            self.commit_state.note_microbatch()
+        if self.pipeline_rank.is_first(chunk) and self.pipeline_rank.reports:
+            self.work.counted.append(microbatch)
 
     def _reports_loss(self, chunk: int) -> bool:
-        return self._pipeline_rank.is_last(chunk) and self._pipeline_rank.reports
+        return self.pipeline_rank.is_last(chunk) and self.pipeline_rank.reports
 
-    def _begin_section(self, _microbatch: int, _chunk: int) -> None:
-        assert self._sections is not None, "a program with sections needs their sums"
-        self._sections.begin(self._work)
-
-    def _send(self, op: Op, microbatch: int, chunk: int, tensor: torch.Tensor, target: int) -> None:
-        group, member = self._pipeline_rank.group, self._pipeline_rank.member(target)
+    def _send(self, op: Op, microbatch: int, chunk: int, tensor: torch.Tensor) -> None:
+        group, member = self.pipeline_rank.group, self.pipeline_rank.member(self._neighbour(op, chunk))
         assert group is not None
         tensor = tensor.contiguous()
+        # A group that does not keep what it sends returns the send, whose tensor must live until the step is committed.
         if (pending := group.send_off(tensor, member, self._tag(op, microbatch, chunk))) is not None:
-            self._work.sends.append((pending, tensor))
+            self.work.sends.append((pending, tensor))
 
     def _tag(self, op: Op, microbatch: int, chunk: int) -> int:
-        """A number that no other message of the step has, between the same two workers."""
-        rank, is_backward = self._pipeline_rank, op in (Op.SEND_B, Op.RECV_B)
-        cut = rank.cut_before(chunk) if op in (Op.RECV_F, Op.SEND_B) else rank.cut_after(chunk)
+        """Return a number that no other message of the step has between the same two workers.
+
+        Two stages may exchange messages of several chunks, in both directions of the computation.
+        """
+        rank, is_backward = self.pipeline_rank, op in (Op.SEND_B, Op.RECV_B)
+        cut = rank.cut_before(chunk) if op in _UPSTREAM_OPS else rank.cut_after(chunk)
         return 2 * rank.tag(microbatch, cut) + is_backward
 
 

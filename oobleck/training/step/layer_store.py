@@ -1,8 +1,7 @@
 """A worker's part of the model: whole layers, with their optimizer state and their committed sums.
 
-A plan gives layers to some workers and takes them from others. A layer that is taken is kept for a while, unchanged: it
-may not have arrived at its target. The loss scale goes with the layers, because all workers that have some must agree
-on it.
+Each plan moves layers between workers. The loss scale is kept with the layers, because all workers that hold some must
+agree on it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from oobleck.training.model import ModelStructure, Precision, Share, StageModel,
 from oobleck.training.optim import LossScale, Optimizer
 
 Sums = Mapping[str, torch.Tensor]
-"""By parameter: the sum of the gradients that are committed of the step in flight."""
+"""The committed sums of gradients of the step in flight, keyed by parameter."""
 
 _LOSS_SCALE = "training.loss_scale"
-"""What layers' files call the numbers of `LossScale`."""
+"""The name in layers' files of the numbers of `LossScale`."""
 
 
 class LayerStore:
-    """The layers of one worker; they change with every plan, and with every step that is applied."""
+    """The layers of one worker. They change with every plan, and with every applied step."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class LayerStore:
         model: StageModel,
         optimizer: Optimizer,
     ) -> None:
-        """`whole` is the structure of which `share` is this device's."""
+        """`share` is this device's share of the structure `whole`."""
         self._job = job
         self._worker_id = worker_id
         self._whole = whole
@@ -50,10 +49,11 @@ class LayerStore:
         self._model = model
         self._optimizer = optimizer
         self._kept: dict[int, LayerState] = {}
+        """Layers that the plan took away, unchanged, as they may not have arrived at their targets."""
         self._received: dict[int, LayerState] = {}
-        """Layers that have come, until a plan that takes them is in force."""
+        """Layers received for a plan that is not in force yet."""
         self.loss_scale: LossScale | None = LossScale(scale=job.initial_loss_scale)
-        """None where others continued without this worker: it must be told before it takes part again."""
+        """None where others continued without this worker, which must learn it before it takes part again."""
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ class LayerStore:
         return self.loss_scale.scale if self._precision.scales_loss else 1.0
 
     def apply(self, record: CommitRecord, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Apply a committed step's gradients, unless it is skipped, and drop the layers that a plan took away."""
+        """Apply a committed step's gradients, unless the step is skipped."""
         assert self.loss_scale is not None
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
@@ -71,30 +71,28 @@ class LayerStore:
             divisor = record.loss_scale * record.item_share
             self._optimizer.step(record.step, reduced, clip / divisor, num_skipped=num_skipped)
         self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
-        self.let_go_of_kept()
-
-    # --- what there is of a layer --------------------------------------------------------------------------
+        self.drop_kept()  # a step is committed only after all have adopted the plan
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's state, named as in a file."""
+        """Return a layer's state, named as in a file."""
         state = self._optimizer.named_state(self._structure.layer_parameters(layer))
         if self.loss_scale is not None and self._precision.scales_loss:
             state[_LOSS_SCALE] = torch.tensor(self.loss_scale.as_numbers(), dtype=torch.float64)
         return state
 
     def digests(self) -> tuple[int, ...]:
-        """The digest of each held layer, which is the same on all workers that hold it."""
+        """Return the digest of each held layer, which is the same on all workers that hold it."""
         return tuple(digest_of(self.named_state(layer).values()) for layer in self._model.layers)
 
     def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
-        """What a transfer of a layer holds: the optimizer's state and the committed sums of its parameters, if any."""
+        """Return the content of a layer's transfer: the optimizer's state, and the committed sums, if any."""
         if layer in self._kept:
             return self._kept[layer]
         partial = () if sums is None else tuple(sums[name] for name in self._structure.trained_parameters(layer))
         return self._optimizer.layer_tensors(self._structure.layer_parameters(layer)) + partial
 
     def _empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
-        """Memory for a layer that is about to come."""
+        """Allocate memory for a layer."""
         shapes = self._structure.shapes
         dtype, device = self._precision.parameters, self._model.device
         wanted = {name: shapes[name] for name in self._structure.layer_parameters(layer)}
@@ -103,18 +101,16 @@ class LayerStore:
         return state + tuple(torch.empty(shapes[name], dtype=dtype, device=device) for name in trained)
 
     def _state_size(self, layer: int, *, has_partial: bool) -> int:
-        """The number of elements in a transfer of a layer."""
+        """Return the number of elements in a transfer of a layer."""
         shapes, layout = self._structure.shapes, self._optimizer.layout(self._model.device)
         trained = [shapes[name].numel() for name in self._structure.trained_parameters(layer)]
         held = sum(shapes[name].numel() for name in self._structure.layer_parameters(layer))
         return held - sum(trained) + sum(layout.size(count) + count * has_partial for count in trained)
 
-    # --- from one plan to the next -------------------------------------------------------------------------
-
     def read(
         self, restore: Restore, layers: Collection[int], transfers: Collection[LayerTransfer], saving: LayerSaver
     ) -> None:
-        """Read from a checkpoint what this worker is to hold or send, except what others send it.
+        """Read from a checkpoint the `layers` to hold that no other worker sends, and those to send.
 
         Raises CorruptCheckpoint.
         """
@@ -148,9 +144,8 @@ class LayerStore:
     ) -> int:
         """Exchange the layers that change hands, and return the bytes received. `take` puts them to use.
 
-        `sums` is what is committed here of the step in flight, None where nothing is. `group_of` a transfer is
-        that of the two workers. `on_progress(received, all)` is told bytes now and then. Raises
-        Interrupted or PeerLost.
+        `sums` are the committed sums of the step in flight, or None. `group_of` returns the group of a transfer's two
+        workers. `on_progress(received, all)` is called with bytes now and then. Raises Interrupted or PeerLost.
         """
         has_partial = sums is not None
         self._received = {}
@@ -171,9 +166,9 @@ class LayerStore:
     def agree_on_loss_scale(
         self, sum_up: Callable[[tuple[float, ...]], tuple[float, ...]] | None, *, is_current: bool
     ) -> None:
-        """Tell newcomers the loss scale that the others have come to. Raises what `sum_up` raises.
+        """Share the current loss scale with newcomers. Raises what `sum_up` raises.
 
-        `sum_up` sums numbers over all who train; None for a spare, which takes no part.
+        `sum_up` sums numbers over all workers that train; it is None for a spare, which takes no part.
         `is_current` if this worker holds the state from which training continues.
         """
         if not self._precision.scales_loss:
@@ -182,22 +177,23 @@ class LayerStore:
             self.loss_scale = None
             return
         known = self.loss_scale if is_current else None
+        # The mean over those that know it is exact, as all have the same; the last number counts them.
         numbers = (0.0, 0.0, 0.0, 0.0) if known is None else (*known.as_numbers(), 1.0)
         *sums, count = sum_up(numbers)
-        self.loss_scale = (
-            LossScale.from_numbers(*(total / count for total in sums))
-            if count
-            else LossScale(scale=self._job.initial_loss_scale)
-        )
+        if count:
+            self.loss_scale = LossScale.from_numbers(*(total / count for total in sums))
+        else:
+            self.loss_scale = LossScale(scale=self._job.initial_loss_scale)
 
     def take(self, chunks: Sequence[range], *, keep: Collection[int], is_initial: bool, sums: Sums | None) -> Sums:
-        """Hold exactly these layers: with their initial values, with what was received, or as they are here already.
+        """Hold exactly these layers: with their initial values, with received ones, or as they are here already.
 
-        Those to `keep` are kept for others besides; `sums` as in `exchange`. Nothing is copied: what is let go does not
-        change any more, and a tied parameter that stays here changes with the next step, up to which the layers are
-        kept. Returns the committed sums of the held layers' parameters, received or held here, if there are any.
+        Also keeps the layers in `keep` for others; `sums` as in `exchange`. Returns the committed sums of the held
+        layers' parameters, if there are any.
         """
         layers = tuple(chain.from_iterable(chunks))
+        # Not copied: a layer that goes away does not change any more, and a tied parameter that stays here changes with
+        # the next step, up to which these are kept.
         kept = {layer: self._state_of(layer, sums) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | self._received
         self._kept, self._received = kept, {}
@@ -223,6 +219,6 @@ class LayerStore:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
         return {} if sums is None else {name: known[name] for name in self._model.trained_parameters}
 
-    def let_go_of_kept(self) -> None:
-        """All have adopted the plan: drop the layers that it took away."""
+    def drop_kept(self) -> None:
+        """Drop the layers that the plan took away, which all workers have adopted."""
         self._kept = {}

@@ -1,7 +1,4 @@
-"""What ends a step: gradients summed over owner sets.
-
-Reductions run out of place, from flat copies, so that an interrupted one leaves every rank's own gradients whole.
-"""
+"""Sums gradients over owner sets, at the end of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +14,6 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel
 
-BUCKET_ELEMENTS = LARGE_SUM
-"""Gradients that are reduced together."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -28,11 +22,7 @@ class Bucket:
     key: GroupKey
     parameters: tuple[str, ...]
     is_counted: bool = True
-    """Whether its owners count it in the global gradient norm; other devices of their stages may have the same."""
-
-    def is_counted_by(self, worker_id: WorkerId) -> bool:
-        """Tell whether a worker counts these parameters in the global gradient norm: one owner does."""
-        return self.is_counted and self.key.members[0] == worker_id
+    """Whether the first owner counts it in the global gradient norm; False where another device of the stage does."""
 
 
 def make_buckets(
@@ -42,15 +32,13 @@ def make_buckets(
     *,
     key_of: Callable[[tuple[WorkerId, ...]], GroupKey],
     lost: Collection[str] = (),
-    max_elements: int = BUCKET_ELEMENTS,
+    max_elements: int = LARGE_SUM,
 ) -> tuple[Bucket, ...]:
     """Group the parameters that a worker trains by their owner sets among the nodes not lost; O(parameters).
 
-    A tied parameter belongs to several layers; its owners are all who hold any of them. Where devices share a stage,
-    those of like rank are owners together, for their `share` of the parameter. Buckets come in the order
-    in which a backward pass completes them, the last layers' first; owners of the same parameters put them into the
-    same buckets, and any two workers have the buckets that they share in the same order. None is larger than
-    `max_elements`, unless a single parameter is.
+    All owners of a parameter put it into the same bucket, and any two workers have their common buckets in the same
+    order: that in which a backward pass completes them. No bucket has more than `max_elements`, unless a single
+    parameter does.
     """
     located = plan.locate(worker_id)
     assert located is not None
@@ -62,6 +50,8 @@ def make_buckets(
         name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.trained_parameters(layer)
     }
     for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
+        # A tied parameter belongs to several layers, and to all workers that hold any of them. Where devices share a
+        # stage, those of the same rank own the same share of a parameter.
         holders = {owner for layer in structure.layers_with(name) for owner in owners[layer]}
         living = tuple(
             sorted(
@@ -96,25 +86,22 @@ def _cut(names: Sequence[str], structure: ModelStructure, max_elements: int) -> 
 
 
 def _rank(bucket: Bucket, structure: ModelStructure) -> tuple[int, GroupKey, str]:
-    """When a backward pass completes a bucket: with the first layer of all its parameters."""
+    """Sort buckets in the order in which a backward pass completes them: by the first layer of all their parameters."""
     first_layer = min(structure.layers_with(name)[0] for name in bucket.parameters)
     return -first_layer, bucket.key, bucket.parameters[0]
 
 
 class GradientReducer:
-    """Sums gradients over their owners, bucket by bucket, from flat copies.
+    """Sums gradients over their owners, bucket by bucket: the parameters' own, or others that `begin` receives.
 
-    Buckets are posted in their order, by all, and waited for together. Those whose gradients are final are posted
-    already while the last backward pass still runs. If one fails then, `finish` raises it: the pipeline's own work is
-    sound. After a failure all of them are given up, and the copies left to those that may still write to them.
-
-    What it sums are the parameters' own gradients, or others that `begin` is given.
+    Buckets are posted in their order, by all workers, and waited for together.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable) -> None:
         self.buckets = tuple(buckets)
         self.parameters = parameters
         self._groups = groups
+        # Sums run in flat copies, so that an interrupted one leaves every worker's own gradients whole.
         self._flats: dict[int, torch.Tensor] = {}
         self._pending: list[Reduction] = []
         self._num_posted = 0
@@ -122,37 +109,38 @@ class GradientReducer:
         self._others: Mapping[str, torch.Tensor] | None = None
 
     def begin(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Post all buckets of these gradients, by parameter; `finish` returns their sums. Raises nothing."""
+        """Post all buckets of these gradients; `finish` returns their sums. Raises nothing."""
         assert not self._num_posted, "sums are under way"
         self._others = gradients
         self._post_before(len(self.buckets))
 
     def is_done(self) -> bool:
-        """Return whether all that was posted is there, or something has failed: `finish` does not wait for it then."""
+        """Return whether `finish` would not wait: all posted sums are complete, or one has failed."""
         return self._failure is not None or all(reduction.is_done() for reduction in self._pending)
 
     @property
     def poll_s(self) -> float | None:
-        """Seconds between looks while it is not done; None if its waiter is woken."""
+        """Seconds between calls of `is_done`; None if the waiter is woken instead."""
         return min((each.poll_s for each in self._pending if each.poll_s is not None), default=None)
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
-        """The workers that it waits for."""
+        """The workers whose parts are missing."""
         return tuple(sorted({worker_id for each in self._pending if not each.is_done() for worker_id in each.others}))
 
     def abandon(self) -> None:
-        """Give up what is under way: on a GPU, what is stuck in one group would hold up all others."""
-        self._flats = {}
+        """Give up all sums under way."""
+        self._flats = {}  # sums that were given up may still write to the copies: the next ones need others
         for reduction in self._pending:
-            reduction.give_up()
+            reduction.give_up()  # on a GPU, a sum that is stuck in one group would hold up all others
         self._forget()
 
     @contextmanager
     def overlapping(self, changing: Collection[str]) -> Iterator[None]:
         """Post each bucket as soon as its gradients are final; the block is the last backward pass of the step.
 
-        `changing` are the parameters whose gradients it adds to: those of one chunk. All others' are final already.
+        It adds to the gradients of the parameters `changing`; all others are final. A failure is kept for `finish` to
+        raise.
         """
         missing = [sum(name in changing for name in bucket.parameters) for bucket in self.buckets]
         handles = [
@@ -172,10 +160,10 @@ class GradientReducer:
     def finish(
         self, interrupted: Callable[[], bool], *, plus: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Post what is left, and return the sums, by parameter; one without a gradient counts as zeros.
+        """Post the remaining buckets, and return the sums by parameter, plus what `plus` has for it.
 
-        What `plus` has for a parameter is added to its sum. Raises Interrupted or PeerLost; the parameters' own
-        gradients are untouched either way.
+        A parameter without a gradient counts as zeros. Raises Interrupted or PeerLost; the parameters' own gradients
+        are untouched either way.
         """
         try:
             self._post_before(len(self.buckets))
@@ -196,7 +184,7 @@ class GradientReducer:
         self._pending, self._num_posted, self._failure, self._others = [], 0, None, None
 
     def _note(self, missing: list[int], index: int) -> Callable[[torch.Tensor], None]:
-        """Make the hook that counts a bucket's final gradients, and posts what is complete."""
+        """Make the hook that counts a bucket's final gradients, and posts complete buckets."""
 
         def hook(_parameter: torch.Tensor) -> None:
             missing[index] -= 1
@@ -206,14 +194,14 @@ class GradientReducer:
         return hook
 
     def _num_complete(self, missing: Sequence[int]) -> int:
-        """How many buckets, from the first on, have all their gradients, or are nobody else's."""
+        """Count the buckets before the first one that is shared and lacks gradients."""
         return next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
 
     def _is_shared(self, index: int) -> bool:
         return len(self.buckets[index].key.members) > 1
 
     def _post_before(self, stop: int) -> None:
-        """Post all buckets before `stop` that were not posted yet; in a hook, nothing may be raised."""
+        """Post all buckets before `stop` that were not posted yet."""
         while self._num_posted < stop and self._failure is None:
             index, bucket = self._num_posted, self.buckets[self._num_posted]
             self._num_posted += 1
@@ -223,6 +211,7 @@ class GradientReducer:
             try:
                 self._pending.append(self._groups[bucket.key].all_reduce(flat))
             except (PeerLost, Interrupted) as error:
+                # Not raised: this may run in a hook of the backward pass, whose own result is sound.
                 self._failure = error
 
     def _flatten(self, bucket: Bucket, out: torch.Tensor | None) -> torch.Tensor:
@@ -259,37 +248,34 @@ class PlanReducer:
 
 
 class Reducers:
-    """This worker's buckets and reducers: those of the plan in force, and of a committee that ends a step without some
-    of its nodes."""
+    """This worker's buckets and reducers, for the plan in force and for a committee that ends a step without some of
+    its nodes."""
 
     def __init__(self, worker_id: WorkerId, share: Share, model: StageModel, groups: GroupTable) -> None:
         self.in_force: PlanReducer | None = None
-        """None for a spare."""
+        """The reducer of the plan in force; None for a spare."""
         self._worker_id = worker_id
         self._share = share
         self._model = model
         self._groups = groups
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
-        """Those of the newest committee."""
+        """The buckets of the newest committee."""
 
     def adopt(self, committee: Committee | None) -> None:
-        """A plan comes into force, and the model holds its layers; None for a spare."""
+        """Put a plan in force, whose layers the model holds; None for a spare."""
         self.in_force = None if committee is None else PlanReducer(committee, self._new(committee))
 
     def of(self, committee: Committee) -> GradientReducer:
-        """Return the reducer of a committee. What is posted already is with the one in force."""
+        """Return the reducer of a committee: the one in force if it is the same, as that may have posted buckets."""
         in_force = self.in_force
         return in_force.reducer if in_force is not None and in_force.committee is committee else self._new(committee)
 
     def keys_of(self, committee: Committee | None) -> list[GroupKey]:
         """Return the groups in which this worker's gradients are summed with those of others."""
-        return [] if committee is None else [bucket.key for bucket in self._buckets_of(committee)]
+        return [] if committee is None else [bucket.key for bucket in self.buckets_of(committee)]
 
-    def squared_norm(self, committee: Committee, reduced: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the part of the squared global gradient norm that this worker counts, a scalar; None for none."""
-        return squared_norm(self._buckets_of(committee), reduced, self._worker_id)
-
-    def _buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+    def buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
+        """Return this worker's buckets in a committee."""
         if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(
                 committee.plan, self._worker_id, self._share, key_of=committee.key_of, lost=committee.lost
@@ -298,14 +284,19 @@ class Reducers:
         return self._buckets[1]
 
     def _new(self, committee: Committee) -> GradientReducer:
-        return GradientReducer(self._buckets_of(committee), self._model.parameters, self._groups)
+        return GradientReducer(self.buckets_of(committee), self._model.parameters, self._groups)
 
 
 def squared_norm(
     buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId
 ) -> torch.Tensor | None:
-    """Return the part of the squared global gradient norm that a worker counts, a scalar; None for none."""
-    counted = [reduced[name] for bucket in buckets if bucket.is_counted_by(worker_id) for name in bucket.parameters]
+    """Return a worker's part of the squared global gradient norm, a scalar, or None if it has no part."""
+    counted = [
+        reduced[name]
+        for bucket in buckets
+        if bucket.is_counted and bucket.key.members[0] == worker_id
+        for name in bucket.parameters
+    ]
     if not counted:
         return None
     norms = torch.stack(torch._foreach_norm(counted)).double()

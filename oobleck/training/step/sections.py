@@ -1,13 +1,13 @@
-"""Sections of a step: carries out the effects of `control.commit.partial_commit` with real sums, while a program runs.
+"""Sections of a step: carries out the effects of `control.steps.PartialCommit` with real sums, while a program runs.
 
-What is done of a step is set aside without a copy; its sums are added to those that are committed. `PartialCommit` says
-when a section is begun, taken or given up; this module says how, and waits.
-`sim/cluster/sections.py` is the same without tensors."""
+`PartialCommit` decides when a section begins, is committed or is given up. `sim/cluster/sections.py` does the same
+without tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import assert_never
 
 import torch
@@ -23,103 +23,102 @@ from .step_work import StepWork
 
 @dataclass(slots=True, kw_only=True)
 class _Posted:
-    """A section whose gradients are on their way."""
+    """A section whose sums are under way."""
 
     work: StepWork
-    """What it was taken from, and is given back to."""
+    """The work that it was taken from, and is given back to."""
     own: dict[str, torch.Tensor]
-    """This worker's gradients, set aside."""
+    """This worker's gradients."""
     losses: list[torch.Tensor]
     loss: HostCopy | None
     counted: list[int]
     num_items: int
     sums: dict[str, torch.Tensor] | None = None
-    """Once they are all here."""
+    """None until all are complete."""
     subject: Subject | None = None
-    """Once this worker has brought its part to the agreement on it."""
+    """None until this worker has posted its part of the section's agreement."""
 
 
+@dataclass(slots=True)
 class SectionSums:
-    """The committed sums, and the section that is on its way to them."""
+    """The committed sums, and the section that is to be added to them."""
 
-    def __init__(
-        self,
-        partial_commit: steps.PartialCommit,
-        commit_state: steps.CommitState,
-        waiter: Waiter,
-        agreements: PeerAgreements,
-        *,
-        carry_out: Callable[[steps.WorkerEffects], None],
-    ) -> None:
-        """`carry_out` carries out what `partial_commit` asks for; its sections come back to the method of that name."""
-        self._partial_commit = partial_commit
-        self._commit_state = commit_state
-        self._waiter = waiter
-        self._agreements = agreements
-        self._carry_out = carry_out
-        self._in_force: PlanReducer | None = None
-        self._work: StepWork | None = None
-        """What is done of the step in flight, where a section of it was begun."""
-        self._posted: _Posted | None = None
-        self.sums: dict[str, torch.Tensor] = {}
-        """Of the gradients of what is committed, by parameter; empty where nothing is."""
+    partial_commit: steps.PartialCommit
+    commit_state: steps.CommitState
+    waiter: Waiter
+    agreements: PeerAgreements
+    _: KW_ONLY
+    drive: Callable[[steps.WorkerEffects], None]
+    """Carries out effects of `partial_commit`, those of sections by `carry_out`."""
+    sums: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    """The committed sums of gradients, keyed by parameter."""
+    _in_force: PlanReducer | None = field(init=False, default=None)
+    _work: StepWork | None = field(init=False, default=None)
+    """The work of the step in flight, once a section of it has begun."""
+    _posted: _Posted | None = field(init=False, default=None)
 
     def adopt(self, in_force: PlanReducer | None, sums: Mapping[str, torch.Tensor]) -> None:
-        """Put a plan in force, with these committed sums of the step in flight; None for a spare.
-
-        The reducer is the one that also ends the step: it has no sums under way when a section begins.
-        """
+        """Put a plan in force, with these committed sums of the step in flight; None for a spare."""
+        # This reducer also ends the step: its own sums are never under way when a section begins.
         self._in_force, self.sums = in_force, dict(sums)
 
     def end_step(self) -> None:
-        """The step is applied: nothing is committed of the next."""
+        """Drop the committed sums of a step that is applied."""
         self.sums = {}
 
     def begin_step_sums(self) -> bool:
-        """Return whether the step's own sums may be posted: no section is on its way, and none has failed."""
-        return self._partial_commit.begin_step_sums()
-
-    # --- while a program runs ------------------------------------------------------------------------------
+        """Return whether the step's own sums may be posted: no section is under way, and none has failed."""
+        return self.partial_commit.begin_step_sums()
 
     def begin(self, work: StepWork) -> None:
-        """Commit what is done of a step, while the program continues. Raises Interrupted if the pipeline is stopped."""
+        """Begin to commit a step's work so far, while the program continues.
+
+        Raises Interrupted if the pipeline is stopped.
+        """
         self._work = work
-        self._carry_out(self._partial_commit.begin(work.step))
+        self.drive(self.partial_commit.begin(work.step))
 
     def look(self) -> None:
         """Advance as far as possible without waiting. Never blocks, raises nothing."""
-        if self._partial_commit.is_busy and self._can_move():
-            self._carry_out(self._partial_commit.look())
+        if self.partial_commit.is_busy and self._can_move():
+            self.drive(self.partial_commit.look())
 
     def look_until(
         self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId]
     ) -> None:
-        """Look after the section while waiting for something else: others may be waiting for our part in it.
+        """Advance the section during a wait for something else. Raises Interrupted once `interrupted`.
 
-        Returns once `ready`, or with nothing to look after. Raises Interrupted once `interrupted`.
+        Returns once `ready`, or once no section is under way.
         """
         waits_for = tuple(waits_for)
-        while self._partial_commit.is_busy and not ready():
-            self._waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
+        # The workers that this one waits for may themselves wait for its part of the section.
+        while self.partial_commit.is_busy and not ready():
+            self.waiter.wait(lambda: ready() or self._can_move(), interrupted, waits_for, poll_s=self._poll_s)
             self.look()
 
-    # --- effects -------------------------------------------------------------------------------------------
-
     def carry_out(self, effect: steps.SectionEffect) -> steps.EffectOutcome:
-        """Carry out an effect of the partial commit. Raises what the effect may raise."""
+        """Carry out an effect of the partial commit."""
         match effect:
             case steps.PostSection():
                 self._post()
             case steps.TakeSums():
-                return self._take_sums()
+                reducer = self._plan.reducer
+                if not reducer.is_done():
+                    return False
+                self._section.sums = reducer.finish(self.commit_state.is_fenced)
+                return True
             case steps.PostTotals(number=number):
-                self._post_totals(number)
+                section = self._section
+                loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
+                section.subject = Subject(Topic.SECTION, section.work.step, number)
+                part = Totals((loss, float(section.num_items)), Tally.of(section.counted))
+                self.agreements.bring(self._plan.committee, section.subject, part)
             case steps.TakeTotals():
                 return self._take_totals()
             case steps.Fold():
                 self._fold()
             case steps.AwaitSection():
-                self._waiter.wait(self._can_move, self._commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
+                self.waiter.wait(self._can_move, self.commit_state.is_fenced, self._awaited(), poll_s=self._poll_s)
             case steps.GiveBack():
                 self._give_back()
             case _:
@@ -129,6 +128,7 @@ class SectionSums:
     def _post(self) -> None:
         work, reducer = self._work, self._plan.reducer
         assert work is not None
+        # Gradients are set aside without a copy: the next backward pass begins new ones.
         own: dict[str, torch.Tensor] = {}
         for name, parameter in reducer.parameters.items():
             if parameter.grad is not None:
@@ -140,26 +140,12 @@ class SectionSums:
         self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counted=counted, num_items=num_items)
         reducer.begin(own)
 
-    def _take_sums(self) -> bool:
-        reducer = self._plan.reducer
-        if not reducer.is_done():
-            return False
-        self._section.sums = reducer.finish(self._commit_state.is_fenced)
-        return True
-
-    def _post_totals(self, number: int) -> None:
-        section = self._section
-        loss = 0.0 if section.loss is None else sum(section.loss.wait().tolist())
-        section.subject = Subject(Topic.SECTION, section.work.step, number)
-        part = Totals((loss, float(section.num_items)), Tally.of(section.counted))
-        self._agreements.bring(self._plan.committee, section.subject, part)
-
     def _take_totals(self) -> steps.SectionTotals | None:
         subject, committee = self._section.subject, self._plan.committee
         assert subject is not None
-        if not self._agreements.is_done(committee, subject):
+        if not self.agreements.is_done(committee, subject):
             return None
-        total = self._agreements.wait(committee, subject, self._commit_state.is_fenced)
+        total = self.agreements.wait(committee, subject, self.commit_state.is_fenced)
         loss, num_items = total.numbers
         return steps.SectionTotals(loss, total.counted, int(num_items))
 
@@ -186,8 +172,6 @@ class SectionSums:
             parameter = reducer.parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    # --- what is waited for --------------------------------------------------------------------------------
-
     @property
     def _section(self) -> _Posted:
         assert self._posted is not None
@@ -202,13 +186,13 @@ class SectionSums:
         section = self._section
         if section.sums is None:
             return self._plan.reducer.is_done()
-        return section.subject is None or self._agreements.is_done(self._plan.committee, section.subject)
+        return section.subject is None or self.agreements.is_done(self._plan.committee, section.subject)
 
     def _awaited(self) -> tuple[WorkerId, ...]:
         section = self._section
         if section.sums is None:
             return self._plan.reducer.awaited
-        return self._agreements.others(self._plan.committee)
+        return self.agreements.others(self._plan.committee)
 
     @property
     def _poll_s(self) -> float | None:

@@ -1,10 +1,11 @@
-"""The step in flight: what this worker has computed of it, until it is applied or forgotten."""
+"""The step in flight: this worker's results, until the step is applied or forgotten."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -24,42 +25,32 @@ from .step_work import GlobalBatch, PipelineRank, StepWork
 _DEVICE_POLL_S = 2e-4
 
 
+@dataclass(slots=True)
 class StepInFlight:
-    """Runs one step after the other. Gradients are in the parameters' `grad`, what is done in `work`."""
+    """Runs one step after the other. Gradients are in the parameters' `grad`, other results in `work`."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        dataset: Dataset,
-        model: StageModel,
-        *,
-        sections: SectionSums,
-        commit_state: CommitState,
-        waiter: Waiter,
-        step_timer: StepTimer,
-        device_work: DeviceWork | None,
-    ) -> None:
-        """`device_work` is None where the host computes."""
-        self._job = job
-        self._dataset = dataset
-        self._model = model
-        self._sections = sections
-        self._commit_state = commit_state
-        self._waiter = waiter
-        self._step_timer = step_timer
-        self._device_work = device_work
-        self._put_off = self._put_off_weights() if job.may_split_backward else None
-        self._batch: GlobalBatch | None = None
-        self._work: StepWork | None = None
-        self.reduced: dict[str, torch.Tensor] = {}
-        """Its gradients, by parameter, once they are summed over all."""
+    job: JobSpec
+    dataset: Dataset
+    model: StageModel
+    _: KW_ONLY
+    sections: SectionSums
+    commit_state: CommitState
+    waiter: Waiter
+    step_timer: StepTimer
+    device_work: DeviceWork | None
+    """None where the host computes."""
+    reduced: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    """The step's gradients, keyed by parameter, once they are summed over their owners."""
+    _put_off: WeightGradients | None = field(init=False, default=None)
+    _batch: GlobalBatch | None = field(init=False, default=None)
+    _work: StepWork | None = field(init=False, default=None)
 
-    def _put_off_weights(self) -> WeightGradients:
-        put_off = WeightGradients()
-        for layer in range(self._model.structure.num_layers):
-            for module in self._model.modules_of(layer):
-                put_off.put_off(module)
-        return put_off
+    def __post_init__(self) -> None:
+        if self.job.may_split_backward:
+            self._put_off = WeightGradients()
+            for layer in range(self.model.structure.num_layers):
+                for module in self.model.modules_of(layer):
+                    self._put_off.put_off(module)
 
     @property
     def batch(self) -> GlobalBatch:
@@ -69,62 +60,63 @@ class StepInFlight:
 
     @property
     def work(self) -> StepWork:
-        """What is done of it."""
+        """The results of the step in flight."""
         assert self._work is not None
         return self._work
 
     def begin(self, step: int, *, scale: float) -> None:
-        """Begin a step; its loss is multiplied by `scale`. Raises Interrupted if its records never come."""
-        self._model.loss_scale = scale
+        """Begin a step; its loss is multiplied by `scale`. Raises Interrupted if its records never arrive."""
+        self.model.loss_scale = scale
         samples, divisor = self._samples_of(step)
         self._batch = GlobalBatch(
-            dataset=self._dataset,
+            dataset=self.dataset,
             step=step,
             samples=samples,
             divisor=divisor,
-            microbatch_size=self._job.microbatch_size,
-            seed=self._job.seed,
+            microbatch_size=self.job.microbatch_size,
+            seed=self.job.seed,
         )
         self._work = StepWork(step)
 
     def forget(self) -> None:
-        """Drop what is done of the step and not committed."""
-        for parameter in self._model.parameters.values():
+        """Drop the step's results, except its committed sections."""
+        for parameter in self.model.parameters.values():
             parameter.grad = None
         self._batch, self._work = None, None
         self.reduced = {}
-        self._step_timer.forget_step()
+        self.step_timer.forget_step()
 
     def _samples_of(self, step: int) -> tuple[Sequence[int], int]:
-        """Return a step's samples, and what to divide its losses by: the tokens that they predict, as far as that is
-        known without reading them. From shards, once its records are known."""
-        batch, records = self._job.global_batch_size, self._dataset.records
+        """Return a step's samples, and the divisor of its losses; of shards, once its records are known."""
+        # The divisor is the number of predicted tokens, as far as it is known without reading the samples:
+        # `item_share_of` corrects it once all tokens are counted.
+        batch, records = self.job.global_batch_size, self.dataset.records
         if records is None:
-            samples = self._dataset.samples_of_step(self._job.seed, step, batch)
-            return samples, len(samples) * self._dataset.items_per_sample
-        self._waiter.wait(lambda: records.is_told(step), self._commit_state.is_pipeline_stopped)
+            samples = self.dataset.samples_of_step(self.job.seed, step, batch)
+            return samples, len(samples) * self.dataset.items_per_sample
+        self.waiter.wait(lambda: records.is_told(step), self.commit_state.is_pipeline_stopped)
         numbers, num_items = records.numbers_of(step, batch)
         return numbers, max(1, num_items)
 
     def await_records(self, step: int) -> None:
-        """Wait until it is known which records a step takes, or that it never comes. Raises Interrupted."""
-        records = self._dataset.records
+        """Wait until the records of a step are known, or that there is no such step. Raises Interrupted."""
+        records = self.dataset.records
         assert records is not None
-        self._waiter.wait(
-            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self._commit_state.is_fenced
+        self.waiter.wait(
+            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self.commit_state.is_fenced
         )
-        self._step_timer.begin_step()
-
-    # --- computing -----------------------------------------------------------------------------------------
+        self.step_timer.begin_step()
 
     def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
-        """Run this stage's program for some microbatches; where it posts sums, with this reducer.
+        """Run this stage's program for some microbatches; if it posts sums, `reducer` sums them.
 
-        Raises Interrupted, PeerLost or ShardUnreadable; then no plan keeps the pipeline, and its edges are ended.
+        Raises Interrupted, PeerLost or ShardUnreadable.
         """
         try:
             self._run(pipeline_rank, program, reducer)
         except FAILURES:
+            # No plan keeps a pipeline that failed. Messages of this attempt may be stuck on its edges, and must never
+            # meet those of another.
             if pipeline_rank.group is not None:
                 pipeline_rank.group.abort()
             raise
@@ -141,27 +133,30 @@ class StepInFlight:
         if self._put_off is not None:
             self._put_off.engage(is_on=pipeline_rank.splits_backward)
         execution = Execution(
-            self.batch,
-            self.work,
-            pipeline_rank,
-            self._model,
-            self._commit_state,
+            batch=self.batch,
+            work=self.work,
+            pipeline_rank=pipeline_rank,
+            model=self.model,
+            commit_state=self.commit_state,
             put_off=self._put_off if pipeline_rank.splits_backward else None,
-            sections=self._sections if program.num_sections > 1 else None,
-            device_work=self._device_work,
+            sections=self.sections if program.num_sections > 1 else None,
+            device_work=self.device_work,
         )
+        # Sums are posted early only where the plan's own reduction comes next: a step that a committee finishes without
+        # some nodes is reduced in other groups.
         around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
-        self._waiter.take_longest_s()
-        began_s, waited_s = time.monotonic(), self._waiter.waited_s
+        self.waiter.take_longest_s()  # discards the longest wait of what came before
+        began_s, waited_s = time.monotonic(), self.waiter.waited_s
         execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)
-        waited_s, longest_wait_s = self._waiter.waited_s - waited_s, self._waiter.take_longest_s()
-        if self._device_work is not None:  # kernels are launched, not yet computed, and times count what is computed
-            self._device_work.mark()
-            self._waiter.wait(self._device_work.is_done, self._commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
+        waited_s, longest_wait_s = self.waiter.waited_s - waited_s, self.waiter.take_longest_s()
+        # The host has launched kernels that the GPU may not have computed: the timer counts until they are done.
+        if self.device_work is not None:
+            self.device_work.mark()
+            self.waiter.wait(self.device_work.is_done, self.commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
         ended_s = time.monotonic()
-        if self._device_work is not None:
-            waited_s = max(0.0, ended_s - began_s - self._device_work.seconds())
-        self._step_timer.add(
+        if self.device_work is not None:
+            waited_s = max(0.0, ended_s - began_s - self.device_work.seconds())
+        self.step_timer.add(
             began_s,
             ended_s,
             waited_s=waited_s,
@@ -171,15 +166,18 @@ class StepInFlight:
 
     @contextmanager
     def _overlapping(self, reducer: GradientReducer, pipeline_rank: PipelineRank) -> Iterator[None]:
-        """Around the last backward pass: post what is final meanwhile, unless a section is still to be committed."""
-        self._sections.look()
-        # A weight whose gradient is put off gets it by no hook; a tied one would seem final before it is.
-        overlaps = not pipeline_rank.splits_backward and self._sections.begin_step_sums()
-        structure = self._model.structure
-        changing = {name for layer in self._model.chunks[0] for name in structure.trained_parameters(layer)}
+        """Post buckets as their gradients become final in the block, the last backward pass."""
+        self.sections.look()
+        # Not while a section is under way: all members of a group must post their sums in the same order, the section's
+        # first. Nor with split backward passes: a gradient that is put off arrives without a hook, and a tied weight
+        # would seem final too early.
+        overlaps = not pipeline_rank.splits_backward and self.sections.begin_step_sums()
+        structure = self.model.structure
+        # The last backward pass of a step is always that of the first chunk; all other gradients are final.
+        changing = {name for layer in self.model.chunks[0] for name in structure.trained_parameters(layer)}
         with reducer.overlapping(changing) if overlaps else nullcontext():
             yield
 
     def reduce(self, reducer: GradientReducer) -> None:
-        """Sum the step's gradients over all, with what is committed of them. Raises Interrupted or PeerLost."""
-        self.reduced = reducer.finish(self._commit_state.is_fenced, plus=self._sections.sums)
+        """Sum the step's gradients over their owners, plus the committed sums. Raises Interrupted or PeerLost."""
+        self.reduced = reducer.finish(self.commit_state.is_fenced, plus=self.sections.sums)

@@ -1,4 +1,4 @@
-"""How the training thread spent its time: how fast this worker computes, when it computed, and what it waited for."""
+"""Measures how the training thread spends its time: how fast it computes, when, and how long it waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from oobleck.control.speed import PaceMeter
 from oobleck.control.steps import without
 
 _STEPS_TIMED = 16
-"""Over how many steps it is told what was computed and what waited for."""
+"""The number of latest steps over which `spent` sums."""
 _BUSY_TIMES = 32
-"""How many stretches of computation are remembered, to tell how long a recovery kept all workers waiting."""
+"""The number of latest stretches of computation that are kept, which show how long a recovery stalled all workers."""
 
 
 class StepTimer:
@@ -22,7 +22,7 @@ class StepTimer:
         self._pace = PaceMeter(device, time.monotonic())
         self._step_began_s = time.monotonic()
         self._posted_s: float | None = None
-        """When this worker had done its part of the step."""
+        """When this worker posted its part of the step's commit."""
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
         self._whole_in_step_s = self._waited_in_step_s = 0.0
@@ -37,25 +37,24 @@ class StepTimer:
         longest_wait_s: tuple[float, float],
         num_microbatches: int,
     ) -> None:
-        """Note a stretch of computation, in which others were waited for: how long in all, and when for longest.
-
-        The longest wait is no computation: the worker that was waited for may have waited as well, for a failed node.
-        """
+        """Add a stretch of computation, with its time spent waiting and the interval of its longest wait."""
         self._whole_in_step_s += ended_s - began_s
+        # The longest wait is no computation: the other worker may have waited as well, for a failed node.
         self._busy_in_step += without((began_s, ended_s), longest_wait_s)
         self._waited_in_step_s += waited_s
         self._pace.add(ended_s - began_s - waited_s, num_microbatches)
 
     def begin_step(self) -> None:
-        """The step's time starts here."""
+        """Start the step's time."""
         self._step_began_s, self._posted_s = time.monotonic(), None
 
     def forget_step(self) -> None:
-        """What was computed of the step was in vain."""
+        """Drop what was measured of the step."""
         self._busy_in_step, self._whole_in_step_s, self._waited_in_step_s = [], 0.0, 0.0
 
     def end_step(self) -> None:
-        """The step is applied. To commit and to apply it is part of the next one's time."""
+        """Count the step, which is applied."""
+        # The time from this worker's part of the commit on belongs to the next step.
         self._step_began_s, self._posted_s = self._posted_s or time.monotonic(), None
         self._busy_s.extend(self._busy_in_step)
         if self._whole_in_step_s:
@@ -63,23 +62,23 @@ class StepTimer:
         self.forget_step()
 
     def post_step(self) -> float:
-        """This worker's part of the step is done, and all are to agree on it; return how many seconds it took."""
+        """Note that this worker posts its part of the step's commit; returns the seconds that the part took."""
         self._posted_s = time.monotonic()
         return self._posted_s - self._step_began_s
 
     @property
     def busy_s(self) -> tuple[tuple[float, float], ...]:
-        """When it computed in the latest steps, by the monotonic clock."""
+        """The intervals of computation in the latest steps, by the monotonic clock."""
         return tuple(self._busy_s)
 
     def spent(self) -> tuple[float, float]:
-        """Seconds of the latest steps in which this worker computed, and in which it waited for others."""
+        """Return the seconds of the latest steps in which this worker computed, and in which it waited for others."""
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
 
     def adopt(self, num_workers: int) -> None:
-        """Note how many workers a plan has: the more there are, the less often each tells its speed."""
+        """Set the number of workers in the plan: the more there are, the less often each reports its speed."""
         self._pace.adopt(num_workers)
 
     def take_pace(self) -> Pace | None:
-        """Return the speed by which the master finds slow nodes; now and then."""
+        """Return the speed by which the master finds slow nodes, or None if no report is due."""
         return self._pace.take(time.monotonic())

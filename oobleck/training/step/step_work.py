@@ -1,4 +1,4 @@
-"""A worker's part of a step: the step's samples, its own place in the pipeline, and what it has done."""
+"""A worker's part of a step: the step's samples, its own place in the pipeline, and its results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from oobleck.training.model import MicrobatchKey, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRank:
-    """The pipeline as one of its stages sees it: who comes before and after, and the group that links them."""
+    """The pipeline as one of its stages sees it: the neighbours, and the group that links them."""
 
     stage: int
     num_stages: int
     num_chunks: int = 1
-    """Of each stage."""
+    """Chunks of each stage."""
     group: Group | None
     """None for a pipeline of one worker."""
     rank: int
-    """Which of the devices that share the stage this is."""
+    """This device's number among those that share the stage."""
     degree: int
-    """How many share each stage."""
+    """The number of devices that share each stage."""
     schedule: ScheduleKind
 
     @classmethod
     def of(cls, seat: PlaceInPlan, share: Share, group: Group | None) -> PipelineRank:
-        """Return the view of a worker that has this place in its plan, and this share of its stage."""
+        """Return the view of a worker with this place in its plan, and this share of its stage."""
         return cls(
             stage=seat.stage,
             num_stages=seat.num_stages,
@@ -44,50 +44,47 @@ class PipelineRank:
         )
 
     def member(self, stage: int) -> int:
-        """The neighbour at another stage, as the group counts: the device of like rank."""
+        """Return the group's number of the neighbour at another stage: the device of the same rank."""
         return stage * self.degree + self.rank
 
     def is_first(self, chunk: int = 0) -> bool:
-        """Whether a chunk has the model's first layer; by default, whether any of this stage has."""
+        """Return whether a chunk has the model's first layer; by default, whether any chunk of this stage has."""
         return (self.stage, chunk) == (0, 0)
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk has the model's last layer."""
+        """Return whether a chunk has the model's last layer."""
         return (self.stage, chunk) == (self.num_stages - 1, self.num_chunks - 1)
 
     def before(self, chunk: int) -> tuple[int, int]:
-        """(stage, chunk) that hidden states come from; not for the first of all."""
+        """Return the (stage, chunk) before a chunk that is not the model's first."""
         return (self.stage - 1, chunk) if self.stage else (self.num_stages - 1, chunk - 1)
 
     def after(self, chunk: int) -> tuple[int, int]:
-        """(stage, chunk) that hidden states go to; not for the last of all."""
+        """Return the (stage, chunk) after a chunk that is not the model's last."""
         return (self.stage + 1, chunk) if self.stage + 1 < self.num_stages else (0, chunk + 1)
 
     def cut_after(self, chunk: int) -> int:
-        """A number for where the model is cut after a chunk, unlike that of any other cut between the same two stages.
-
-        Two stages are neighbours both ways, where there are no others.
-        """
+        """Return a number of the cut after a chunk that no other cut between the same two stages has."""
+        # In a pipeline of two stages each is before the other, so the cut back to the first stage needs its own number.
         return 2 * chunk + (self.stage == self.num_stages - 1)
 
     def cut_before(self, chunk: int) -> int:
-        """The same of the cut before a chunk."""
+        """Return the number of the cut before a chunk."""
         stage, before = self.before(chunk)
         return 2 * before + (stage == self.num_stages - 1)
 
     def tag(self, microbatch: int, cut: int) -> int:
-        """What the two ends of a message agree on, whose number is no other's between the two stages, either way."""
+        """Return a message's number, which no other message between the two stages has, in either direction."""
         return 2 * self.num_chunks * microbatch + cut
 
     @property
     def reports(self) -> bool:
-        """Whether it reports its stage's losses and counts: of the devices that share the stage, which have the same,
-        one does."""
+        """Whether this device reports its stage's losses and counts, which all that share the stage have."""
         return self.rank == 0
 
     @property
     def splits_backward(self) -> bool:
-        """Whether it takes its backward passes in two parts: the first stage of a pipeline never does."""
+        """Whether backward passes run in two parts: never on the first stage, which sends no gradients on."""
         return self.schedule is ScheduleKind.ZERO_BUBBLE and not self.is_first()
 
 
@@ -98,16 +95,15 @@ class GlobalBatch:
     dataset: Dataset
     step: int
     samples: Sequence[int]
-    """Indices."""
+    """Indices in the dataset."""
     divisor: int
-    """What its losses are divided by while it runs: predicted tokens, as far as they are known without reading them.
-    When all is summed, `item_share_of` those that were counted corrects it."""
+    """The divisor of the losses while the step runs; `item_share_of` corrects it once tokens are counted."""
     microbatch_size: int
     seed: int
 
     @property
     def num_samples(self) -> int:
-        """The last step may have fewer than others."""
+        """The number of samples, which may be smaller in the last step."""
         return sum(index != NO_SAMPLE for index in self.samples)
 
     def load(self, microbatch: int) -> Batch:
@@ -116,37 +112,33 @@ class GlobalBatch:
         return self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step)
 
     def key(self, microbatch: int) -> MicrobatchKey:
-        """Return what randomness in a microbatch depends on."""
+        """Return the key of all randomness in a microbatch."""
         return MicrobatchKey(seed=self.seed, step=self.step, microbatch=microbatch)
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What this worker has done of the step in flight. Gradients are in the parameters' `grad`."""
+    """This worker's results of the step in flight, except gradients, which are in the parameters' `grad`."""
 
     step: int
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Its microbatches' losses, on the device, where it is the one to report them; on last stages only."""
+    """The microbatches' losses, on the device; only on last stages, and on the device that reports them."""
     counted: list[int] = field(default_factory=list)
-    """Each microbatch as often as it went through, noted by first stages, where it ends."""
+    """Each microbatch as often as its last backward pass ran, noted by first stages."""
     num_items: int = 0
     """Tokens that count in the microbatches of `losses`."""
     sends: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
-    """Posted sends and what they read from, where their group does not keep it."""
+    """Posted sends with their tensors, where the group does not keep these."""
 
     def loss_and(self, squared_norm: torch.Tensor | None) -> tuple[float, float]:
-        """Return its share of the step's loss, and the value of a squared norm, if there is one, else 0.
-
-        Both are read at once, as that is where the host waits for the device: once in a step.
-        """
+        """Return the worker's share of the step's loss, and the value of a squared norm, 0 for None."""
+        # One read of both: the host waits for the device here, once in a step.
         read = self.losses if squared_norm is None else [*self.losses, squared_norm]
         values = torch.stack([each.double() for each in read]).tolist() if read else []
         return sum(values[: len(self.losses)], 0.0), sum(values[len(self.losses) :], 0.0)
 
 
 def item_share_of(num_items: float, *, divisor: int) -> float:
-    """Return what sums that were divided by `divisor` must be divided by as well, to be means over `num_items` tokens.
-
-    Exactly 1 where the two agree. Where no token counts, there is no mean: the sums, which are zero, stay as they are.
-    """
+    """Return the factor by which to divide sums, already divided by `divisor`, to get means over `num_items` tokens."""
+    # Exactly 1 where the two agree, so that nothing is rounded. Where no token counts, the sums are zero and stay so.
     return num_items / divisor if num_items else 1.0

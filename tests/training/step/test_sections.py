@@ -102,7 +102,7 @@ class Worker:
             self.commit_state,
             self.table.waiter,
             self.agreements,
-            carry_out=self._drive,
+            drive=self._drive,
         )
         self.share = shares_of(self.plan)[worker_ids.index(worker_id)]
         self.stops = section_stops(len(self.share), num_sections)
