@@ -12,9 +12,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from .epochs import Epochs
 from .job import inner_model
 
+_HANDED_OVER = ("args", "train_dataset", "data_collator")
 _PLAIN = (bool, int, float, str, type(None))
 _VALUELESS = frozenset(
     (
@@ -66,6 +67,11 @@ class RunFollower:
         self._elsewhere = _WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
+        self._stopped_at: int | None = None
+        """The step after which a callback asked for a stop."""
+        handler = trainer.callback_handler
+        handler.optimizer = _OnNodes("the optimizer", self._refuse_use)
+        handler.lr_scheduler = _OnNodes("the learning rate's scheduler", self._refuse_use)
         trainer.is_in_train = True
         trainer.state = self._new_state()
 
@@ -83,16 +89,16 @@ class RunFollower:
     @property
     def wants_stop(self) -> bool:
         """Whether a callback has set `control.should_training_stop` before the last step."""
-        is_over = self._trainer.state.global_step >= self._max_steps
-        return bool(self._trainer.control.should_training_stop) and not is_over
+        step = self._trainer.state.global_step
+        is_asked = bool(self._trainer.control.should_training_stop) and step < self._max_steps
+        if is_asked and self._stopped_at is None:
+            self._stopped_at = step
+        return is_asked
 
     def take(self, entry: journal.JournalEntry) -> None:
         """Apply the journal's next entry to the trainer. A callback that fails is reported on stderr."""
-        try:
-            with self._elsewhere:
-                self._take(entry)
-        except Exception:  # noqa: BLE001  the user's code, on which training does not depend
-            traceback.print_exc()
+        with self._elsewhere:
+            self._take(entry)
 
     def finish(self, checkpoints: Path) -> TrainOutput:
         """Load the trained weights, and return what `train()` returns.
@@ -114,6 +120,11 @@ class RunFollower:
         )
         metrics["train_loss"] = mean
         trainer.is_in_train = False
+        if self._stopped_at is not None and trainer.state.global_step > self._stopped_at:
+            sys.stderr.write(
+                f"oobleck: a callback asked to stop after step {self._stopped_at}, and the run stopped after step "
+                f"{trainer.state.global_step}: workers do not wait for callbacks\n"
+            )
         trainer.log(metrics)
         self._save_state(checkpoints)
         self._call("on_train_end")
@@ -212,15 +223,17 @@ class RunFollower:
             "learning_rate": record.learning_rate,
         }
         self._losses = []
-        self._trainer.log(logs, self._started_s)
+        with _reported():
+            self._trainer.log(logs, self._started_s)
 
     def _evaluated(self, entry: journal.Evaluated) -> None:
         metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
         if entry.duration_s > 0:
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
         trainer, args, state = self._trainer, self._trainer.args, self._trainer.state
-        trainer.log(metrics)
-        trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
+        with _reported():
+            trainer.log(metrics)
+            trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
         # Like transformers, update the best value only after callbacks have seen the metrics.
         name = args.metric_for_best_model
         if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
@@ -235,13 +248,15 @@ class RunFollower:
         for callback in trainer.callback_handler.callbacks:
             method: Any = getattr(callback, "on_recovery", None)
             if method is not None:
-                method(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
+                with _reported():
+                    method(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
 
     def _call(self, event: str) -> None:
         trainer, before = self._trainer, self._handed_over()
-        with torch.no_grad():
+        is_last = event == "on_train_end"
+        with nullcontext() if is_last else _reported(), torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-        if event == "on_train_end" or self._problem:
+        if is_last or self._problem:
             return
         now = self._handed_over()
         if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
@@ -267,6 +282,14 @@ class RunFollower:
         )
         return ConfigError(self._problem)
 
+    def _refuse_use(self, what: str) -> Never:
+        """Stop the run for a callback that uses what only workers have. Raises ConfigError."""
+        self._stop_for(
+            f"{self._callback_at_work()} uses {what}, which workers alone have; leave it out: state.log_history has "
+            "the learning rate and the gradients' norm of each step, and lr_scheduler_type changes rates"
+        )
+        raise ConfigError(self._problem)
+
     def _callback_at_work(self) -> str:
         callbacks = {id(each) for each in self._trainer.callback_handler.callbacks}
         frame = sys._getframe(1)
@@ -278,13 +301,17 @@ class RunFollower:
         return "a callback"
 
     def _handed_over(self) -> dict[str, object]:
-        """Return the script's values that workers use: parameters, and plain attributes of arguments and samples."""
+        """Return the script's values that workers use: parameters, and plain attributes of what it passes on."""
         trainer = self._trainer
         known: dict[str, object] = {
             f"the parameter {name}": (id(parameter), parameter._version, parameter.requires_grad)
             for name, parameter in inner_model(trainer.model).named_parameters()
         }
-        for owner, what in ((trainer.args, "args"), (trainer.train_dataset, "train_dataset")):
+        owners: dict[str, object] = {
+            name: getattr(trainer, name) for name in ("args", "train_dataset", "data_collator")
+        }
+        owners |= {f"model.{name}": module for name, module in inner_model(trainer.model).named_modules()}
+        for what, owner in owners.items():
             values = getattr(owner, "__dict__", {})
             known |= {f"{what}.{name}": value for name, value in values.items() if isinstance(value, _PLAIN)}
         return known
@@ -293,6 +320,27 @@ class RunFollower:
 def _state_file(checkpoints: Path) -> Path:
     """Return the file of a trainer's state, next to the checkpoints of its run."""
     return checkpoints.parent / "trainer_state.json"
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Report what the user's code raises in the block on stderr: training does not depend on it."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+
+
+class _OnNodes:
+    """Stands for what only workers have: each use of it is refused."""
+
+    def __init__(self, what: str, refuse: Callable[[str], Never]) -> None:
+        """`refuse` raises the error."""
+        self._what = what
+        self._refuse = refuse
+
+    def __getattr__(self, name: str) -> Never:
+        self._refuse(self._what)
 
 
 class _WeightsElsewhere(TorchFunctionMode):

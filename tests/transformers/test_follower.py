@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
 
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
@@ -217,6 +217,43 @@ def test_a_callback_that_fails_is_reported_and_training_continues(tmp_path: Path
     assert made.state.global_step == 2
 
 
+def test_a_callback_that_fails_loses_no_log(tmp_path: Path):
+    class Failing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            raise ValueError("is ill")
+
+    made = trainer(tmp_path, callbacks=[Failing()], logging_steps=1)
+    told(made, step(1, 5.0), step(2, 4.0))
+    assert [entry["loss"] for entry in made.state.log_history] == [5.0, 4.0]
+
+
+@pytest.mark.parametrize("what", ["optimizer", "lr_scheduler"])
+def test_a_callback_that_uses_what_workers_alone_have_ends_the_run_by_name(tmp_path: Path, what: str):
+    class Warming(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            details[what].param_groups[0]["lr"] = 0.0
+
+    made = trainer(tmp_path, callbacks=[Warming()], num_train_epochs=9)
+    follower = told(made, step(1, 5.0))
+    assert follower.wants_stop
+    with pytest.raises(ConfigError, match=r"Warming\.on_step_begin uses the .*, which workers alone have"):
+        follower.finish(tmp_path)
+
+
+def test_steps_after_a_callbacks_stop_are_counted_out_loud(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    class Stopping(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            control.should_training_stop = state.global_step >= 2
+
+    made = trainer(tmp_path, callbacks=[Stopping()], num_train_epochs=9)
+    follower = told(made, step(1, 5.0))
+    for number in (2, 3, 4):
+        follower.take(step(number, 5.0))
+        assert follower.wants_stop
+    follower.finish(checkpoint(tmp_path, model()))
+    assert "a callback asked to stop after step 2, and the run stopped after step 4" in capsys.readouterr().err
+
+
 def _unfreezes(made: Any) -> None:
     next(made.model.parameters()).requires_grad_(False)
 
@@ -229,12 +266,22 @@ def _warms_up(made: Any) -> None:
     made.args.learning_rate = 1.0
 
 
+def _masks_more(made: Any) -> None:
+    made.data_collator.masked += 1
+
+
+def _scales(made: Any) -> None:
+    made.model.transformer.h[1].scale = 2.0
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (_unfreezes, r"the parameter .*wte"),
         (_makes_harder, r"train_dataset\.level"),
         (_warms_up, r"args\.learning_rate"),
+        (_masks_more, r"data_collator\.masked"),
+        (_scales, r"model\.transformer\.h\.1\.scale"),
     ],
 )
 def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_named(
@@ -248,9 +295,17 @@ def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_n
             if state.global_step == 1:
                 change(made)
 
+    class Masking:
+        def __init__(self) -> None:
+            self.masked = 1
+
+        def __call__(self, samples: list[Any]) -> Any:
+            return default_data_collator(samples)
+
     samples = Samples(rows(8))
     samples.level = 1
     made = trainer(tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9)
+    made.data_collator = Masking()
     follower = told(made, step(1, 5.0))
     assert not follower.wants_stop
     follower.take(step(2, 5.0))
