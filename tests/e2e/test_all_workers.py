@@ -38,6 +38,7 @@ def go_on(run: Elastic) -> None:
     run.up.wait_for_steps(6)
 
 
+@pytest.mark.slow
 def test_all_workers_are_killed_then_the_fork_server_with_one_of_them_then_all_that_hold_a_layer(
     start: Callable[..., Any], runner: Runner
 ) -> None:

@@ -104,6 +104,7 @@ def test_nodes_are_drained_added_killed_frozen_and_taken_away_and_each_costs_no_
     assert_cost_its_lease(outcome.recoveries[4])
 
 
+@pytest.mark.slow
 def test_workers_and_agents_end_by_themselves_and_are_back_and_one_is_given_notice(
     start: Callable[..., Any], runner: Runner
 ) -> None:

@@ -27,6 +27,7 @@ from .test_losses import KILL_STEP, job_file_with
 INTERLEAVED = ("--set", "schedule=interleaved")
 
 
+@pytest.mark.slow
 def test_stages_of_several_chunks_change_no_loss(runner: Runner, endless_reference: Reference) -> None:
     """Two pipelines of two workers with two chunks each; of the one that loses a node, a single stage is left."""
     path = job_file_with(runner, "interleaved")

@@ -82,6 +82,7 @@ def assert_right(runner: Runner, outcome: Outcome, expected: list[float], *, tol
     assert runner.left_over() == []
 
 
+@pytest.mark.slow
 def test_what_is_committed_is_not_run_again_by_a_plan_within_the_step(runner: Runner) -> None:
     """Each pipeline loses a node in the middle of a step, so that none could finish it."""
     for _ in range(TRIES):

@@ -65,6 +65,7 @@ def losses_of_nodes(runner: Runner) -> list[dict[str, Any]]:
     return [entry for entry in runner.journal() if entry["@type"] == "NodeLost"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_masters_and_agents_that_are_stopped_for_seconds_lose_nobody(
     runner: Runner, endless_reference: Reference, start: Callable[..., Any]
