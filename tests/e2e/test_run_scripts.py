@@ -295,7 +295,7 @@ PRINTS = """\
 import sys, time
 from pathlib import Path
 for number in range(300):
-    print("line", number, "x" * 100)
+    print("line", number, "x" * 2000)
     if number == 200:
         Path(sys.argv[1]).unlink()
         print("room", file=sys.stderr)
@@ -312,7 +312,7 @@ def test_what_a_full_disk_does_not_take_is_shown_and_said_once_and_written_again
         status = ranks.run("--log-dir", str(disk), "--max-restarts", "0", command=[str(script), str(filler)])
         written = next(disk.rglob("stdout.log"))
         kept = written.read_text()
-    lines = [f"line {number} {'x' * 100}\n" for number in range(300)]
+    lines = [f"line {number} {'x' * 2000}\n" for number in range(300)]
     assert (status, ranks.stdout.read_text()) == (0, "".join(lines)), ranks.said()
     assert kept == "".join(lines[201:])
     assert ranks.said().count(f"{written}: No space left on device: what ranks print is shown") == 1

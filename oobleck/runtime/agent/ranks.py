@@ -33,6 +33,7 @@ _MODULE = "oobleck.training.process.rank_server"
 _ROOM = " " * 2048
 """For the names of its processes: the kernel shows them as what stands where the command line of their server did."""
 _CHUNK_BYTES = 1 << 15
+_OVERFLOW_BYTES = 1 << 20
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """By which a process ends over a fault of its own, of which native code may have written something before."""
 _STDERR = 2
@@ -60,6 +61,11 @@ class _Output:
         self._overflow.append((after, data))
         self._num_overflow += len(data)
         self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether much is not shown yet that the file did not take."""
+        return sum(len(data) for _, data in self._overflow) > _OVERFLOW_BYTES
 
     def new(self, *, is_last: bool) -> str:
         """Whole lines after what was shown, a chunk of them; a line that never ends is cut.
@@ -152,7 +158,7 @@ class Rank:
         await self._process.ended.wait()
         self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
         self._guard.socket.close()
-        self._take_overflow()
+        self._take_overflow(is_last=True)
         self._overflow.close()
         return self._oom_kills.explain(self._process)
 
@@ -204,10 +210,14 @@ class Rank:
         problem, self._problem = self._problem, None
         return problem
 
-    def _take_overflow(self) -> None:
-        """Take in what the rank could not write."""
-        with suppress(OSError):  # there is no more, or it is closed
-            while data := self._overflow.recv(_CHUNK_BYTES):
+    def _take_overflow(self, *, is_last: bool = False) -> None:
+        """Receive output that the rank could not write."""
+        with suppress(OSError):  # there is no more, or the socket is closed
+            # Output left in the socket makes the rank wait, so it writes no faster than its output is shown.
+            while is_last or not any(output.is_behind for output in self._output.values()):
+                data = self._overflow.recv(_CHUNK_BYTES)
+                if not data:
+                    break
                 number, problem, after = protocol.OVERFLOW_HEAD.unpack_from(data)
                 output = self._output[number == _STDERR]
                 output.overflow(data[protocol.OVERFLOW_HEAD.size :], after)

@@ -34,6 +34,8 @@ from .import_log import ImportLog
 
 _F_SETSIG = 10
 _CHUNK_BYTES = 1 << 12
+_PATIENCE_MS = 5000
+"""How long a write waits for the agent to read output that the file does not take."""
 _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 
 _guard: socket.socket | None = None
@@ -131,6 +133,9 @@ class _RankLog(io.FileIO):
         """`number` becomes the descriptor of the file; `overflow` is a socket of messages."""
         self._path = path
         self._overflow = overflow
+        self._room = select.poll()
+        self._room.register(overflow, select.POLLOUT)
+        self._num_lost = 0
         self._is_open = False
         with suppress(OSError):
             os.dup2(null := os.open(os.devnull, os.O_WRONLY), number)
@@ -159,11 +164,23 @@ class _RankLog(io.FileIO):
         self._is_open = True
 
     def _hand_over(self, problem: int, data: bytes) -> None:
-        """Send the agent unwritten output and the error; output for which the agent has no room is lost."""
-        for start in range(0, len(data), _CHUNK_BYTES):
-            with suppress(OSError):
+        """Send the agent unwritten output and the error, as fast as it reads.
+
+        Output is lost if the agent does not read for some seconds; what follows then says how much.
+        """
+        # An agent that is stuck delays a script once, not at each of its writes.
+        patience_ms = 0 if self._num_lost else _PATIENCE_MS
+        note = b"[oobleck: %d bytes of output are lost here]\n" % self._num_lost if self._num_lost else b""
+        told = note + data
+        for start in range(0, len(told), _CHUNK_BYTES):
+            try:
+                self._room.poll(patience_ms)
                 head = OVERFLOW_HEAD.pack(self.fileno(), problem, os.fstat(self.fileno()).st_size)
-                self._overflow.send(head + data[start : start + _CHUNK_BYTES], socket.MSG_DONTWAIT)
+                self._overflow.send(head + told[start : start + _CHUNK_BYTES], socket.MSG_DONTWAIT)
+            except OSError:
+                self._num_lost += min(len(data), len(told) - start)
+                return
+            self._num_lost = 0
 
 
 def _be_fresh() -> None:
