@@ -308,7 +308,7 @@ MUTATIONS = (
         name="unformed_kept",
         what="a group is kept although one of its members has not formed it yet",
         file="oobleck/control/steps/commit_state.py",
-        old="has_open_groups=self._open_sums or self._forming,",
+        old="has_open_groups=self._open_sums or self.is_forming,",
         new="has_open_groups=self._open_sums,",
         caught_by=KILLS,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from oobleck.control import journal
-from oobleck.control.training import Replay, ReplayedRun, ReplayImage
+from oobleck.control.training import ReplayedRun, ReplayImage
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
 
@@ -35,7 +35,7 @@ class RunBooks:
     _step: int = 0
     _saved: journal.CheckpointSaved | None = None
     _end: journal.JobEnded | None = None
-    _replay: Replay | None = field(default=None, init=False, compare=False)
+    _replay: ReplayedRun | None = field(default=None, init=False, compare=False)
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
@@ -44,7 +44,7 @@ class RunBooks:
         if books.started is None:
             raise PeerError("an image of a run that never started")
         books.newest = plans[-1] if plans else None
-        books._replay = Replay.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
+        books._replay = ReplayedRun.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
         books.account.started, books.account.newest = books.started, books.newest
         books.view.learn(books.started, books.newest)
         for entry in (books.started, *books._profiles, books.newest):
@@ -67,7 +67,7 @@ class RunBooks:
         self.metrics.apply(entry)
         match entry:
             case journal.JobStarted():
-                self.started, self._replay = entry, Replay(entry)
+                self.started, self._replay = entry, ReplayedRun.begun(entry)
                 return
             case journal.ProfileKnown():
                 self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)

@@ -1,10 +1,7 @@
-"""Copies of a layer must be equal to the last bit after a step; where they are not, hardware has computed wrongly.
+"""Copies of a layer must be equal to the last bit after a step; if they are not, hardware has computed wrongly.
 
-Every so many steps workers report a digest of each layer that they hold. With three copies or more the odd one out is
-wrong; of two that differ nobody can tell, and both are named. A part of the coordinator's machine.
-
-Copies are compared among nodes with equal devices. All apply the same reduced gradients, but devices of different kinds
-may round the optimizer's arithmetic differently, each of them rightly.
+At regular intervals workers report a digest of each layer that they hold. Of three copies or more the odd one out is
+wrong; of two that differ either may be, and both are named.
 """
 
 from __future__ import annotations
@@ -18,16 +15,16 @@ from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
 Compared = tuple[tuple[Record, ...], Mapping[WorkerId, frozenset[int]]]
-"""What is to be recorded, and the layers that are to take the other copies' values, by holder."""
+"""Journal entries, and the layers that are to be replaced by the other copies, by holder."""
 
 _MOST_IN_A_ROW = 3
-"""Checks that fail one after the other, before machines are taken to compute differently by nature."""
+"""Failed checks in a row, after which machines are taken to compute differently by nature."""
 
 
 def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool]:
-    """The copies that are to take the others' values, and whether it is sure that it is they who are wrong.
+    """Return the copies to replace, and whether it is certain that they are the wrong ones.
 
-    The digest of most counts; of several that are as frequent, that of the first place.
+    The most frequent digest counts as right, and among equally frequent ones that of the first worker.
     """
     counts = Counter(digests.values())
     trusted = max(sorted(digests), key=lambda worker_id: counts[digests[worker_id]])
@@ -36,13 +33,11 @@ def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool
 
 
 class ReplicaCheck:
-    """The digests of the newest step that was reported."""
+    """The digests of the newest reported step."""
 
     def __init__(self, *, degree: int = 1, device_of: Callable[[str], str] = lambda node: "") -> None:
-        """Where `degree` devices share each stage, those of like rank have copies of the same part.
-
-        `device_of` says what the devices of a node are.
-        """
+        """`device_of` names the devices of a node. If `degree` devices share each stage, those of like rank have copies
+        of the same part."""
         self._degree = degree
         self._device_of = device_of
         self._key = (0, 0)
@@ -52,7 +47,7 @@ class ReplicaCheck:
     def take(
         self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId], now_s: float
     ) -> Compared:
-        """Take a worker's digests in; once all of `worker_ids` have sent theirs, return what follows from them."""
+        """Note a worker's digests; once all of `worker_ids` have sent theirs, compare them."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
             return (), {}
@@ -69,6 +64,8 @@ class ReplicaCheck:
             comparable: dict[tuple[int, str], dict[WorkerId, int]] = {}
             for worker_id, digests in told.items():
                 if layer in digests:
+                    # All apply the same gradients, but devices of different kinds may round the optimizer's arithmetic
+                    # differently, each of them rightly.
                     alike = worker_id.device % self._degree, self._device_of(worker_id.node)
                     comparable.setdefault(alike, {})[worker_id] = digests[layer]
             for _, copies in sorted(comparable.items()):

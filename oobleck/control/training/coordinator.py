@@ -1,9 +1,8 @@
-"""The coordinator of `oobleck up`: what all nodes train, from the start over every plan to the end.
+"""The coordinator of `oobleck up`: what all nodes train, from the start through every plan to the end.
 
-A report goes to the part that it concerns (`reports.py`): `startup` leads to the first plan, `reconfiguration` from one
-plan to the next, `progress` knows the steps, `saving` the checkpoints. Parts are given what they may call; `parts.py`
-says which that is. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in
-`docs/architecture.md`.
+`reports.py` passes each report on to the part that it concerns: `startup` leads to the first plan, `reconfiguration`
+from one plan to the next, `progress` knows the steps, `saving` the checkpoints. `parts.py` says which part may call
+which. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in `docs/architecture.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .takeover import take_over
 
 
 class Coordinator(BaseCoordinator):
-    """Makes all decisions of one run. Only `start`, `handle` and `handle_deadline` change it."""
+    """Makes all decisions of one run."""
 
     work: ClassVar[str] = "training"
 
@@ -40,9 +39,9 @@ class Coordinator(BaseCoordinator):
         replayed: ReplayedRun | None = None,
         resume: str = "auto",
     ) -> None:
-        """With `replayed`, take over a run that continues without a master: its job is `job`.
+        """Begin a run, or take over the run `replayed`, which continues without a master.
 
-        `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
+        `resume` says what the run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.
         """
         members = replayed.members if replayed else Membership(nodes)
@@ -141,11 +140,7 @@ class Coordinator(BaseCoordinator):
         self._parts.shutdown.note_error(worker_id, error)
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
-        """Ask another worker what this one was asked, or the one that is started in its place.
-
-        If no worker survives, the run waits for those that are started again, unless one error ended them all: it would
-        do so again.
-        """
+        """Have another worker, or its successor, do what this one was asked to."""
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
         turn.do(parts.preparation.worker_lost(worker_id))
@@ -156,6 +151,7 @@ class Coordinator(BaseCoordinator):
         parts.sharding.lost(worker_id.node)
         living = {member.spec.name for member in parts.members.living}
         training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
+        # The run waits for the workers that are started again, unless one error ended them all: it would do so again.
         if not parts.members.ready and parts.shutdown.is_same_error(training):
             turn.end("the same error ended all workers")
 
@@ -200,12 +196,12 @@ class Coordinator(BaseCoordinator):
 
     @property
     def reviews_s(self) -> float:
-        """When it next reviews which nodes should train: a part of `next_deadline`, for callers that skip time."""
+        """When to review next which nodes should train. A part of `next_deadline`, for callers that skip time."""
         return math.inf if self.is_over else min(self._parts.scaling.due_s, self._retries_s)
 
     @property
     def _retries_s(self) -> float:
-        """When a slow node that was left out is to be tried again; infinity for never."""
+        """When to try a slow node again that was left out; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
     def act(self, turn: Turn, held_up_s: float) -> None:
@@ -222,7 +218,7 @@ class Coordinator(BaseCoordinator):
         is_suspicious = self._silence.is_suspicious
         recovery.give(turn, TimePassed(is_suspicious=is_suspicious))
         if now_s >= parts.hang_watch.due_s and self._silence.is_suspicious:
-            progress.give_time(now_s)  # steps may be committed that nobody can report to us
+            progress.give_time(now_s)  # Steps may be committed, with no worker able to report them.
         elif now_s >= parts.hang_watch.due_s:
             recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:
@@ -236,14 +232,13 @@ class Coordinator(BaseCoordinator):
         self._lifecycle.retry_lost(turn)
 
     def _hold(self, turn: Turn, late_s: float) -> None:
-        """This master itself was held up: nothing is overdue until the messages that came meanwhile are read."""
+        """Wait for the messages that arrived while this master itself was held up, before anything is overdue."""
         soon_s = turn.now_s + self._job.control.heartbeat_interval_s
         self._parts.startup.forgive(late_s, soon_s)
         self._parts.reconfiguration.give(turn, HeldUp(until_s=soon_s))
         self._parts.progress.give_time(turn.now_s)
 
     def _rescale(self, turn: Turn) -> None:
-        """Review how many nodes should train."""
         recovery, replanning = self._parts.reconfiguration, self._parts.replanning
         if recovery.is_fencing:
             self._parts.scaling.look_later(turn.now_s)
@@ -267,7 +262,7 @@ class Coordinator(BaseCoordinator):
         turn.note("info", "stopping after the step in flight")
 
     def end(self, turn: Turn, end: events.EndRun) -> None:
-        parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know
+        parts, exit_code = self._parts, int(end.exit_code)  # Journals and processes have plain numbers.
         error = parts.shutdown.error_behind(end) if self.is_begun else None
         reason = end.reason if error is None else error.text
         for member in parts.members.living:

@@ -1,4 +1,4 @@
-"""How a master takes over a run from an earlier one: workers keep training, unless orders may be lost."""
+"""How a master takes over a run from an earlier one. The workers keep training, unless orders may be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replayed_run import ReplayedRun
 
 
 def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...], replayed: ReplayedRun) -> None:
-    """Give each part what the journal knows of it, and reach all nodes again."""
+    """Restore each part from the journal, and connect to all nodes again."""
     now_s = turn.now_s
     turn.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
     _restore_steps(parts, replayed)
@@ -27,7 +27,13 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
         slow=replayed.slow,
         target=replayed.target,
     )
-    parts.reconfiguration.restore(turn, replayed.generations, _lineage(replayed))
+    restored, began = replayed.restored, replayed.began
+    lineage = Lineage(
+        restored_generation=restored.generation if restored else 0,
+        is_from_scratch=restored is None or restored.restored is None,
+        began_from_scratch=began is None or began.restored is None,
+    )
+    parts.reconfiguration.restore(turn, replayed.generations, lineage)
     _restore_checkpoints(parts, turn, replayed)
     parts.sharding.restore(replayed.shards)
     num_nodes = len(parts.members.living)
@@ -50,18 +56,7 @@ def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
         progress.go_back(restored.restored_step, generation=restored.generation)
     for record in replayed.records:
         progress.restore(record)
-    progress.restore_furthest(replayed.furthest_step)
-    progress.restore_evaluated(replayed.evaluated_step)
-    progress.foresee(replayed.predicted_step_s)
-
-
-def _lineage(replayed: ReplayedRun) -> Lineage:
-    restored = replayed.restored
-    return Lineage(
-        restored_generation=restored.generation if restored else 0,
-        is_from_scratch=restored is None or restored.restored is None,
-        began_from_scratch=replayed.began is None or replayed.began.restored is None,
-    )
+    progress.take_over(replayed.furthest_step, replayed.evaluated_step, step_s=replayed.predicted_step_s)
 
 
 def _restore_checkpoints(parts: Parts, turn: Turn, replayed: ReplayedRun) -> None:

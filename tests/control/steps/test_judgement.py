@@ -11,7 +11,6 @@ from oobleck.control.steps.judgement import (
     broken_pipelines,
     judge,
     microbatches_redone,
-    planned_layers,
     reassign_microbatches,
     rests_of,
     uncovered,
@@ -155,11 +154,6 @@ def test_nobody_left_holds_nothing():
 def test_survivors_that_differ_have_no_plan_in_force():
     verdict = judge({at("a"): status(adopted=1), at("b"): status(adopted=2)}, None, {1: PLAN, 2: PLAN})
     assert verdict.adopted is None
-
-
-def test_planned_layers_are_those_of_the_stage():
-    assert planned_layers(PLAN, at("b")) == {4, 5, 6, 7}
-    assert planned_layers(PLAN, at("s")) == frozenset()
 
 
 def test_a_pipeline_is_broken_by_any_of_its_nodes():
