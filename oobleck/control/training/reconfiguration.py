@@ -235,15 +235,7 @@ class Reconfiguration:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             turn.note("warning", text)
-        wanted = self._saving.plan_adopted(
-            decision.plan,
-            turn.now_s,
-            generation=update.generation,
-            boundary=update.boundary,
-            redundant=decision.redundant,
-            saves=saves,
-        )
-        turn.do(wanted)
+        turn.do(self._saving.plan_adopted(update.ordered, turn.now_s, redundant=decision.redundant, saves=saves))
         self._replanning.plan_adopted(decision, turn.now_s)
         if candidate is not None:
             turn.do(self._saving.keep(candidate, turn.now_s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from oobleck.control.events import Connect, Turn
 from oobleck.control.journal import MasterResumed, PlanCause
 from oobleck.control.nodes import attaching_s, starting_s
@@ -60,15 +62,15 @@ def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
 
 
 def _restore_checkpoints(parts: Parts, turn: Turn, replayed: ReplayedRun) -> None:
-    saving, origin, plan = parts.saving, replayed.origin, replayed.generations.plan
+    saving, origin, generations = parts.saving, replayed.origin, replayed.generations
     if origin is not None:
         parts.restoring.begin_from(origin)
     saving.begin([layer.name for layer in replayed.kinds[0].profile.layers])
     turn.do(saving.know(replayed.saved))
     boundary = parts.progress.last_step
-    generation = replayed.generations.newest
-    turn.do(saving.plan_adopted(plan, turn.now_s, generation=generation, boundary=boundary, redundant=True))
+    ordered = replace(generations.ordered[generations.newest], boundary=boundary)
+    turn.do(saving.plan_adopted(ordered, turn.now_s, redundant=True))
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:
-        saving.note_on_disk(known.step)
+        saving.note_saved(min(known.step, boundary))
