@@ -16,7 +16,7 @@ from oobleck.job import JobSpec
 
 @dataclass(slots=True, kw_only=True)
 class RunBooks:
-    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries.
+    """Follow a journal's entries, each in O(1) except plans, in space proportional to the nodes and recoveries.
 
     A value on the wire, as a part of its image.
     """
@@ -26,11 +26,10 @@ class RunBooks:
     metrics: journal.Metrics = field(default_factory=journal.Metrics)
     started: journal.JobStarted | None = None
     newest: journal.PlanAdopted | None = field(default=None, init=False)
-    """The newest plan."""
     furthest_step: int = 0
     """The newest step that was ever committed."""
     gone_nodes: set[str] = field(default_factory=set)
-    """Those that were lost or have left, and were not added again."""
+    """Nodes that were lost or have left, and were not added again."""
     _profiles: tuple[journal.ProfileKnown, ...] = ()
     _step: int = 0
     _saved: journal.CheckpointSaved | None = None
@@ -39,7 +38,7 @@ class RunBooks:
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
-        """Continue from an image, which is used up. Raises PeerError for one that is none."""
+        """Continue from an image, and use it up. Raises PeerError for an invalid one."""
         books, plans = image.books, journal.PlanUnpacker().plans(image.plans)
         if books.started is None:
             raise PeerError("an image of a run that never started")
@@ -53,7 +52,8 @@ class RunBooks:
         return books
 
     def image(self) -> BooksImage | None:
-        """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
+        """Return all that the books know, for `of_image`; None if the run has not started. Valid until the next
+        entry."""
         if self._replay is None:
             return None
         replay = self._replay.image()
@@ -61,7 +61,6 @@ class RunBooks:
         return BooksImage(books=self, replay=replace(replay, plans=()), plans=plans)
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)
@@ -91,7 +90,7 @@ class RunBooks:
 
     @property
     def finished(self) -> FinishedRun | None:
-        """The run, where it has ended well, with all of its steps saved."""
+        """The run, if it has ended well with all of its steps saved."""
         end, saved = self._end, self._saved
         if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
             return None
@@ -100,7 +99,7 @@ class RunBooks:
         return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 
     def finish(self) -> ReplayedRun | None:
-        """Return the run as its journal has left it; None where it has ended, or never came to train.
+        """Return the run as its journal has left it; None if it has ended, or never trained.
 
         No entry follows.
         """
@@ -109,13 +108,13 @@ class RunBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksImage:
-    """All that books know, as it is written: plans, of which there may be many alike, stand apart."""
+    """Books as they are written, with their plans apart."""
 
     books: RunBooks
     replay: ReplayImage
     """Without its plans."""
     plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
-    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
+    """The plans of `replay`, each as a change of the one before; the last is the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +123,11 @@ class FinishedRun:
 
     job: JobSpec
     name: str
-    """Of its last checkpoint."""
+    """The name of its last checkpoint."""
     step: int
 
     def is_all_of(self, job: JobSpec) -> bool:
-        """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
+        """Whether it did what `job` asks for: the same model in the same place, trained at least as far."""
         same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
             job.tag,
             job.model,

@@ -21,30 +21,30 @@ from dataclasses import dataclass, field
 from oobleck.job import JobSpec
 
 _NAMED = 3
-"""How many of several tensors or samples are named."""
+"""How many of several tensors or samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:
-    """One step: what its optimizer was given."""
+    """The inputs of one optimizer step."""
 
     step: int
     loss: float
     grad_norm: float
-    """The global norm of the gradients before they are clipped."""
+    """The global norm of the gradients before clipping."""
     learning_rate: float
     samples: tuple[int, ...] | None = None
-    """Numbers of the samples, in their order; None where they are not known."""
+    """The numbers of the samples, in their order; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainJob:
-    """What a process without Oobleck's machinery is to train."""
+    """A job for a process without Oobleck's machinery."""
 
     job: JobSpec
     num_steps: int
     directory: str
-    """What the script writes goes there, in place of its own `output_dir`."""
+    """Where the script writes, in place of its own `output_dir`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +53,17 @@ class PlainAccount:
 
     steps: tuple[StepAccount, ...] = ()
     samples_on_nodes: tuple[tuple[int, ...], ...] = ()
-    """The samples that a run takes in the same steps; empty where they are the same by definition."""
+    """The samples that a run takes in the same steps; empty if they are the same by definition."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Probabilities that were set to zero, by their names."""
+    """The probabilities that were set to zero, by name."""
     remarks: tuple[str, ...] = ()
-    """What else was made alike, because the two cannot be compared without it."""
+    """Other changes that make the two comparable."""
     output_dir: str = ""
     """The script's own, if it has one."""
     problem: str = ""
-    """Why the script failed; empty where it did not."""
+    """Why the script failed, or ''."""
     is_refused: bool = False
-    """Whether the problem is that this cannot be compared, and no fault of the script."""
+    """The problem is that the two cannot be compared, which is no fault of the script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +75,24 @@ class TensorsAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """How a parameter or a buffer of a run differs from the script's own."""
+    """The difference of a run's parameter or buffer from the script's own."""
 
     name: str
     step: int
-    """After which they are compared."""
+    """The step after which they are compared."""
     is_buffer: bool = False
     size: float = 0.0
     """The Euclidean norm of its values."""
     moved: float = 0.0
-    """The norm of what training has changed of it since the start, in the script by itself."""
+    """The norm of its change since the start, in the script by itself."""
     difference: float = 0.0
-    """The norm of the difference between the two."""
+    """The norm of the difference."""
     largest: float = 0.0
     """The largest difference of one value."""
     is_noise: bool = False
-    """Whether its gradients are nothing but rounding errors, so that it may move anywhere."""
+    """Its gradients are only rounding errors, so that it may move anywhere."""
     problem: str = ""
-    """What is wrong with it apart from its values: it is missing, or has another shape."""
+    """What is wrong apart from the values: it is missing, or has another shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +101,25 @@ class TensorsCompared:
 
     tensors: tuple[TensorDifference, ...] = ()
     steps: tuple[int, ...] = ()
-    """After which steps they were compared."""
+    """The steps after which they were compared."""
     problem: str = ""
-    """Why no checkpoint could be read."""
+    """Why no checkpoint could be read, or ''."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Bounds, all of them relative."""
+    """Relative bounds."""
 
     loss: float
     grad_norm: float
     learning_rate: float = 1e-9
-    """It is computed in double precision in both."""
+    """Both compute it in double precision."""
     movement: float
-    """Of the norm of a parameter's difference, to the norm of its movement since the start."""
+    """For the norm of a parameter's difference, relative to the norm of its movement since the start."""
     rounding: float
-    """Of the norm of a difference, to the norm of all values: half a digit of each."""
+    """For the norm of a difference, relative to the norm of the values: half a digit of each."""
     noise: float
-    """Of a parameter's gradients to those of all parameters: below that they are rounding errors."""
+    """For a parameter's gradients, relative to those of all parameters: below it they are rounding errors."""
 
 
 _TOLERANCES: Mapping[str, Tolerance] = {
@@ -128,17 +128,16 @@ _TOLERANCES: Mapping[str, Tolerance] = {
     "float16": Tolerance(loss=5e-3, grad_norm=5e-2, movement=0.3, rounding=1e-3, noise=1e-3),
     "bfloat16": Tolerance(loss=2e-2, grad_norm=0.1, movement=0.5, rounding=1e-2, noise=1e-2),
 }
-"""By the type that is computed in. transformers takes the loss of a float64 model in float32."""
+"""By the type of the computation. transformers takes the loss of a float64 model in float32."""
 
 
 def tolerance_of(dtype: str) -> Tolerance:
-    """Return the bounds for a job's `dtype`."""
     return _TOLERANCES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that differs by more than rounding."""
+    """A difference that exceeds rounding."""
 
     step: int
     what: str
@@ -148,15 +147,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that was compared."""
-
     theirs: tuple[StepAccount, ...]
-    """Of the script by itself."""
+    """The steps of the script by itself."""
     ours: tuple[StepAccount, ...]
-    """Of the run, as many."""
+    """The same steps of the run."""
     tensors: tuple[TensorDifference, ...]
     differences: tuple[Difference, ...]
-    """In the order of causes; none: the run trains as the script does."""
+    """In the order of causes; none if the run trains as the script does."""
 
     @property
     def are_equal(self) -> bool:
@@ -215,14 +212,14 @@ def _is_close(own: float, found: float, bound: float) -> bool:
 
 
 def _times(own: float, found: float) -> str:
-    """Say how many times as large a number is, where that may be what is wrong with it."""
+    """Return by which factor a number is too large, if that may be the mistake."""
     if not own or not math.isfinite(ratio := found / own) or abs(ratio - 1) < 0.01:
         return ""
     return f" ({ratio:.6g} times as large)"
 
 
 def _differing_tensors(tensors: Iterable[TensorDifference], tolerance: Tolerance) -> Iterator[Difference]:
-    """Of those that differ after a step, the worst first."""
+    """Yield those that differ after a step, the worst first."""
     wrong = [each for each in tensors if _is_wrong(each, tolerance)]
     wrong.sort(key=lambda each: (not each.problem, -_relative(each), each.name))
     for each in wrong:

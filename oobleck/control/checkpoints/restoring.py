@@ -22,11 +22,12 @@ class KnownCheckpoint:
     step: int
     saved_at: str
     is_final: bool = False
-    """Of a run that had nothing more to train: it stays, whatever limit there is."""
+    """Its run had nothing more to train. It stays, whatever the limit."""
 
 
 def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
-    """Sort checkpoints from old to new, each once: those that a run continues from as they come, then its own."""
+    """Sort checkpoints from old to new, without repetition: those that a run continues from in their order, then its
+    own."""
     others = {each.name: each for each in known if protocol.run_of(each.name) != run}
     own = {each.name: each for each in known if protocol.run_of(each.name) == run}
     return [*others.values(), *sorted(own.values(), key=lambda each: (protocol.generation_of(each.name), each.step))]
@@ -34,7 +35,7 @@ def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheck
 
 @dataclass(slots=True)
 class Candidate:
-    """A state that can be gone back to."""
+    """A state that a run can go back to."""
 
     name: str
     run: str
@@ -48,7 +49,7 @@ class Candidate:
     held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
     in_memory: set[str] = field(default_factory=set)
-    """The nodes whose memory has some of it."""
+    """The nodes with a part of it in memory."""
 
     @property
     def restore(self) -> protocol.Restore:
@@ -59,10 +60,10 @@ class Candidate:
 
 
 class Restoring:
-    """The question under way, its answers, and what was found broken."""
+    """The question under way, its answers, and the broken checkpoints."""
 
     def __init__(self, *, run: str, directory: str | None) -> None:
-        """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
+        """`directory` is another place to look in: a checkpoint or a directory of checkpoints."""
         self._run = run
         self._directory = directory
         self._request = 0
@@ -71,17 +72,17 @@ class Restoring:
         self._broken: set[str] = set()
         self._told: set[str] = set()
         self._origin: str | None = None
-        """The name of what this run began from: with all that is older, its own past."""
+        """The checkpoint that this run began from."""
 
     def ask(self, worker_ids: Collection[WorkerId]) -> tuple[Send, ...]:
-        """Ask workers what they can restore."""
+        """Ask workers which states they can restore."""
         self._request += 1
         self._asked = frozenset(worker_ids)
         self._answers = {}
         return self._questions(self._asked)
 
     def ask_again(self, node: str) -> tuple[Send, ...]:
-        """Ask those of a node that have not answered once more: the question may be lost."""
+        """Repeat the question to the workers of a node that have not answered: it may be lost."""
         unanswered = self._asked - self._answers.keys()
         return self._questions(worker_id for worker_id in unanswered if worker_id.node == node)
 
@@ -97,16 +98,14 @@ class Restoring:
         )
 
     def forget(self) -> None:
-        """Whatever was answered is not true any more."""
+        """Discard all answers."""
         self._asked, self._answers = frozenset(), {}
 
     def found(self, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
-        """Take an answer in."""
         if message.request == self._request:
             self._answers[worker_id] = message
 
     def is_asked(self, worker_ids: Collection[WorkerId]) -> bool:
-        """Whether all of these were asked."""
         return self._asked.issuperset(worker_ids)
 
     def is_answered(self, worker_ids: Collection[WorkerId]) -> bool:
@@ -114,24 +113,22 @@ class Restoring:
         return self._asked.issuperset(worker_ids) and self._answers.keys() >= set(worker_ids)
 
     def note_broken(self, name: str) -> None:
-        """A layer of this checkpoint cannot be used."""
+        """Leave this checkpoint out from now on: one of its layers cannot be used."""
         self._broken.add(name)
 
     def begin_from(self, name: str) -> None:
-        """The run continues from this checkpoint: it, and what is older, are its own past."""
+        """Note the checkpoint that the run continues from."""
         self._origin = self._origin or name
 
     def report_problems(self, now_s: float) -> tuple[Record, ...]:
-        """Say what workers cannot use and why, each once in a run."""
+        """Report what workers cannot use and why, each problem once in a run."""
         said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
         self._told |= said
         return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(said))
 
     def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
-        """Of all that is complete in the run's own directory, what is its own past if it begins from `candidate`.
-
-        What other runs have made there is theirs, and stays.
-        """
+        """Return the complete checkpoints in the run's own directory that are its past if it begins from
+        `candidate`."""
         past = self._past(candidate)
         return tuple(
             KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
@@ -140,14 +137,14 @@ class Restoring:
         )
 
     def others(self, candidate: Candidate | None) -> tuple[str, ...]:
-        """What other runs have made in the run's own directory, by name."""
+        """Return the names of other runs' checkpoints in the run's own directory, which stay."""
         past = self._past(candidate)
         return tuple(sorted(each.name for each in self._own_directory() if each.run not in past))
 
     def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
-        """Saves in the run's own directory that were never finished, and never will be.
+        """Return the saves in the run's own directory that were never finished, and never will be.
 
-        Where the directory is not for this tag alone (`is_private`), others may be in the middle of a save there.
+        Unless the directory is for this tag alone (`is_private`), other runs may be in the middle of a save there.
         """
         past = self._past(candidate)
         complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
@@ -155,14 +152,14 @@ class Restoring:
         return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
     def misfits(self) -> tuple[str, ...]:
-        """Complete checkpoints of this tag that are of another model, and why."""
+        """Return the complete checkpoints of this tag that are another model's, with the reasons."""
         return tuple(sorted({misfit for answer in self._answers.values() for misfit in answer.misfits}))
 
     def _own_directory(self) -> list[Candidate]:
         return [each for each in self._candidates() if each.is_on_disk and each.directory is None]
 
     def _past(self, candidate: Candidate | None) -> frozenset[str]:
-        """This run, and those that it continues from, one after the other."""
+        """Return this run, and those that it continues from, one after the other."""
         found = {each.run: each for each in reversed(self._candidates())}
         past, run = {self._run}, candidate.run if candidate else None
         while run is not None and run not in past:
@@ -172,24 +169,23 @@ class Restoring:
         return frozenset(past)
 
     def newest(self, num_layers: int) -> Candidate | None:
-        """For a run that begins: the newest state that is whole; of those where the user said, if he did."""
+        """Return the newest whole state for a run that begins; only from the user's directory, if there is one."""
         there = [each for each in self._usable(num_layers) if (each.directory is not None) >= bool(self._directory)]
         return there[0] if there else None
 
     def newest_of_this_run(self, num_layers: int) -> Candidate | None:
-        """For a run that has lost state: the newest of its own past that is whole."""
+        """Return the newest whole state of its own past, for a run that has lost its state."""
         names = [each.name for each in self._candidates()]
         past = set(names[: names.index(self._origin) + 1]) if self._origin in names else set()
         usable = self._usable(num_layers)
         return next((each for each in usable if each.run == self._run or each.name in past), None)
 
     def _usable(self, num_layers: int) -> Sequence[Candidate]:
-        """Newest first."""
         newest_first = reversed(self._candidates())
         return [each for each in newest_first if each.name not in self._broken and each.covers(num_layers)]
 
     def _candidates(self) -> list[Candidate]:
-        """All that anybody can read some of, the oldest first."""
+        """Return all states that any worker can read a part of, oldest first."""
         found: dict[str, Candidate] = {}
         for worker_id, answer in sorted(self._answers.items()):
             for state in answer.found:

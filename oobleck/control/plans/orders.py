@@ -28,12 +28,12 @@ def orders_of(
     in_force: ExecutionPlan | None,
     addresses: Iterable[tuple[int, protocol.WorkerAddress]] = (),
 ) -> Iterator[tuple[WorkerId, protocol.PlanOrder]]:
-    """Return the order of each worker.
+    """Yield the order of each worker.
 
-    `bases` says which plan a worker has, if it has one; those that are not `known`, by generation, are of no use.
-    `in_force` is the plan under which the step in flight is finished. `addresses` says where workers listen, with the
-    generation in which each became ready: a worker that was ordered a later plan knows it. O(nodes) for each base, and
-    O(1) for each worker.
+    `bases` says which plan a worker has, if any; only those in `known`, by generation, can be used. `in_force` is the
+    plan under which the step in flight is finished. `addresses` are where workers listen, with the generation in which
+    each became ready: a worker that was ordered a later plan knows them. O(nodes) for each base, and O(1) for each
+    worker.
     """
     ordered = update.ordered
     commons: dict[protocol.PlanId | None, protocol.CommonOrder] = {}
@@ -61,7 +61,7 @@ def orders_of(
 
 
 def update_of(base: protocol.OrderedPlan | None, order: protocol.PlanOrder, worker_id: WorkerId) -> protocol.PlanUpdate:
-    """Return what an order says to a worker that has the plan `base`; O(nodes). Raises WrongBase."""
+    """Return the update that an order means to a worker with the plan `base`; O(nodes). Raises WrongBase."""
     common = order.common
     ordered = rebuild(base, common.delta, order.generation)
     nodes = nodes_of(ordered)

@@ -24,16 +24,16 @@ from oobleck.job import JobSpec
 from oobleck.planner import NetworkProfile, Profile, WorkerId, profiles
 
 LINK_KEYS = "link-"
-"""What the keys of cached links begin with, and those of profiles do not."""
+"""The prefix of the keys of cached links, which the keys of profiles do not have."""
 
 _NUM_PAIRS = 3
-"""One link may be a bad one; the median of three is not."""
+"""One link may be a bad one, but not the median of three."""
 _TIMEOUT_S = 5.0
-"""For a pair, whatever its network. Two processes of one machine need 0.1 s."""
+"""The limit for a pair on any network. Two processes of one machine need 0.1 s."""
 _SLACK_S = 2.0
 _LEAST_SIZES, _MOST_SIZES = 2, 16
 _MEASURES = 1
-"""Raised when links are timed otherwise."""
+"""Raise it when links are timed otherwise."""
 
 Pair = tuple[WorkerId, WorkerId]
 
@@ -46,13 +46,13 @@ class _Asked:
     pairs: tuple[Pair, ...]
     key: str
     awaited: set[WorkerId] = field(default_factory=set)
-    """The first of each pair that has not answered."""
+    """The first workers of the pairs that have not answered."""
     speeds: list[profiles.LinkSpeed] = field(default_factory=list)
     failure: str = ""
 
 
 class LinkTiming:
-    """Has one of `LINKS` after the other timed, until all that can be known is."""
+    """Has the `LINKS` timed one after the other."""
 
     def __init__(self, job: JobSpec, members: Membership) -> None:
         self._job = job
@@ -60,19 +60,18 @@ class LinkTiming:
         self._device_names: dict[WorkerId, str] = {}
         self._asked: _Asked | None = None
         self._known: dict[str, profiles.LinkSpeed | None] = {}
-        """None for what stays assumed."""
+        """None for a speed that stays assumed."""
         self.deadline_s = math.inf
 
     def note_ready(self, worker_id: WorkerId, device_name: str) -> None:
-        """Take in what a worker computes on."""
         self._device_names[worker_id] = device_name
 
     def is_needed(self, network: NetworkProfile) -> bool:
-        """Whether a plan should wait for what is timed: where nobody knows the links between nodes."""
+        """Whether a plan should wait for the times, because the speed between nodes is unknown."""
         return "inter_node" in network.assumed and len(self._known) < len(profiles.LINKS)
 
     def go_on(self, network: NetworkProfile) -> tuple[Command, ...]:
-        """Begin with the next link, once it is known what there is to know of the one before."""
+        """Begin with the next link, once the one before is known."""
         for link in profiles.LINKS if self.is_needed(network) and self._asked is None else ():
             if link in self._known:
                 continue
@@ -98,7 +97,7 @@ class LinkTiming:
         return tuple(command for pair in asked.pairs for command in self._questions(pair))
 
     def take(self, worker_id: WorkerId, message: LinkTimed, now_s: float) -> tuple[Command, ...]:
-        """Take the answer of the first of a pair; one that comes too late says nothing. Raises PeerError."""
+        """Take the answer of the first worker of a pair, unless it is late. Raises PeerError."""
         seconds = _checked(message)
         asked = self._asked
         if asked is None or worker_id not in asked.awaited:
@@ -111,7 +110,7 @@ class LinkTiming:
         return () if asked.awaited else self._decide(asked, now_s)
 
     def handle_deadline(self, now_s: float) -> tuple[Command, ...]:
-        """Wait no more for those that have not answered."""
+        """Stop waiting for missing answers."""
         if now_s < self.deadline_s or self._asked is None:
             return ()
         if self._asked.awaited:
@@ -119,7 +118,7 @@ class LinkTiming:
         return self._decide(self._asked, now_s)
 
     def applied_to(self, profile: Profile) -> Profile:
-        """Return the profile with what is known in place of what it assumes."""
+        """Replace the speeds that a profile assumes by the known ones."""
         network = profile.network
         for link, speed in self._known.items():
             if speed is not None:
@@ -151,7 +150,7 @@ class LinkTiming:
         return (notice(now_s, "info", f"links {where}: {speed} ({how})"),)
 
     def _key(self, pair: Pair) -> str:
-        """What a link's two ends are: equal keys mean that a cached speed may be used."""
+        """Return the key of a link's two ends: equal keys mean that a cached speed may be used."""
         one, other = (self._members[worker_id.node] for worker_id in pair)
         depends_on = [
             self._job.device,
@@ -164,7 +163,7 @@ class LinkTiming:
 
 
 def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
-    """A few pairs of workers with such a link between them, of which no two disturb each other."""
+    """Yield a few pairs of workers with such a link between them, which do not disturb each other."""
     ready = [
         (member, devices)
         for member in members
@@ -187,7 +186,7 @@ def _one_for_each_machine(members: Sequence[tuple[Member, list[int]]]) -> list[t
 
 
 def _checked(message: LinkTimed) -> dict[int, float]:
-    """The seconds by size; empty where the answer is an error. Raises PeerError for what makes no sense."""
+    """Return the seconds by size; empty if the answer is an error. Raises PeerError for nonsense."""
     seconds = dict(message.seconds)
     if message.error and not seconds:
         return {}
