@@ -48,9 +48,6 @@ class Candidate:
     is_on_disk: bool = False
     held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
-    in_memory: set[str] = field(default_factory=set)
-    """The nodes with a part of it in memory."""
-
     @property
     def restore(self) -> protocol.Restore:
         return protocol.Restore(name=self.name, directory=self.directory)
@@ -126,20 +123,18 @@ class Restoring:
         self._told |= said
         return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(said))
 
-    def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
-        """Return the complete checkpoints in the run's own directory that are its past if it begins from
-        `candidate`."""
-        past = self._past(candidate)
-        return tuple(
-            KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
-            for each in self._own_directory()
-            if each.run in past
-        )
+    def complete(self, candidate: Candidate | None) -> tuple[list[KnownCheckpoint], list[str]]:
+        """Return the complete checkpoints in the run's own directory, if it begins from `candidate`.
 
-    def others(self, candidate: Candidate | None) -> tuple[str, ...]:
-        """Return the names of other runs' checkpoints in the run's own directory, which stay."""
-        past = self._past(candidate)
-        return tuple(sorted(each.name for each in self._own_directory() if each.run not in past))
+        Those of its past come first, and then the names of other runs' checkpoints, which stay.
+        """
+        past, found = self._past(candidate), self._own_directory()
+        known = [
+            KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
+            for each in found
+            if each.run in past
+        ]
+        return known, sorted(each.name for each in found if each.run not in past)
 
     def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
         """Return the saves in the run's own directory that were never finished, and never will be.
@@ -147,7 +142,7 @@ class Restoring:
         Unless the directory is for this tag alone (`is_private`), other runs may be in the middle of a save there.
         """
         past = self._past(candidate)
-        complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
+        complete = {each.name for each in self._own_directory()}  # It may be complete on another node's disk.
         names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
         return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
@@ -196,8 +191,6 @@ class Restoring:
                 candidate.is_on_disk |= not state.in_memory
                 candidate.origin = candidate.origin or state.origin
                 candidate.is_final |= state.is_final
-                if state.in_memory:
-                    candidate.in_memory.add(worker_id.node)
                 candidate.directory = candidate.directory or state.directory
                 candidate.held[worker_id] = candidate.held.get(worker_id, frozenset()) | frozenset(state.layers)
         age = protocol.ages(found.values())

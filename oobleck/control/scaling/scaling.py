@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -238,13 +237,6 @@ def first_target(job: JobSpec, planner: Planner, nodes: Sequence[str]) -> Scalin
             change_s=0.0,
         )
     )
-
-
-def with_resting(decision: Decision, resting: Sequence[str]) -> Decision:
-    """Add nodes without a part to a first plan, as spares."""
-    if not resting:
-        return decision
-    return replace(decision, plan=replace(decision.plan, spares=(*decision.plan.spares, *resting)))
 
 
 def _by_position(plan: ExecutionPlan, used: Sequence[str]) -> list[str]:

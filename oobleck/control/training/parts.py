@@ -55,20 +55,10 @@ class Parts:
         replanning = self.replanning = Replanning(members, progress, scaling, sharding, make_planner=make_planner)
         decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         history = PlanHistory(max_steps=job.max_steps)
-        self.reconfiguration = Reconfiguration(
+        recovery = self.reconfiguration = Reconfiguration(
             job, members, lifecycle, progress, saving, restoring, sharding, scaling, replanning, decider, history
         )
         self.startup = Startup(
-            job,
-            nodes,
-            members,
-            preparation,
-            link_timing,
-            saving,
-            restoring,
-            sharding,
-            replanning,
-            self.reconfiguration,
-            resume,
+            job, nodes, members, preparation, link_timing, saving, restoring, sharding, replanning, recovery, resume
         )
         self.shutdown = Shutdown(job, members, progress, saving, sharding)

@@ -17,10 +17,12 @@ from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
 from oobleck.control.protocol import Pace, Status
 from oobleck.control.recovery import BeginRecovery
-from oobleck.control.scaling import Scaling, with_resting
+from oobleck.control.scaling import Scaling
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
 from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId
+
+from .replayed_run import ReplayedRun
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
@@ -66,7 +68,7 @@ class Replanning:
         self._scaling = scaling
         self._sharding = sharding
         self._make_planner = make_planner
-        self._kinds: tuple[NodeKind, ...] = ()
+        self.kinds: tuple[NodeKind, ...] = ()
         self._planner: Planner | None = None
         self._paces = SpeedTracker()
         self._slow_retry = SlowNodeRetry()
@@ -74,30 +76,21 @@ class Replanning:
         self._distrusted: dict[WorkerId, frozenset[int]] = {}
         """Layers that differ from their other copies, by holder, until they are replaced."""
 
-    def take_over(
-        self,
-        kinds: tuple[NodeKind, ...],
-        plan: ExecutionPlan,
-        now_s: float,
-        *,
-        step_s: float,
-        slow: Mapping[str, float],
-        target: int | None,
-    ) -> None:
-        """Plan by an earlier master's journal: steps take `step_s` seconds, on `target` nodes."""
-        self._kinds, self._from_s = kinds, now_s + _FINDING_S
-        self._paces.restore(slow)
-        self._leave_out(plan, step_s, now_s)
-        self._scaling.restore(target, now_s)
+    def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
+        """Continue from an earlier master's journal."""
+        self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
+        self._paces.restore(replayed.slow)
+        self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
+        self._scaling.restore(replayed.target, now_s)
 
     def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
         """Begin to plan with these profiles. Raises PlanningError."""
-        self._kinds = kinds
+        self.kinds = kinds
         turn.do(self._scaling.begin(self.planner, nodes, turn.now_s))
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
         """Plan for these kinds, too, and return the new ones. Raises PlanningError, and changes nothing then."""
-        known, network = {kind.name for kind in self._kinds}, self._kinds[0].profile.network
+        known, network = {kind.name for kind in self.kinds}, self.kinds[0].profile.network
         # A profile that only assumes its links' speed takes that of the others, which may have been measured.
         new = tuple(
             replace(kind, profile=replace(kind.profile, network=network)) if kind.profile.network.assumed else kind
@@ -105,42 +98,33 @@ class Replanning:
             if kind.name not in known
         )
         if new:
-            self._planner = self._make_planner((*self._kinds, *new))
-            self._kinds = (*self._kinds, *new)
+            self._planner = self._make_planner((*self.kinds, *new))
+            self.kinds = (*self.kinds, *new)
         return new
 
     def first_plan(self, nodes: Sequence[str]) -> Decision:
-        """Raises PlanningError."""
+        """Return the first plan for these nodes. Raises PlanningError."""
         resting = self._scaling.resting(self.planner, nodes)
         decision = self.planner.initial_plan([node for node in nodes if node not in resting])
-        return with_resting(decision, resting)
+        return replace(decision, plan=replace(decision.plan, spares=(*decision.plan.spares, *resting)))
 
     def has_time(self, now_s: float) -> bool:
         """Whether it may plan although nothing is lost."""
-        return bool(self._kinds) and now_s >= self._from_s
+        return bool(self.kinds) and now_s >= self._from_s
 
     def stop(self) -> None:
         """Plan only for losses from now on: any other plan would delay the requested end."""
         self._from_s = math.inf
 
     @property
-    def kinds(self) -> tuple[NodeKind, ...]:
-        return self._kinds
-
-    @property
     def planner(self) -> Planner:
         """Raises PlanningError if the profiles allow none."""
         if self._planner is None:
-            assert self._kinds
-            self._planner = self._make_planner(self._kinds)
+            assert self.kinds
+            self._planner = self._make_planner(self.kinds)
         return self._planner
 
     # --- paces ---------------------------------------------------------------------------------------------
-
-    @property
-    def slow(self) -> dict[str, float]:
-        """The slow nodes, with the multiple of the usual time that they take."""
-        return dict(self._paces.slow)
 
     def note_pace(
         self, turn: Turn, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan
@@ -153,7 +137,7 @@ class Replanning:
             self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
         if not self._paces.take_change(plan):
             return None
-        after = self.slow
+        after = self._paces.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
         for node in changed:
             turn.record(PaceChanged(t_s=turn.now_s, node=node, factor=after.get(node, 1.0)))
@@ -177,7 +161,7 @@ class Replanning:
         self._distrusted.clear()
 
     def _leave_out(self, plan: ExecutionPlan, step_s: float, now_s: float) -> None:
-        resting = [node for node in plan.spares if node in self.slow]
+        resting = [node for node in plan.spares if node in self._paces.slow]
         found_s = found_out_s(step_s, len(plan.worker_ids))
         self._slow_retry.leave_out(resting, now_s, found_out_s=found_s)
 
@@ -195,15 +179,16 @@ class Replanning:
         return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
 
     def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> BeginRecovery | None:
-        return BeginRecovery(cause=cause, nodes=tuple(nodes)) if nodes and self._pays(plan) else None
-
-    def _pays(self, plan: ExecutionPlan) -> bool:
-        """Whether another plan is better for the nodes at their present speeds."""
+        """Plan again if these nodes have changed their speed and another plan is better now."""
+        if not nodes:
+            return None
         staying = {member.spec.name for member in self._members.ready if not member.is_draining}
-        gone = [node for node in plan.spares if node not in staying]
-        choices = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
-        decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
-        return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
+        gone, slow = [node for node in plan.spares if node not in staying], self._paces.slow
+        for resting in self._scaling.choices(self.planner, plan, lost=(), slow=slow):
+            decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting)
+            if decision.plan.pipelines != plan.pipelines:
+                return BeginRecovery(cause=cause, nodes=tuple(nodes))
+        return None
 
     # --- another number of nodes -----------------------------------------------------------------------------
 
@@ -216,7 +201,7 @@ class Replanning:
         turn.do(recorded)
         if not is_due:
             return None
-        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self._paces.slow)
         changed = set(plan.nodes).intersection(resting) or {
             member.spec.name
             for member in self._members.ready
@@ -245,7 +230,7 @@ class Replanning:
             return decision, finish
         assert verdict.adopted is not None
         rests = generations.rests(verdict.adopted, after.statuses, lost)
-        finish_s = self.planner.rest_s(base, rests, slow=self.slow)
+        finish_s = self.planner.rest_s(base, rests, slow=self._paces.slow)
         partial = generations.partial(verdict).microbatches
         again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
@@ -267,7 +252,7 @@ class Replanning:
         if not partial:
             return decision.predicted_step_s
         rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
-        return self.planner.rest_s(decision.plan, rests, slow=self.slow)
+        return self.planner.rest_s(decision.plan, rests, slow=self._paces.slow)
 
     def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
         held = _held(after, finish)
@@ -281,7 +266,7 @@ class Replanning:
         gone = (known - living) | (known & lost)
         draining = frozenset(member.spec.name for member in self._members.ready if member.is_draining)
         arrived = (living - known | living & gone) - draining
-        planner, slow = self.planner, self.slow
+        planner, slow = self.planner, self._paces.slow
         decisions = [
             planner.reconfigure(
                 base,

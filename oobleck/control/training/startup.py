@@ -159,7 +159,7 @@ class Startup:
     def _look_after_others(self, turn: Turn, candidate: Candidate | None) -> None:
         """Leave to `Saving` the checkpoints that this run may prune, and name those of other runs, which stay."""
         is_private = self._job.checkpoint.directory is None
-        complete, others = self._restoring.known(candidate), self._restoring.others(candidate)
+        complete, others = self._restoring.complete(candidate)
         turn.do(self._saving.know(complete, self._restoring.unfinished(candidate, is_private=is_private)))
         if others:
             text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"

@@ -21,14 +21,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
     turn.record(MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
     _restore_steps(parts, replayed)
     parts.preparation.restore(replayed.kinds)
-    parts.replanning.take_over(
-        replayed.kinds,
-        replayed.generations.plan,
-        now_s,
-        step_s=replayed.predicted_step_s,
-        slow=replayed.slow,
-        target=replayed.target,
-    )
+    parts.replanning.take_over(replayed, now_s)
     restored, began = replayed.restored, replayed.began
     lineage = Lineage(
         restored_generation=restored.generation if restored else 0,
