@@ -48,6 +48,7 @@ class Candidate:
     is_on_disk: bool = False
     held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
+
     @property
     def restore(self) -> protocol.Restore:
         return protocol.Restore(name=self.name, directory=self.directory)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from oobleck.control import protocol
-from oobleck.control.events import Record, Send, notice
+from oobleck.control.events import Turn
 from oobleck.control.journal import CheckpointSaved, SaveFailed
 from oobleck.control.nodes import Membership
 from oobleck.job import JobSpec
@@ -170,27 +170,25 @@ class Saving:
     def begin(self, layer_names: Sequence[str]) -> None:
         self._layer_names = tuple(layer_names)
 
-    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> tuple[Send, ...]:
+    def know(self, turn: Turn, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> None:
         """Note existing checkpoints, and remove unfinished ones."""
         self.complete = in_order((*self.complete, *complete), run=self._run)
-        return self._remove(name for name in unfinished if name not in self._saves)
+        self._remove(turn, [name for name in unfinished if name not in self._saves])
 
-    def order_made(self, update: protocol.PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
+    def order_made(self, turn: Turn, update: protocol.PlanUpdate) -> None:
         """Note an order. A worker that missed a commit or an order did not save, so that save never completes."""
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
         if self._saves_first and self._ordered is not None:
             self._broken.missed(self._ordered.generation)
-        return self._give_up_broken("another plan came before all had saved", now_s)
+        self._give_up_broken(turn, "another plan came before all had saved")
 
     def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
         """Whether the workers must save the state with which an order begins, because no step follows it."""
         is_last = update.boundary >= self._job.max_steps and update.finish is None and update.restore is None
         return is_last and self.is_enabled and self._reached.on_disk < update.boundary
 
-    def plan_adopted(
-        self, ordered: protocol.OrderedPlan, now_s: float, *, redundant: bool, saves: bool = False
-    ) -> tuple[Send, ...]:
+    def plan_adopted(self, turn: Turn, ordered: protocol.OrderedPlan, *, redundant: bool, saves: bool = False) -> None:
         """Ask the workers of a new plan for the next save: at once if the plan is not redundant.
 
         `saves`: they were ordered to save the state with which they begin.
@@ -199,13 +197,12 @@ class Saving:
         self._broken.plan_adopted(ordered.plan.nodes, generation=ordered.generation, boundary=ordered.boundary)
         is_saving = any(save.step == ordered.boundary for save in self._saves.values())
         self._reached.go_back(ordered.boundary, is_saving=is_saving)
-        if not self.is_enabled:
-            return ()
-        if not redundant:
+        if self.is_enabled and not redundant:
             self._next = _Wanted(ordered.boundary + 1)
-        if isinstance(self._next, _Wanted):
-            return self._ask(self._next.step)
-        return self._arm(now_s, by_s=self._next.until_s)
+        if isinstance(self._next, _Idle):
+            self._arm(turn, by_s=self._next.until_s)
+        elif self.is_enabled:
+            self._ask(turn, self._next.step)
 
     def step_done(self, record: protocol.CommitRecord) -> None:
         self._last_step = record.step
@@ -217,25 +214,26 @@ class Saving:
         self._reached.tried = max(self._reached.tried, step)
         self._reached.on_disk = max(self._reached.on_disk, step)
 
-    def keep(self, candidate: Candidate, now_s: float) -> tuple[Send, ...]:
+    def keep(self, turn: Turn, candidate: Candidate) -> None:
         """Make sure that the state which all went back to is on disk."""
         if candidate.is_on_disk:
             self.note_saved(candidate.step)
-            return ()
+            return
         if not self._is_final(candidate.step, candidate.position):
-            return self.save_now()
+            self.save_now(turn)
+            return
         # There is nothing more to train, so no worker will save: agents write what an earlier run left in memory.
         name, step = candidate.name, candidate.step
         generation = int(name.rpartition(".")[2])
-        save = Save(name, step, generation, now_s, saved_at=candidate.saved_at, position=candidate.position)
+        save = Save(name, step, generation, turn.now_s, saved_at=candidate.saved_at, position=candidate.position)
         for worker_id, layers in sorted(candidate.held.items()):
             if layers:
                 save.note_share(worker_id, tuple(sorted(layers)), num_parts=self._num_parts)
         self._saves[name] = save
         self._reached.tried = max(self._reached.tried, step)
         self._reached.in_memory = max(self._reached.in_memory, step)
-        nodes = sorted({worker_id.node for worker_id in save.savers})
-        return tuple(Send(node=node, message=protocol.PersistState(name=name, step=step)) for node in nodes)
+        for node in sorted({worker_id.node for worker_id in save.savers}):
+            turn.send(node, protocol.PersistState(name=name, step=step))
 
     def take_over(self, generation: int) -> None:
         """Give up saves up to this generation: an earlier master may have known of a loss or of lost shares."""
@@ -245,74 +243,71 @@ class Saving:
         """Count a failure that needed a checkpoint."""
         self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
 
-    def worker_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
+    def worker_lost(self, turn: Turn, node: str) -> None:
         """Give up what the lost worker had still to copy; its agent writes what is whole in memory."""
         self._broken.worker_gone(node)
-        return self._give_up_broken(f"the worker of {node} was lost before all layers were in memory", now_s)
+        self._give_up_broken(turn, f"the worker of {node} was lost before all layers were in memory")
 
-    def node_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
-        return self.worker_lost(node, now_s) + self._agent_gone(node, f"{node} was lost", now_s)
+    def node_lost(self, turn: Turn, node: str) -> None:
+        self.worker_lost(turn, node)
+        self._agent_gone(turn, node, f"{node} was lost")
 
-    def node_left(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
+    def node_left(self, turn: Turn, node: str) -> None:
         """A drained node has left, perhaps before it had written its layers."""
         self._broken.worker_gone(node)
-        effects = self._give_up_broken(f"{node} left before all layers were in memory", now_s)
-        return effects + self._agent_gone(node, f"{node} left", now_s)
+        self._give_up_broken(turn, f"{node} left before all layers were in memory")
+        self._agent_gone(turn, node, f"{node} left")
 
-    def _give_up_broken(self, why: str, now_s: float) -> tuple[Record | Send, ...]:
+    def _give_up_broken(self, turn: Turn, why: str) -> None:
         saves = [save for save in self._saves.values() if self._broken.has(save.generation, save.step)]
-        broken = [save for save in saves if len(save.in_memory) < self._num_all_parts]
-        return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
+        for save in saves:
+            if len(save.in_memory) < self._num_all_parts:
+                self._give_up(turn, save.name, why, soon=True)
 
-    def _agent_gone(self, node: str, why: str, now_s: float) -> tuple[Record | Send, ...]:
-        effects: list[Record | Send] = []
+    def _agent_gone(self, turn: Turn, node: str, why: str) -> None:
         for save in list(self._saves.values()):
             save.asked.discard(node)
             here = [worker_id for worker_id in save.savers if worker_id.node == node]
             if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
-                effects += self._give_up(save.name, f"{why} before it had written its layers", now_s, soon=True)
+                self._give_up(turn, save.name, f"{why} before it had written its layers", soon=True)
             elif save.is_committing and not save.asked | save.committed:
-                effects += self._give_up(save.name, f"{why} before it had written its manifest", now_s, soon=True)
+                self._give_up(turn, save.name, f"{why} before it had written its manifest", soon=True)
             else:
-                effects += self._complete_when_committed(save, now_s)
-        return tuple(effects)
+                self._complete_when_committed(turn, save)
 
-    def handle_deadline(self, now_s: float) -> tuple[Record | Send, ...]:
+    def handle_deadline(self, turn: Turn) -> None:
         """Request a save when one is due; give up saves that take too long."""
-        effects: list[Record | Send] = []
         for save in list(self._saves.values()):
             patience_s = self._patience_s(save)
-            if now_s >= save.began_s + patience_s:
-                effects += self._give_up(save.name, f"it was not complete within {patience_s:g} s", now_s)
-        if not self._saves and now_s >= self.due_s:
+            if turn.now_s >= save.began_s + patience_s:
+                self._give_up(turn, save.name, f"it was not complete within {patience_s:g} s")
+        if not self._saves and turn.now_s >= self.due_s:
             self._next = _Idle()
-            effects += self.save_now()
-        return tuple(effects)
+            self.save_now(turn)
 
-    def save_now(self) -> tuple[Send, ...]:
+    def save_now(self, turn: Turn) -> None:
         """Have the state saved after the next step."""
-        if not self.is_enabled or self._ordered is None:
-            return ()
-        self._next = _Wanted(self._last_step + 1)
-        return self._ask(self._next.step)
+        if self.is_enabled and self._ordered is not None:
+            self._next = _Wanted(self._last_step + 1)
+            self._ask(turn, self._next.step)
 
     # --- what workers and agents report ----------------------------------------------------------------------
 
-    def saved(self, worker_id: WorkerId, message: protocol.StateSaved, now_s: float) -> tuple[Record | Send, ...]:
+    def saved(self, turn: Turn, worker_id: WorkerId, message: protocol.StateSaved) -> None:
         """Note that a share is whole in memory; its agent is writing it."""
         state, part = message.state, worker_id.device % self._num_parts
         # Also of a save that was given up: its shares stay in memory.
         shares = [(layer, part) for layer in message.layers]
         self._reached.note_share(state.step, shares, num_parts=self._num_all_parts)
         if self._is_over(state.name):
-            return ()
+            return
         save = self._saves.get(state.name)
         if save is None:
-            save = self._saves[state.name] = Save(state.name, state.step, state.generation, now_s)
+            save = self._saves[state.name] = Save(state.name, state.step, state.generation, turn.now_s)
             self._reached.tried = max(self._reached.tried, state.step)
             if self._broken.has(state.generation, state.step):
-                why = "a worker was lost before all layers were in memory"
-                return self._give_up(state.name, why, now_s, soon=True)
+                self._give_up(turn, state.name, "a worker was lost before all layers were in memory", soon=True)
+                return
         if isinstance(self._next, _Idle) or state.step >= self._next.step:
             self._next = _Idle()
         save.note_share(worker_id, message.layers, num_parts=self._num_parts)
@@ -320,42 +315,40 @@ class Saving:
         save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
         save.copy_s = max(save.copy_s, message.copy_s)
-        return self._commit_when_written(save)
+        self._commit_when_written(turn, save)
 
-    def persisted(self, message: protocol.LayersPersisted) -> tuple[Send, ...]:
+    def persisted(self, turn: Turn, message: protocol.LayersPersisted) -> None:
         """Note that a share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
             save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
-            return self._commit_when_written(save)
-        # A share that was written after the save was given up is removed again.
-        return self._remove([message.name]) if message.name in self._given_up else ()
+            self._commit_when_written(turn, save)
+        elif message.name in self._given_up:
+            self._remove(turn, [message.name])  # It was written after the save was given up.
 
-    def committed(self, node: str, message: protocol.CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
+    def committed(self, turn: Turn, node: str, message: protocol.CheckpointCommitted) -> None:
         """Note that a node has the manifest."""
         save = self._saves.get(message.name)
-        if save is None or not save.is_committing:
-            return ()  # An earlier master asked the node.
-        save.committed.add(node)
-        return self._complete_when_committed(save, now_s)
+        if save is not None and save.is_committing:  # Otherwise an earlier master asked the node.
+            save.committed.add(node)
+            self._complete_when_committed(turn, save)
 
-    def failed(self, node: str, message: protocol.StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
+    def failed(self, turn: Turn, node: str, message: protocol.StateNotSaved) -> None:
         """Give up a save of which a part has failed; training continues."""
         if not message.name:  # The node has no place for checkpoints, so there will be none.
             self._failure = f"{node}: {message.reason}"
-            return (notice(now_s, "error", f"nothing can be saved: {self._failure}; training continues"),)
-        if self._is_over(message.name):
-            return ()
-        self._reached.tried = max(self._reached.tried, message.step)
-        self._saves.setdefault(message.name, Save(message.name, message.step, 0, now_s))
-        return self._give_up(message.name, f"{node}: {message.reason}", now_s)
+            turn.note("error", f"nothing can be saved: {self._failure}; training continues")
+        elif not self._is_over(message.name):
+            self._reached.tried = max(self._reached.tried, message.step)
+            self._saves.setdefault(message.name, Save(message.name, message.step, 0, turn.now_s))
+            self._give_up(turn, message.name, f"{node}: {message.reason}")
 
     # --- from a save to a checkpoint -------------------------------------------------------------------------
 
-    def _commit_when_written(self, save: Save) -> tuple[Send, ...]:
+    def _commit_when_written(self, turn: Turn, save: Save) -> None:
         """Send the manifest to all nodes that wrote layers, once all layers are on disk."""
         if save.is_committing or len(save.shards) < self._num_all_parts or not save.savers:
-            return ()
+            return
         save.is_committing = True
         save.replaced = self._too_old(in_order((*self.complete, self._known(save)), run=self._run))
         # The manifest names every file, so other nodes' disks have nothing to name. If none of the writers is left, all
@@ -363,69 +356,69 @@ class Saving:
         agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
         save.asked.update(agents & writers or agents)
         message = protocol.CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
-        return tuple(Send(node=node, message=message) for node in sorted(save.asked))
+        for node in sorted(save.asked):
+            turn.send(node, message)
 
-    def _complete_when_committed(self, save: Save, now_s: float) -> tuple[Record | Send, ...]:
+    def _complete_when_committed(self, turn: Turn, save: Save) -> None:
         if not save.is_committed:
-            return ()
+            return
         del self._saves[save.name]
-        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
-        self.know([self._known(save)])
+        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=turn.now_s - save.began_s)
+        self.know(turn, [self._known(save)])
         too_old = self._too_old(self.complete)
         del self.complete[: -self._job.checkpoint.save_total_limit]
         self._reached.on_disk, self._failure = max(self._reached.on_disk, save.step), ""
         entry = CheckpointSaved(
-            t_s=now_s,
+            t_s=turn.now_s,
             name=save.name,
             step=save.step,
             saved_at=save.saved_at,
             size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
             pause_s=save.pause_s,
-            duration_s=now_s - save.began_s,
+            duration_s=turn.now_s - save.began_s,
         )
+        turn.record(entry)
         # If two saves were under way, more are too old by now than the nodes with this manifest were told.
         told = save.asked if set(too_old) <= set(save.replaced) else set()
-        others = [node for node in self._agents if too_old and node not in told]
-        old = (Send(node=node, message=protocol.RemoveOld(names=too_old)) for node in others)
-        return (Record(entry=entry), *old, *self._arm(now_s))
+        for node in self._agents if too_old else ():
+            if node not in told:
+                turn.send(node, protocol.RemoveOld(names=too_old))
+        self._arm(turn)
 
-    def _give_up(self, name: str, why: str, now_s: float, *, soon: bool = False) -> tuple[Record | Send, ...]:
+    def _give_up(self, turn: Turn, name: str, why: str, *, soon: bool = False) -> None:
         """Give up a save. If `soon`, nothing speaks against the next one once there is a plan."""
         save = self._saves.pop(name)
         self._given_up.add(name)
         self._failure = why
         newest_step = self.complete[-1].step if self.complete else None
-        entry = SaveFailed(t_s=now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
-        told: tuple[Record | Send, ...] = (*self._remove([name]), Record(entry=entry))
+        entry = SaveFailed(t_s=turn.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        self._remove(turn, [name])
+        turn.record(entry)
         if soon:
             self._next = _Wanted(self._last_step + 1)
-            return told
-        return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
+        else:
+            self._arm(turn, not_before_s=turn.now_s + _RETRY_S)
 
-    def _arm(self, now_s: float, *, not_before_s: float = 0.0, by_s: float = math.inf) -> tuple[Send, ...]:
+    def _arm(self, turn: Turn, *, not_before_s: float = 0.0, by_s: float = math.inf) -> None:
         """Schedule the next save, unless one is wanted or under way, after which this is called again."""
         if not self.is_enabled or self._saves or self._ordered is None or isinstance(self._next, _Wanted):
-            return ()
+            return
         step = self._policy.next_step(self._last_step)
-        if step is None or not_before_s > now_s:
-            self._next = _Idle(max(not_before_s, min(by_s, now_s + self._policy.interval_s(now_s))))
-            return ()
-        self._next = _Wanted(step)
-        return self._ask(step)
+        if step is None or not_before_s > turn.now_s:
+            self._next = _Idle(max(not_before_s, min(by_s, turn.now_s + self._policy.interval_s(turn.now_s))))
+        else:
+            self._next = _Wanted(step)
+            self._ask(turn, step)
 
-    def _ask(self, step: int) -> tuple[Send, ...]:
-        """Have the plan's workers save after a step."""
+    def _ask(self, turn: Turn, step: int) -> None:
         assert self._ordered is not None
-        return tuple(
-            Send(node=worker_id.node, message=protocol.SaveState(device=worker_id.device, step=step))
-            for worker_id in self._ordered.plan.worker_ids
-            if self._members[worker_id.node].is_ready
-        )
+        for worker_id in self._ordered.plan.worker_ids:
+            if self._members[worker_id.node].is_ready:
+                turn.send(worker_id.node, protocol.SaveState(device=worker_id.device, step=step))
 
-    def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
-        """Have agents remove the files of saves that will never be complete."""
-        message = protocol.RemoveUnfinished(names=tuple(sorted(unfinished)))
-        return tuple(Send(node=node, message=message) for node in self._agents) if message.names else ()
+    def _remove(self, turn: Turn, unfinished: Sequence[str]) -> None:
+        for node in self._agents if unfinished else ():
+            turn.send(node, protocol.RemoveUnfinished(names=tuple(sorted(unfinished))))
 
     # --- what follows from the state -------------------------------------------------------------------------
 

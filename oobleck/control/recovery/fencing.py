@@ -70,14 +70,15 @@ def _begin(
 
 
 def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False) -> states.Recovery:
-    is_hang = begun.cause in (PlanCause.HANG, PlanCause.NETWORK)
-    explains = is_cut or is_hang or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
+    wanted = begun.wanted
+    is_hang = wanted.cause in (PlanCause.HANG, PlanCause.NETWORK)
+    explains = is_cut or is_hang or (wanted.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
     return states.Recovery(
         began_s=now_s,
-        detect_s=begun.detect_s,
-        cause=begun.cause,
-        loss=begun.loss,
-        nodes=tuple(dict.fromkeys(begun.nodes)),
+        detect_s=wanted.detect_s,
+        cause=wanted.cause,
+        loss=wanted.loss,
+        nodes=tuple(dict.fromkeys(wanted.nodes)),
         control=begun.control,
         fault_threshold=begun.fault_threshold,
         fence=begun.fence if explains else replace(begun.fence, probe_addresses=(), patience_s=0.0),
@@ -85,7 +86,7 @@ def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False
         lost_s=now_s,
         asked=begun.asked,
         explains=explains,
-        busy=begun.busy,
+        busy=wanted.busy,
     )
 
 

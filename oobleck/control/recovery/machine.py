@@ -260,7 +260,6 @@ def _resumed(adopting: states.Adopting, given: states.WorkersResumed) -> states.
 
 
 def _train(state: states.Adopting | states.Suspecting, given: states.WorkersResumed, now_s: float) -> states.Step:
-    """End the recovery: the last worker computes under the new plan."""
     if isinstance(state, states.Suspecting):
         assert isinstance(state.training, states.Adopting)
         training, effects = _train(state.training, given, now_s)

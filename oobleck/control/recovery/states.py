@@ -219,23 +219,18 @@ class TrainingBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryBegun:
-    """The run needs another plan, under a new generation, because of a loss or another `cause`."""
+    """The run needs another plan, under a new generation."""
 
-    nodes: tuple[str, ...]
-    cause: PlanCause
-    loss: LossCause | None
-    detect_s: float
+    wanted: BeginRecovery
     control: ControlSpec
     fault_threshold: int
     fence: Fence
-    """Contains the addresses of all workers if `cause` may need them."""
+    """Contains the addresses of all workers if the cause may need them."""
     asked: tuple[WorkerId, ...]
     heard_s: float
     """When a message from any of them last arrived. A master that takes over has to reach them first."""
     num_regroups: int
     """How often all regrouped without a known cause since the newest committed step, including this time."""
-    busy: tuple[WorkerId, ...] = ()
-    """The workers that compute, whatever they answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

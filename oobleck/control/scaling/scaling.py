@@ -176,7 +176,6 @@ class Scaling:
         return [member.spec.name for member in self._members.ready if not member.is_draining]
 
     def _limit(self, planner: Planner, available: Sequence[str]) -> int:
-        """Return how many of the available nodes to train on."""
         if self._target is None or self._target >= len(available):
             return len(available)
         return max(self._target, planner.fewest_nodes(planner.best_first(available)))

@@ -102,7 +102,6 @@ class Follower:
                 yield worker_effects.Say(self._corrupt(update, error))
 
     def _follow(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
-        """Carry an order out until its plan is in force."""
         if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
             yield from self._apply(update.catch_up)
         if update.catch_up_section is not None:
@@ -153,7 +152,6 @@ class Follower:
     def _compute(
         self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool
     ) -> worker_effects.WorkerEffects:
-        """Compute the pipeline's own share of a step, unless it is done already."""
         if self._step != step:
             yield from self._begin(step)
         if self._share_done:
@@ -279,7 +277,6 @@ class Follower:
         yield from self._end_step(committee)
 
     def _adopt(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
-        """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else self._committee_of(update, update.plan)
         self._transferred = keys = transfer_keys(update.transfers, update.generation, self._worker_id)

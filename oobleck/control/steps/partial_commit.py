@@ -184,7 +184,6 @@ class PartialCommit:
         yield from self.settle()
 
     def _move(self, section: Section) -> worker_effects.WorkerEffects:
-        """Make the next moves that can be made. Raises Interrupted or PeerLost."""
         if not section.has_sums:
             if not (yield worker_effects.TakeSums(section.number)):
                 return

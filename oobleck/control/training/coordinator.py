@@ -117,7 +117,7 @@ class Coordinator(BaseCoordinator):
             parts.startup.node_failed(node, loss, turn.now_s)
             return
         turn.do(profiling)
-        turn.do(parts.saving.node_lost(node, turn.now_s))
+        parts.saving.node_lost(turn, node)
         parts.sharding.lost(node)
 
     def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
@@ -133,7 +133,7 @@ class Coordinator(BaseCoordinator):
         self._parts.reconfiguration.begin(turn, BeginRecovery(cause=journal.PlanCause.DRAINED, nodes=(node,)))
 
     def node_left(self, turn: Turn, node: str) -> None:
-        turn.do(self._parts.saving.node_left(node, turn.now_s))
+        self._parts.saving.node_left(turn, node)
         self._parts.reconfiguration.give(turn, states.NodeDrained(node=node))
 
     def worker_raised(self, worker_id: WorkerId, error: protocol.Raised) -> None:
@@ -147,7 +147,7 @@ class Coordinator(BaseCoordinator):
         if not self.is_begun:
             parts.restoring.forget()
             return
-        turn.do(parts.saving.worker_lost(worker_id.node, turn.now_s))
+        parts.saving.worker_lost(turn, worker_id.node)
         parts.sharding.lost(worker_id.node)
         living = {member.spec.name for member in parts.members.living}
         training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
@@ -222,7 +222,7 @@ class Coordinator(BaseCoordinator):
         elif now_s >= parts.hang_watch.due_s:
             recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:
-            turn.do(parts.saving.handle_deadline(now_s))
+            parts.saving.handle_deadline(turn)
         if now_s >= parts.scaling.due_s:
             self._rescale(turn)
         if now_s >= self._retries_s:

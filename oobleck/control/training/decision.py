@@ -213,7 +213,6 @@ class Decider:
 
 
 def _redone(after: Aftermath, finish: int | None, generations: PlanHistory) -> int:
-    """Count the microbatches of the step in flight that are run again."""
     verdict, base = after.verdict, after.base
     if verdict.adopted is None:
         return 0

@@ -218,7 +218,6 @@ class Preparation:
         self._known[kind] = NodeKind(name=kind, profile=profile, devices_per_node=self._wanted[kind].num_devices)
 
     def _have_measured(self, kind: str) -> tuple[Command, ...]:
-        """Have any ready worker measure the profile, or the first that becomes ready."""
         wanted = self._wanted[kind]
         living = {member.spec.name for member in self._members.living if member.spec.kind == kind}
         there = [worker_id for worker_id in sorted(wanted.workers) if worker_id.node in living]

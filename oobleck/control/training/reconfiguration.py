@@ -157,16 +157,12 @@ class Reconfiguration:
             return
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = states.RecoveryBegun(
-            nodes=wanted.nodes,
-            cause=wanted.cause,
-            loss=wanted.loss,
-            detect_s=wanted.detect_s,
+            wanted=wanted,
             control=self._job.control,
             fault_threshold=self._job.fault_threshold,
             fence=fence,
             asked=self._members.ready_worker_ids,
             heard_s=max(map(self._members.heard_s.__getitem__, self._members.ready_names), default=turn.now_s),
-            busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
         self.give(turn, begun)
@@ -222,7 +218,7 @@ class Reconfiguration:
         update = self._update(choice, answers)
         position = None if candidate is None else candidate.position
         placed = self._sharding.follow(update, turn.now_s, position=position, goes_back=choice.goes_back)
-        turn.do(self._saving.order_made(update, turn.now_s))
+        self._saving.order_made(turn, update)
         saves = self._saving.begins_with_save(update)
         update = replace(update, assignment_version=self._sharding.assignment_version, saves=saves)
         worker_ids = self._members.ready_worker_ids
@@ -235,10 +231,10 @@ class Reconfiguration:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             turn.note("warning", text)
-        turn.do(self._saving.plan_adopted(update.ordered, turn.now_s, redundant=decision.redundant, saves=saves))
+        self._saving.plan_adopted(turn, update.ordered, redundant=decision.redundant, saves=saves)
         self._replanning.plan_adopted(decision, turn.now_s)
         if candidate is not None:
-            turn.do(self._saving.keep(candidate, turn.now_s))
+            self._saving.keep(turn, candidate)
         if choice.warning:
             turn.note("warning", choice.warning)
         return update
@@ -266,7 +262,6 @@ class Reconfiguration:
         self._progress.expect(limit_s, turn.now_s)
 
     def _update(self, choice: Choice, answers: states.Answers | None) -> PlanUpdate:
-        """Make a choice the newest plan, and return its update."""
         adopted, candidate, plan = choice.verdict.adopted, choice.candidate, choice.decision.plan
         planner = self._replanning.planner
         first = planner.profile_of(plan.nodes[0])
@@ -364,7 +359,6 @@ def _plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float
 
 
 def _with_schedules(job: JobSpec, reason: str, schedules: Sequence[ScheduleKind]) -> str:
-    """Add the schedules of the pipelines to a plan's reason, if the plan chose them."""
     if job.schedule != "auto":
         return reason
     for kind in (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED):

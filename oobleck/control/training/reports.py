@@ -91,13 +91,13 @@ class Reports:
             case protocol.PlanNeeded(generation=generation):
                 parts.reconfiguration.order_again(turn, worker_id, generation)
             case protocol.StateSaved():
-                turn.do(parts.saving.saved(worker_id, message, now_s))
+                parts.saving.saved(turn, worker_id, message)
             case protocol.StateNotSaved():
-                turn.do(parts.saving.failed(node, message, now_s))
+                parts.saving.failed(turn, node, message)
             case protocol.LayersPersisted():
-                turn.do(parts.saving.persisted(message))
+                parts.saving.persisted(turn, message)
             case protocol.CheckpointCommitted():
-                turn.do(parts.saving.committed(node, message, now_s))
+                parts.saving.committed(turn, node, message)
             case protocol.CheckpointsFound():
                 parts.restoring.found(worker_id, message)
                 if parts.reconfiguration.is_begun:
@@ -191,7 +191,6 @@ class Reports:
             self._take_in(turn, replace(worker, t_s=turn.now_s))
 
     def _join(self, turn: Turn, node: str) -> None:
-        """Let a ready node train at once if it is wanted, or rest otherwise."""
         recovery, members, replanning = self._parts.reconfiguration, self._parts.members, self._parts.replanning
         generations = recovery.generations
         num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)

@@ -136,7 +136,6 @@ class Startup:
         return candidate
 
     def _check_scratch(self, turn: Turn) -> None:
-        """End a run that should begin with a checkpoint but has none."""
         if self._resume == "never":
             return
         if self._resume != "auto":
@@ -160,7 +159,7 @@ class Startup:
         """Leave to `Saving` the checkpoints that this run may prune, and name those of other runs, which stay."""
         is_private = self._job.checkpoint.directory is None
         complete, others = self._restoring.complete(candidate)
-        turn.do(self._saving.know(complete, self._restoring.unfinished(candidate, is_private=is_private)))
+        self._saving.know(turn, complete, self._restoring.unfinished(candidate, is_private=is_private))
         if others:
             text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
             turn.note("info", f"{text} to {others[-1]}; remove by hand what you do not need")

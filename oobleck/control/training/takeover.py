@@ -59,10 +59,10 @@ def _restore_checkpoints(parts: Parts, turn: Turn, replayed: ReplayedRun) -> Non
     if origin is not None:
         parts.restoring.begin_from(origin)
     saving.begin([layer.name for layer in replayed.kinds[0].profile.layers])
-    turn.do(saving.know(replayed.saved))
+    saving.know(turn, replayed.saved)
     boundary = parts.progress.last_step
     ordered = replace(generations.ordered[generations.newest], boundary=boundary)
-    turn.do(saving.plan_adopted(ordered, turn.now_s, redundant=True))
+    saving.plan_adopted(turn, ordered, redundant=True)
     if origin is not None:
         saving.begin_from(origin)
     for known in replayed.saved:

@@ -101,11 +101,9 @@ PLAIN = Recovery(
 )
 HANG = replace(PLAIN, cause=PlanCause.HANG, loss=None, explains=True)
 RECOVERIES = (PLAIN, HANG, replace(PLAIN, asked=(A,)))
+LOSS = BeginRecovery(nodes=("b",), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST)
 BEGUN = RecoveryBegun(
-    nodes=("b",),
-    cause=PlanCause.LOSS,
-    loss=LossCause.CONNECTION_LOST,
-    detect_s=0.0,
+    wanted=LOSS,
     control=CONTROL,
     fault_threshold=1,
     fence=replace(FENCE, generation=GENERATION + 1),
@@ -157,7 +155,7 @@ def inputs() -> Iterator[Input]:
     yield TrainingBegun(generation=1)
     for cause, num_regroups in ((PlanCause.LOSS, 0), (PlanCause.HANG, 1), (PlanCause.HANG, 4)):
         for asked in ((A, C), ()):
-            yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
+            yield replace(BEGUN, wanted=replace(LOSS, cause=cause), num_regroups=num_regroups, asked=asked)
     for nodes in (("a",), ("b",), ("a", "b", "c")):
         yield MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes))
     for status in (STATUS, WAITS, CUT, DOWN, replace(STATUS, generation=GENERATION - 1)):
@@ -239,7 +237,7 @@ def test_a_loss_during_a_recovery_belongs_to_it():
     waiting = AwaitingWorkers(
         recovery=replace(PLAIN, returns_by_s=150.0, found_by_s=130.0), statuses={}, is_unexplained=True
     )
-    after, _ = step(waiting, replace(BEGUN, loss=LossCause.LEASE_EXPIRED), 110.0)
+    after, _ = step(waiting, replace(BEGUN, wanted=replace(LOSS, loss=LossCause.LEASE_EXPIRED)), 110.0)
     assert isinstance(after, Fencing)
     recovery = after.recovery
     assert (recovery.began_s, recovery.detect_s, recovery.loss) == (99.0, 0.5, LossCause.CONNECTION_LOST)
@@ -283,7 +281,7 @@ def test_a_hang_is_explained_by_a_node_that_is_lost_meanwhile() -> None:
 
 def test_a_cut_network_is_what_a_hang_came_from():
     accusing = Accusing(recovery=HANG, statuses={}, stuck=(), until_s=130.0)
-    after, _ = step(accusing, replace(BEGUN, loss=LossCause.CUT_OFF), 110.0)
+    after, _ = step(accusing, replace(BEGUN, wanted=replace(LOSS, loss=LossCause.CUT_OFF)), 110.0)
     assert isinstance(after, Fencing)
     assert (after.recovery.cause, after.recovery.loss) == (PlanCause.LOSS, LossCause.CUT_OFF)
 
@@ -304,7 +302,7 @@ def awaiting(**fields) -> AwaitingNetwork:
 
 def asked_again(statuses: dict[WorkerId, Status], now_s: float) -> tuple[State, tuple[RecoveryEffect, ...]]:
     """All are asked again while the network is waited for, and have answered."""
-    look = replace(BEGUN, cause=PlanCause.NETWORK, loss=None, nodes=(), asked=ALL)
+    look = replace(BEGUN, wanted=BeginRecovery(cause=PlanCause.NETWORK), asked=ALL)
     state, _ = step(awaiting(), look, now_s)
     for worker_id, status in statuses.items():
         said = Answered(worker_ids=(worker_id,), status=replace(status, generation=GENERATION + 1))
@@ -405,7 +403,7 @@ def test_reports_of_an_older_plan_end_no_recovery():
 
 def test_a_run_that_regroups_without_a_step_is_given_up():
     for num_regroups in (3, 4):
-        hang = replace(BEGUN, cause=PlanCause.HANG, loss=None, num_regroups=num_regroups)
+        hang = replace(BEGUN, wanted=BeginRecovery(cause=PlanCause.HANG), num_regroups=num_regroups)
         _, effects = step(Training(generation=1), hang, 110.0)
         is_given_up = num_regroups > 3
         assert any(isinstance(effect, EndRun) for effect in effects) == is_given_up
@@ -456,9 +454,8 @@ def test_an_answer_of_a_worker_that_was_not_asked_completes_nothing():
 @pytest.mark.parametrize("cause", [PlanCause.PEER_FAILED, PlanCause.HANG])
 def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: PlanCause):
     for num_regroups in (1, 2):
-        begun = replace(
-            BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
-        )
+        fence = replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
+        begun = replace(BEGUN, wanted=replace(LOSS, cause=cause), num_regroups=num_regroups, fence=fence)
         _, effects = step(Training(generation=1), begun, 100.0)
         (fence,) = (effect.message for effect in effects if isinstance(effect, SendAll))
         assert isinstance(fence, Fence)
@@ -513,7 +510,9 @@ class Walk(RuleBasedStateMachine):
     def begin(self, cause: PlanCause, asked: tuple[WorkerId, ...], num_regroups: int) -> None:
         self.generation += 1
         fence = replace(FENCE, generation=self.generation)
-        self.give(replace(BEGUN, cause=cause, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s))
+        wanted = replace(LOSS, cause=cause)
+        begun = replace(BEGUN, wanted=wanted, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s)
+        self.give(begun)
 
     @rule(nodes=st.sampled_from((("a",), ("b",), ("b", "c"))))
     def lose_more(self, nodes: tuple[str, ...]) -> None:
