@@ -1,13 +1,13 @@
-"""What agents know of relays: the shape of the tree, what a relay merges, and when one that is silent is left.
+"""Relays as agents know them: the shape of the tree, what a relay merges, and when agents leave a silent one.
 
-Who is whose child follows from their positions alone. With a fan-out of F, positions 0 to F - 1 speak to the master
-itself, and position p is the relay of F(p + 1) to F(p + 1) + F - 1. So nobody sends lists of who is below whom, and
-three levels have 33,824 positions for F = 32.
+The tree follows from positions alone. With a fan-out of F, positions 0 to F - 1 send to the master itself, and position
+p is the relay of F(p + 1) to F(p + 1) + F - 1. So no message lists who is below whom, and three levels have 33,824
+positions for F = 32.
 
-A relay passes equal messages on as one. Of a committed step the master needs to know once, though many say so: the
-first one is passed on. A heartbeat that wants no answer says only that its agent lives, so it becomes a part of one
-message for all. How long ago it was heard goes along, and leases are as exact as without relays. Other messages wait
-for a few milliseconds for their like. Of one agent all leave in the order in which they came.
+A relay passes equal messages on as one. The master needs one report of a committed step, so a relay passes on the
+first. A heartbeat that wants no answer says only that its agent lives, so it becomes part of one message for all, with
+its age: leases are as exact as without relays. Other messages wait a few milliseconds for equal ones. The messages of
+an agent keep their order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up.
+"""All that a master computes from a run's journal, in one pass: its state, its views, its counts and its summary.
 
-What follows from the entries up to a place is a value that stands for all of them: `RunBooks.of_image(image)` and the
-entries after the image's place come to what all entries come to.
+An image stands for all entries up to a place: `RunBooks.of_image(image)` and the entries after that place lead to the
+same result as all entries.
 """
 
 from __future__ import annotations

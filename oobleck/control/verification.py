@@ -1,15 +1,7 @@
-"""Whether a run trains as the script does by itself: what each of the two did, and what differs first.
+"""Whether a run trains as the script does by itself: the accounts of both, and their first difference.
 
-Within a step the order is that of causes: the samples, the loss of them, the gradients, the rate that they are applied
-with, and what the parameters are after that. So the first difference names where to look, and all that follows from it
-comes later.
-
-The script adds up a whole batch; a run adds up its microbatches, on several workers. So sums differ by rounding, which
-is relative to what is added up, and grows with the steps through the optimizer: Adam divides a gradient by its own
-size, so the error of a small gradient becomes as large as that of any other. Each bound is at least twenty times what
-scripts that are trained alike were seen to differ by, and far below what a mistake makes: a loss that is divided by
-another number of tokens differs by more than 1e-3, and a parameter that another one should follow, or that is frozen in
-one of the two, by all of its movement.
+Within a step, differences are in the order of causes: the samples, their loss, the gradients, the learning rate, and
+the resulting parameters. So the first difference shows where to look.
 """
 
 from __future__ import annotations
@@ -122,6 +114,11 @@ class Tolerance:
     """For a parameter's gradients, relative to those of all parameters: below it they are rounding errors."""
 
 
+# The script sums a whole batch; a run sums its microbatches, on several workers. So sums differ by rounding, which is
+# relative to the summands, and grows with the steps through the optimizer: Adam divides a gradient by its own size, so
+# the error of a small gradient becomes as large as that of any other. Each bound is at least twenty times the observed
+# difference of equal training, and far below that of a mistake: a loss divided by a wrong number of tokens differs by
+# more than 1e-3, and a parameter that is tied or frozen in only one of the two by all of its movement.
 _TOLERANCES: Mapping[str, Tolerance] = {
     "float64": Tolerance(loss=1e-6, grad_norm=1e-5, movement=1e-3, rounding=1e-12, noise=1e-12),
     "float32": Tolerance(loss=5e-5, grad_norm=1e-3, movement=2e-2, rounding=1e-6, noise=1e-6),

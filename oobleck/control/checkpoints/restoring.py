@@ -1,7 +1,7 @@
-"""Which checkpoint to go back to: the newest that all layers of can be read by those who are here.
+"""Which checkpoint to go back to: the newest of which the workers can read all layers.
 
-Workers are asked what they see, in memory and on disk; their answers are put together by name. A checkpoint of which
-a layer turns out to be broken is left out from then on, and the one before is taken.
+Workers are asked which states they see, in memory and on disk; their answers are combined by name. If a layer of a
+checkpoint turns out to be broken, the run goes back to the one before.
 """
 
 from __future__ import annotations

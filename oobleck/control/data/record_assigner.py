@@ -1,11 +1,11 @@
-"""Which records a step takes: shards are opened in turn, and their records handed out once, in order.
+"""Which records a step takes: shards are opened in turn, and their records are taken once, in order.
 
     survey ──> records known ──> taken by a step ──> its commit        a step that is forgotten takes the same again
                                       │
                                       └── taken back (`go_back`): a checkpoint, or a shard in quarantine
 
-A pure machine: it is given what lies in shards (`found`), and asks for what it wants to know (`wants`). In the same
-order of calls it takes the same records; where shards do not grow, in any.
+It asks what lies in shards (`wants`), and gets the answers (`found`). The same order of calls takes the same records;
+if shards do not grow, any order does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What each worker is told of a plan update, and what it makes of that.
+"""The order that each worker gets of a plan update, and the update that it rebuilds from its order.
 
     update_of(base, order) is the update, with the worker's own segments and transfers only
 
-A worker needs the plan, since it finds its peers in it; but it has the one before. So an order has what changes, the
-same for all that have the same base, and little besides. The bytes of an order depend on what changes and not on how
-many workers there are.
+A worker needs the plan to find its peers, but it has the plan before. So an order has what changes, the same for all
+workers with the same base, and little else. Its size depends on what changes, and not on the number of workers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A plan as the change of another one, and back: `rebuild(base, difference(base, plan)) == plan`, for any two plans.
 
-What stays is named by where it is in the base, in runs, and so is each node that the base has; so a loss costs as many
-bytes as it changes pipelines, and a plan without a base names each template once. The journal writes plans like this
-too. In an order, a digest of the plan that has to come out goes along: a worker that has another base, or has rebuilt
-it wrongly, finds out before it acts.
+What stays is named by its place in the base, in runs, and so is each node that the base has. So the size of a change is
+proportional to the pipelines that change, and a plan without a base names each template once. The journal writes plans
+like this, too. An order includes a digest of the resulting plan: a worker that has another base, or rebuilds it
+wrongly, finds out before it acts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Planned(Protocol):
 
 
 def nodes_of(planned: Planned | None) -> tuple[str, ...]:
-    """Return all nodes of a plan, by which changes name them: pipeline after pipeline, spares last."""
+    """Return all nodes of a plan, in the order whose places changes use: pipeline after pipeline, spares last."""
+    # Not in the order of their names, in which the nodes of a pipeline need not be neighbours, and form no runs.
     if planned is None:
         return ()
     return (*(node for pipeline in planned.plan.pipelines for node in pipeline.nodes), *planned.plan.spares)
@@ -237,4 +238,5 @@ def _templates_of(pipelines: Iterable[Pipeline]) -> list[PipelineTemplate]:
 
 
 def _pipeline(before: Pipeline, more: int) -> Pipeline:
+    # The same object if nothing changes: it knows its workers already.
     return replace(before, num_microbatches=before.num_microbatches + more) if more else before

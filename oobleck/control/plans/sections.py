@@ -1,11 +1,11 @@
-"""Sections of a step: which microbatches are committed at the end of each, and who takes those that are left.
+"""Sections of a step: which microbatches are committed at the end of each, and which pipeline takes the others.
 
-A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
-parameter get the sum of its gradients so far: they are committed, and no failure can take them any more. A plan that
-comes into force in the middle of a step assigns again what is not committed.
+A long step may reduce its gradients several times. At the end of each section but the last, all owners of a parameter
+get the sum of its gradients so far: they are committed, and no failure can undo that. A plan that comes into force in
+the middle of a step assigns the uncommitted microbatches again.
 
-Everything here follows from a plan, what was committed before it, and the number of sections in a whole step; so all
-workers and the coordinator agree without talking. Pure functions; no state.
+All of this follows from a plan, the microbatches committed before it, and the number of sections in a whole step, so
+all workers and the coordinator agree without talking.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_roo
 
     Unless devices have room for the committed sums (`has_room`), only a job with a fixed number gets more than one.
     """
+    # Gradients need a second owner that can keep them, and a schedule under which they are final before the step ends.
+    # Where each plan chooses its schedules, the caller looks at those. A step on shards may begin again without a
+    # shard, and then takes other records than those committed of it.
     never_in_sections = job.schedule != "auto" and ScheduleKind(job.schedule) not in SECTIONED_KINDS
     fewest = _fewest_rounds(plan, [pipeline.num_microbatches for pipeline in plan.pipelines])
     if len(plan.pipelines) == 1 or never_in_sections or job.data.shards:
@@ -53,6 +56,7 @@ def num_sections_of(plan: ExecutionPlan, partial: Collection[int], num_sections:
     """Return the number of sections of the rest of a step, if a whole one has `num_sections`."""
     if num_sections == 1:
         return 1
+    # Sections have about the same length, and every pipeline has a microbatch in each, or a round of them.
     left = plan.num_microbatches - len(partial)
     fewest = _fewest_rounds(plan, list(map(len, shares_of(plan, partial))))
     return max(1, min(round(num_sections * left / plan.num_microbatches), fewest))
@@ -79,6 +83,7 @@ def _stops_of(pipeline: Pipeline, num_microbatches: int, num_sections: int) -> t
 
 
 def _fewest_rounds(plan: ExecutionPlan, counts: Sequence[int]) -> int:
+    # A round has one microbatch, except in interleaved pipelines.
     return min(
         math.ceil(count / pipeline.template.round_size) for pipeline, count in zip(plan.pipelines, counts, strict=True)
     )

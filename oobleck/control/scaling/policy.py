@@ -1,12 +1,12 @@
-"""How many nodes a run should train on: a pure decision that says its reason.
+"""How many nodes a run should train on: a pure decision that gives its reason.
 
     all         every node there is
-    efficient   as many as give enough for what they cost: a further node has to add at least `WORTHWHILE` of what
-                one node gives on average
-    deadline    the fewest that end the run in time; where none do, as many as are fastest
+    efficient   as many as are worth their cost: a further node has to add at least `WORTHWHILE` of what a node
+                contributes on average
+    deadline    the fewest that end the run in time; if none do, as many as are fastest
 
-Never fewer than hold the model f + 1 times. A change has to gain more, over the time for which it is likely to last,
-than changes were measured to cost.
+Never fewer than hold the model f + 1 times. A change has to gain more, while it is likely to last, than changes have
+cost so far.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORTHWHILE = 0.2
 _SLACK = 1.1
 """The margin of a deadline, which leaves time for failures."""
 _EVERY_COUNT_UP_TO = 64
-"""Above, only every 64th part of a number more is considered: a node more or less makes no difference there."""
+"""Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def _pays(state: ScalingState, num_nodes: int) -> bool:
     if num_nodes > state.num_used:
         now_s, then_s = state.step_s(state.num_used), state.step_s(num_nodes)
         lasts_s = state.left_s(state.num_used)
-        if state.spec.policy != "deadline":  # what is late is late to the end
+        if state.spec.policy != "deadline":  # A run that is late stays late to its end.
             lasts_s = min(lasts_s, state.horizon_s)
         return lasts_s * (1 - then_s / now_s) > state.change_s
     lasts_s = min(state.horizon_s, state.left_s(num_nodes))

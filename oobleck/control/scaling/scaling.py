@@ -1,11 +1,11 @@
-"""On how many nodes the run trains, and which rest: the policy's decision, held steady, with what is measured.
+"""On how many nodes the run trains, and which rest: the policy's decision from measured times, held steady.
 
-    as wanted ── the policy wants more, or fewer ──> waiting ── for `hysteresis_s` it did ──> another target
-        ^                                               │ it wants what there is, or the other direction
+    as wanted ── the policy wants more, or fewer ──> waiting ── it still does after `hysteresis_s` ──> another target
+        ^                                               │ it wants the present number, or the other direction
         └───────────────────────────────────────────────┘
 
-Nodes that rest stay connected, and hold no layers. They are the first to take the place of one that is lost, and that
-waits for nothing: the target has not changed.
+Nodes that rest stay connected, and hold no layers. They are the first to replace a lost node, without a wait, because
+the target does not change.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Scaling:
         self.look_later(now_s)
         available = self._available
         if len(available) < len(self._members.ready):
-            return False, ()
+            return False, ()  # Nodes are leaving, and the next plan shows whether the others are enough.
         wanted = scaling_target(self._state(planner, available, now_s))
         warnings = self._warn_if_late(wanted, now_s)
         used = self._limit(planner, available)
@@ -164,6 +164,7 @@ class Scaling:
         others = [node for node in nodes if node not in used]
 
         def resting(ordered: Sequence[str]) -> tuple[str, ...]:
+            # The last ones, after slow nodes are sorted behind all others.
             return tuple(sorted(planner.best_first([*ordered, *others]), key=lambda node: node in slow)[-number:])
 
         together, spread = resting(used), resting(_by_position(plan, used))
@@ -178,6 +179,7 @@ class Scaling:
     def _limit(self, planner: Planner, available: Sequence[str]) -> int:
         if self._target is None or self._target >= len(available):
             return len(available)
+        # A target from a time when there were too few nodes is not safe any more.
         return max(self._target, planner.fewest_nodes(planner.best_first(available)))
 
     def _state(self, planner: Planner, available: Sequence[str], now_s: float) -> ScalingState:
@@ -220,7 +222,7 @@ class Scaling:
 
 def first_target(job: JobSpec, planner: Planner, nodes: Sequence[str]) -> ScalingTarget:
     """Return how many nodes a new job begins on. Raises PlanningError."""
-    if job.scaling.policy == "deadline":
+    if job.scaling.policy == "deadline":  # With all nodes, because no time is measured yet.
         return ScalingTarget(num_nodes=len(nodes), reason="no step has been timed yet")
     ordered = planner.best_first(nodes)
     return scaling_target(

@@ -1,11 +1,11 @@
-"""How fast links are: which of them are timed before the first plan, and what the times say.
+"""How fast links are: which of them are timed before the first plan, and what the times mean.
 
     looked up ── found ──────────────────────────────────────> known
         └─ not found: some pairs time theirs ── answers ─────> known, and cached
                             └─ failures alone, or none in time > assumed
 
-A link is cached under what its two ends are, so that the next run on such nodes need not time it. One that cannot be
-timed keeps the speed that the profile assumes: no run is kept from its start by this.
+A speed is cached by the kinds of the link's two ends, so that the next run on such nodes need not time it. A link that
+cannot be timed keeps the speed that the profile assumes, and does not keep the run from its start.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LinkTiming:
                 _, speed = profiles.link_from_json(event.link_json)
                 return self._conclude(asked, speed, now_s, "timed in an earlier run")
             except ConfigError:
-                pass  # torn: timed again, and overwritten
+                pass  # It is torn: the link is timed again, and the cached speed overwritten.
         self.deadline_s = now_s + _TIMEOUT_S + _SLACK_S
         asked.awaited = {leader for leader, _ in asked.pairs}
         return tuple(command for pair in asked.pairs for command in self._questions(pair))
@@ -176,7 +176,7 @@ def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
         return
     apart = _one_for_each_machine(ready)
     if len(apart) == 1:
-        apart = ready[:2]  # nodes of one machine
+        apart = ready[:2]  # All nodes are on one machine.
     ends = [WorkerId(node=member.spec.name, device=devices[0]) for member, devices in apart[: 2 * _NUM_PAIRS]]
     yield from zip(ends[::2], ends[1::2], strict=False)
 

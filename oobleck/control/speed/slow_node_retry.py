@@ -1,8 +1,7 @@
-"""Slow nodes that a plan has left out: when each gets another chance.
+"""When a slow node that a plan has left out gets another chance.
 
-Most slow-downs pass, and nothing measures a node that rests. So it is taken for a node of usual speed again after a
-while. One that is still slow says so by its reports, is left out again, and waits twice as long: all its tries together
-cost the others little.
+Most slow-downs pass, and nothing measures a node that rests. So after a while it counts as a node of usual speed. If it
+is still slow, its reports show it, it is left out again, and waits twice as long: all tries together cost little.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SlowNodeRetry:
             if before is not None and not before.is_tried:
                 continue
             wait_s = _FIRST_WAIT * found_out_s
-            if before is not None and now_s < before.due_s + before.wait_s:  # it was tried too early
+            if before is not None and now_s < before.due_s + before.wait_s:  # It was tried too early.
                 wait_s = min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)
             self._waiting[node] = _Waiting(wait_s, now_s + wait_s)
 

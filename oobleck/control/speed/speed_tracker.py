@@ -1,9 +1,9 @@
-"""How fast each node computes, against what its stage should take and against the others.
+"""How fast each node computes, compared to its stage's prediction and to the others.
 
-A node counts as slow when, for some time, it has taken clearly longer than its peers: those that hold the same layers,
-or all where there are few of them. What slows all of them down alike is no reason to replan. How much longer is
-clear depends on how much the reports of one worker vary. A node is taken for normal again only once it is clearly
-faster than that, so that no node is moved back and forth.
+A node counts as slow if it has taken clearly longer than its peers for some time. Its peers are those that hold the
+same layers, or all if these are few. A slow-down of all alike is no reason to replan. How much longer is clear depends
+on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, so
+that no node is moved back and forth.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SpeedTracker:
             if len(ratios := self._ratios.get(worker_id, ())) == REPORTS_NEEDED
         }
         if len(known) < len(worker_ids) or len(known) < _FEWEST:
-            return False  # without all of them it is not known what is normal
+            return False  # Without all reports it is not clear what is normal.
         slow = self._judge(_compare(known, plan))
         if slow == self.slow:
             return False
@@ -93,6 +93,7 @@ class SpeedTracker:
         return True
 
     def _judge(self, seen: Mapping[str, _Seen]) -> dict[str, float]:
+        # Nodes that rest send no reports, and stay as slow as they were.
         slow = {node: factor for node, factor in self.slow.items() if node not in seen}
         for node, worst in seen.items():
             before, now = self.slow.get(node), round(worst.middle, 2)
@@ -162,8 +163,8 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
     ]
     for stage, worker_id in stages:
         peers[stage.chunks].append(middles[worker_id])
-    # The lower of the two in the middle: half of them slow are found then, and found still when the others are left out
-    # or lost. Between the two, each plan would change the verdict that it was made from.
+    # The lower of the two in the middle finds a slow half, and still does when the others are left out or lost. With
+    # the mean of the two, each plan would change the verdict that it was made from.
     usual = {layers: median_low(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
     usual_of_all = median_low(middles.values())
     seen: dict[str, _Seen] = {}
