@@ -242,7 +242,7 @@ def test_a_new_master_deals_on_where_the_one_before_has_stopped():
         replayed.note(entry)
     successor = Bench()
     successor.sharding.restore(replayed)
-    told = successor.carry_out(successor.sharding.tell(PLACES[:1]))
+    told = successor.carry_out(successor.sharding.send_again(PLACES[:1]))
     assert steps(told) == steps(said[:-1])
     survey = successor.survey(successor.go_on())
     successor.answer(survey, successor.asked(survey), (6, 6))

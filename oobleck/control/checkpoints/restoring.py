@@ -68,7 +68,7 @@ class Restoring:
         self._asked: frozenset[WorkerId] = frozenset()
         self._answers: dict[WorkerId, protocol.CheckpointsFound] = {}
         self._broken: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._origin: str | None = None
         """The checkpoint that this run began from."""
 
@@ -120,9 +120,9 @@ class Restoring:
 
     def report_problems(self, now_s: float) -> tuple[Record, ...]:
         """Report what workers cannot use and why, each problem once in a run."""
-        said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
-        self._told |= said
-        return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(said))
+        problems = {problem for answer in self._answers.values() for problem in answer.problems} - self._reported
+        self._reported |= problems
+        return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(problems))
 
     def complete(self, candidate: Candidate | None) -> tuple[list[KnownCheckpoint], list[str]]:
         """Return the complete checkpoints in the run's own directory, if it begins from `candidate`.

@@ -216,7 +216,7 @@ class Sharding:
         self._end_announced = None
         return placed
 
-    def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
+    def send_again(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
         """Send workers the records of the next steps again."""
         next_steps = [records for step, records in sorted(self._round.steps.items()) if step > self._progress.last_step]
         targets = tuple(worker_ids) if next_steps else ()

@@ -41,7 +41,7 @@ class ReplicaCheck:
         self._degree = degree
         self._device_of = device_of
         self._key = (0, 0)
-        self._told: dict[WorkerId, dict[int, int]] = {}
+        self._digests: dict[WorkerId, dict[int, int]] = {}
         self._in_a_row = 0
 
     def take(
@@ -52,17 +52,17 @@ class ReplicaCheck:
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
             return (), {}
         if key > self._key:
-            self._key, self._told = key, {}
-        self._told[worker_id] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare(now_s) if self._told.keys() >= set(worker_ids) else ((), {})
+            self._key, self._digests = key, {}
+        self._digests[worker_id] = dict(zip(message.layers, message.digests, strict=True))
+        return self._compare(now_s) if self._digests.keys() >= set(worker_ids) else ((), {})
 
     def _compare(self, now_s: float) -> Compared:
-        told, self._told = self._told, {}
+        digests_of, self._digests = self._digests, {}
         differing: list[Record] = []
         distrusted: dict[WorkerId, set[int]] = {}
-        for layer in sorted({layer for digests in told.values() for layer in digests}):
+        for layer in sorted({layer for digests in digests_of.values() for layer in digests}):
             comparable: dict[tuple[int, str], dict[WorkerId, int]] = {}
-            for worker_id, digests in told.items():
+            for worker_id, digests in digests_of.items():
                 if layer in digests:
                     # All apply the same gradients, but devices of different kinds may round the optimizer's arithmetic
                     # differently, each of them rightly.

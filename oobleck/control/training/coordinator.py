@@ -107,7 +107,7 @@ class Coordinator(BaseCoordinator):
             parts.shutdown.ask_again()
             turn.do(parts.restoring.ask_again(node))
             parts.reconfiguration.give(turn, states.NodeReached(node=node))
-        turn.do(parts.sharding.tell(parts.reconfiguration.training_places(node)))
+        turn.do(parts.sharding.send_again(parts.reconfiguration.training_places(node)))
 
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         parts = self._parts
@@ -160,7 +160,7 @@ class Coordinator(BaseCoordinator):
     def take(self, turn: Turn, event: events.Event) -> None:
         match event:
             case events.BatchReceived():
-                self._reports.all_said(turn, event)
+                self._reports.take_batch(turn, event)
             case events.ProfileFound():
                 turn.do(self._parts.preparation.take_profile(event))
                 self._reports.profile_known(turn)
@@ -171,7 +171,7 @@ class Coordinator(BaseCoordinator):
                 raise AssertionError(f"{type(event).__name__} is not of training")
 
     def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
-        self._reports.said(turn, member, message)
+        self._reports.take(turn, member, message)
 
     def heard_again(self, turn: Turn) -> None:
         self._parts.progress.give_time(turn.now_s)

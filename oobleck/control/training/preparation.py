@@ -43,7 +43,7 @@ class Preparation:
         self._members = members
         self._wanted: dict[str, _Wanted] = {}
         self._known: dict[str, NodeKind] = {}
-        self._told: dict[str, tuple[int, int]] = {}
+        self._configured: dict[str, tuple[int, int]] = {}
         """The threads and the memory in bytes that each node's agent was told to give a worker."""
         self._waiting: dict[WorkerId, WorkerUp] = {}
         """Workers that became ready during training, of kinds that have no profile yet."""
@@ -64,12 +64,12 @@ class Preparation:
         starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
         others = [each for each in self._members.sharing_with(node) if each in self._members.living]
         # Agents of the same machine are told again if each of their workers has less by now, or more.
-        changed = [each for each in others if self._told.get(each.spec.name) != self._share(each)]
+        changed = [each for each in others if self._configured.get(each.spec.name) != self._share(each)]
         return (self._configure(member), *starts, *asks, *map(self._configure, changed))
 
     def _configure(self, member: Member) -> Send:
         node = member.spec.name
-        threads, memory_bytes = self._told[node] = self._share(member)
+        threads, memory_bytes = self._configured[node] = self._share(member)
         configure = Configure(
             protocol=PROTOCOL_VERSION,
             oobleck_version=__version__,

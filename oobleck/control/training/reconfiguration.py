@@ -224,7 +224,7 @@ class Reconfiguration:
         worker_ids = self._members.ready_worker_ids
         self._newest = self._orders(choice, update, answers)
         turn.do((*placed, self._newest))
-        turn.do(self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at))
+        turn.do(self._sharding.send_again(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at))
         self._expect_adoption(turn, update, decision.predicted_step_s, is_quick=candidate is None)
         turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
         if not decision.redundant:

@@ -31,7 +31,7 @@ class Reports:
         self._early: dict[int, protocol.CommitRecord] = {}
         """Reported steps of a plan whose boundary step is not reported yet."""
 
-    def said(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
+    def take(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
         """Take a report of a node's agent, or of a worker through it. Raises PeerError and ConfigError."""
         check_device(member, message)
         if not self._parts.reconfiguration.is_begun and is_of_training(message):
@@ -39,7 +39,7 @@ class Reports:
         if not is_of_worker_that_ends(member, message):
             self._understand(turn, member, message)
 
-    def all_said(self, turn: Turn, event: BatchReceived) -> None:
+    def take_batch(self, turn: Turn, event: BatchReceived) -> None:
         """Take one report of many workers."""
         speakers = self._parts.members.hear(event.worker_ids, turn.now_s)
         # What cannot be wrong in a worker's message is not checked again for each of thousands.
