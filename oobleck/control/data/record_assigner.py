@@ -139,8 +139,6 @@ class RecordAssigner:
         self._settle()
         return self._cursor.left
 
-    # --- what lies in shards -----------------------------------------------------------------------------------
-
     def wants(self, num_records: int) -> tuple[protocol.ScanRange, ...]:
         """Return the questions that have to be answered to know `num_records` records beyond those taken."""
         self._settle()

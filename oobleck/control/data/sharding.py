@@ -409,8 +409,6 @@ class Sharding:
         self.due_s = min(self.due_s, self._regroups_s)
         return question
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
     def outcome(self, steps: str, *, can_resume: bool) -> events.EndRun | None:
         """Return how a run of this many steps ends, if its data decides that."""
         if not self.is_on or self._assigner is None:

@@ -125,9 +125,6 @@ def apply_change(base: Planned | None, change: protocol.PlanChange) -> Parts:
         raise WrongBase(f"no plan follows from the one before: {error}") from error
 
 
-# --- plans that are ordered ------------------------------------------------------------------------------------------
-
-
 def difference(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan) -> protocol.PlanDelta:
     """Return what changes from `base` to `ordered`, or all of it without a base. O(nodes)."""
     return protocol.PlanDelta(

@@ -324,8 +324,6 @@ class Follower:
         moving = frozenset(update.moving).difference(layers)
         return tuple(sorted(moving.intersection((*self._commit_state.layers, *kept))))
 
-    # --- failures that are reported --------------------------------------------------------------------------
-
     def _unreadable(self, update: protocol.PlanUpdate, error: ShardUnreadable) -> protocol.RecordsFailed:
         return protocol.RecordsFailed(
             device=self._device,

@@ -251,8 +251,6 @@ class Coordinator(BaseCoordinator):
             turn.do(parts.sharding.go_on(generations.current, turn.now_s, save=parts.saving.is_behind))
         parts.shutdown.follow_up(turn, generations, is_training=self.phase is Phase.TRAINING)
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
     def stop(self, turn: Turn, event: events.StopRequested) -> None:
         if event.now or not self.is_begun:
             turn.end(event.reason, event.exit_code)

@@ -152,8 +152,6 @@ class Decider:
     def _end(self, turn: Turn, recovery: Recovery, error: Exception, more: str = "") -> NoReturn:
         turn.end(f"cannot continue after losing {', '.join(recovery.nodes)}: {error}{more}", self.exit_code)
 
-    # --- a layer has no living copy ----------------------------------------------------------------------------
-
     def _go_back(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice | CheckpointWanted:

@@ -190,8 +190,6 @@ class Replanning:
                 return BeginRecovery(cause=cause, nodes=tuple(nodes))
         return None
 
-    # --- another number of nodes -----------------------------------------------------------------------------
-
     def rescale(self, turn: Turn, plan: ExecutionPlan) -> BeginRecovery | None:
         """Review how many nodes should train; plan again if that number has changed."""
         if not self.has_time(turn.now_s):

@@ -247,8 +247,6 @@ class Reports:
             nodes = tuple(sorted({holder.node for holder in distrusted}))
             recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.CORRUPTION, nodes=nodes))
 
-    # --- checkpoints -------------------------------------------------------------------------------------------
-
     def _restore_failed(self, turn: Turn, node: str, message: protocol.RestoreFailed) -> None:
         recovery = self._parts.reconfiguration
         if message.generation != recovery.generations.current:
