@@ -10,7 +10,7 @@ if shards do not grow, any order does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from oobleck.control import protocol
 
@@ -75,41 +75,31 @@ class _Draft:
         self.num_items += num_items
 
 
+@dataclass(slots=True, eq=False)
 class RecordAssigner:
-    """The position after all taken records, and the known records that follow."""
+    """The position after all taken records, and the known records that follow.
 
-    def __init__(
-        self,
-        num_shards: int,
-        *,
-        seed: int,
-        batch: int,
-        chunk: int,
-        at_once: int,
-        epochs: int,
-        follows: bool,
-        items_per_record: int,
-    ) -> None:
-        """A step takes `batch` records, in chunks from one shard each if it has enough.
+    A step takes `batch` records, in chunks from one shard each if it has enough. `at_once` shards are open at a time.
+    """
 
-        `at_once` shards are open at a time. `follows` says that shards grow. Then a shard with nothing to give is
-        skipped. Otherwise it is waited for, so that the records of steps are a function of the shards alone.
-        """
-        self._num_shards = num_shards
-        self._seed = seed
-        self._batch = batch
-        self._chunk = chunk
-        self._at_once = at_once
-        self._num_visits = epochs * num_shards
-        self._follows = follows
-        self._items_per_record = items_per_record
-        self._barred: dict[int, str] = {}
-        """The shards in quarantine, with the problem of each."""
-        self._known: dict[int, _Known] = {}
-        """The open visits and those that come next."""
-        self._draft = _Draft()
-        self._cursor = protocol.DataPosition()
-        """The position after the draft."""
+    num_shards: int
+    _: KW_ONLY
+    seed: int
+    batch: int
+    chunk: int
+    at_once: int
+    epochs: int
+    follows: bool
+    """Shards grow, and one with nothing to give is skipped. Otherwise it is waited for, so that the records of steps
+    are a function of the shards alone."""
+    items_per_record: int
+    _barred: dict[int, str] = field(default_factory=dict, init=False)
+    """The shards in quarantine, with the problem of each."""
+    _known: dict[int, _Known] = field(default_factory=dict, init=False)
+    """The open visits and those that come next."""
+    _draft: _Draft = field(default_factory=_Draft, init=False)
+    _cursor: protocol.DataPosition = field(default_factory=protocol.DataPosition, init=False)
+    """The position after the draft."""
 
     # --- where it is -------------------------------------------------------------------------------------------
 
@@ -148,7 +138,7 @@ class RecordAssigner:
         wants: dict[int, protocol.ScanRange] = {}
         for visit, start in self._next_visits():
             known = self._known.setdefault(visit, _Known([start]))
-            shard = visit % self._num_shards
+            shard = visit % self.num_shards
             if not known.is_ended and shard not in wants:
                 wants[shard] = protocol.ScanRange(
                     shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT)
@@ -158,10 +148,10 @@ class RecordAssigner:
     def found(self, found: protocol.ScanResult) -> bool:
         """Note an answer; False if it does not continue what is known."""
         for visit, known in self._known.items():
-            is_its = visit % self._num_shards == found.shard
+            is_its = visit % self.num_shards == found.shard
             if is_its and not known.is_ended and found.bounds[0] == known.bounds[-1]:
                 known.bounds += found.bounds[1:]
-                known.items += found.items or [self._items_per_record] * (len(found.bounds) - 1)
+                known.items += found.items or [self.items_per_record] * (len(found.bounds) - 1)
                 known.is_ended = found.is_end
                 return True
         return False
@@ -169,8 +159,8 @@ class RecordAssigner:
     def _next_visits(self) -> list[tuple[int, int]]:
         """Return the open visits, and some that come next, with their positions."""
         opened = self._cursor.opened
-        coming = (self._visit_at(at) for at in range(opened, min(opened + _PREFETCHED, self._num_visits)))
-        wanted = [visit for visit in coming if visit % self._num_shards not in self._barred]
+        coming = (self._visit_at(at) for at in range(opened, min(opened + _PREFETCHED, self.epochs * self.num_shards)))
+        wanted = [visit for visit in coming if visit % self.num_shards not in self._barred]
         return [(shard.visit, shard.next) for shard in self._cursor.open] + [(visit, 0) for visit in wanted]
 
     # --- what steps take ---------------------------------------------------------------------------------------
@@ -181,16 +171,16 @@ class RecordAssigner:
         O(records). The last step may have fewer.
         """
         self._settle()
-        while self._draft.num_records < self._batch and self._take_chunk():
+        while self._draft.num_records < self.batch and self._take_chunk():
             self._settle()
         is_last = self._is_read
         draft = self._draft
-        if not draft.num_records or (draft.num_records < self._batch and not is_last):
+        if not draft.num_records or (draft.num_records < self.batch and not is_last):
             return None
         self._draft = _Draft()
         return Taken(
             runs=tuple(
-                protocol.RecordRun(shard=visit % self._num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs
+                protocol.RecordRun(shard=visit % self.num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs
             ),
             num_items=draft.num_items,
             after=self._cursor,
@@ -199,11 +189,11 @@ class RecordAssigner:
 
     @property
     def _is_read(self) -> bool:
-        return not self._cursor.open and self._cursor.opened == self._num_visits
+        return not self._cursor.open and self._cursor.opened == self.epochs * self.num_shards
 
     def _take_chunk(self) -> bool:
         """Move records from the shard whose turn it is to the draft; False if it has to be waited for."""
-        wanted = min(self._chunk, self._batch - self._draft.num_records)
+        wanted = min(self.chunk, self.batch - self._draft.num_records)
         at = self._whose_turn(wanted)
         if at is None:
             return False
@@ -222,9 +212,9 @@ class RecordAssigner:
             known = self._known.get(shard.visit)
             count = 0 if known is None else known.num_records
             is_ended = known is not None and known.is_ended
-            if count and (count >= wanted or is_ended or self._follows):
+            if count and (count >= wanted or is_ended or self.follows):
                 return at
-            if not self._follows:
+            if not self.follows:
                 return None
         return None
 
@@ -235,7 +225,7 @@ class RecordAssigner:
         while True:
             for shard in list(shards):
                 known = self._known.get(shard.visit)
-                problem = self._barred.get(shard.visit % self._num_shards)
+                problem = self._barred.get(shard.visit % self.num_shards)
                 if known is not None and known.is_ended and not known.num_records:
                     shards.remove(shard)
                 elif problem is not None:
@@ -246,7 +236,7 @@ class RecordAssigner:
                 else:
                     continue
                 self._known.pop(shard.visit, None)
-            if len(shards) >= self._at_once or opened == self._num_visits:
+            if len(shards) >= self.at_once or opened == self.epochs * self.num_shards:
                 break
             shards.append(protocol.OpenShard(visit=self._visit_at(opened)))
             opened += 1
@@ -254,4 +244,4 @@ class RecordAssigner:
             self._cursor = replace(cursor, open=tuple(shards), left=tuple(left), opened=opened)
 
     def _visit_at(self, at: int) -> int:
-        return protocol.visit_at(at, self._num_shards, seed=self._seed)
+        return protocol.visit_at(at, self.num_shards, seed=self.seed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
@@ -50,31 +50,23 @@ class Aftermath:
     """No answer explains a hang: the groups themselves are not to be trusted."""
 
 
+@dataclass(slots=True, eq=False)
 class Replanning:
     """Knows the profiles and their planner, the nodes' paces, and the copies of layers that are not to be trusted."""
 
-    def __init__(
-        self,
-        members: Membership,
-        progress: Progress,
-        scaling: Scaling,
-        sharding: Sharding,
-        *,
-        make_planner: Callable[[Sequence[NodeKind]], Planner],
-    ) -> None:
-        """`make_planner` may raise PlanningError. The first plan calls it, because it takes a while."""
-        self._members = members
-        self._progress = progress
-        self._scaling = scaling
-        self._sharding = sharding
-        self._make_planner = make_planner
-        self.kinds: tuple[NodeKind, ...] = ()
-        self._planner: Planner | None = None
-        self._paces = SpeedTracker()
-        self._slow_retry = SlowNodeRetry()
-        self._from_s = 0.0
-        self._distrusted: dict[WorkerId, frozenset[int]] = {}
-        """Layers that differ from their other copies, by holder, until they are replaced."""
+    _members: Membership
+    _progress: Progress
+    _scaling: Scaling
+    _sharding: Sharding
+    _make_planner: Callable[[Sequence[NodeKind]], Planner]
+    """May raise PlanningError. The first plan calls it, because it takes a while."""
+    kinds: tuple[NodeKind, ...] = ()
+    _planner: Planner | None = None
+    _paces: SpeedTracker = field(default_factory=SpeedTracker)
+    _slow_retry: SlowNodeRetry = field(default_factory=SlowNodeRetry)
+    _from_s: float = 0.0
+    _distrusted: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
+    """Layers that differ from their other copies, by holder, until they are replaced."""
 
     def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
         """Continue from an earlier master's journal."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from oobleck.control.checkpoints import Saving
 from oobleck.control.data import Sharding
@@ -21,30 +22,28 @@ _LAST_SAVE_S = 300.0
 _LAST_WORDS_S = 2.0
 
 
+@dataclass(slots=True, eq=False)
 class Shutdown:
     """Knows which workers have finished, whether a stop was requested, and what ended workers."""
 
-    def __init__(
-        self, job: JobSpec, members: Membership, progress: Progress, saving: Saving, sharding: Sharding
-    ) -> None:
-        self._job = job
-        self._members = members
-        self._progress = progress
-        self._saving = saving
-        self._sharding = sharding
-        self._errors: dict[WorkerId, tuple[int, Raised]] = {}
-        """The exception that ended each worker, and the newest committed step at that time."""
-        self._stop: StopRequested | None = None
-        self._asked_to_finish = 0
-        """The generation whose workers were last asked to finish."""
-        self._finished: tuple[int, set[WorkerId]] = 0, set()
-        """(newest generation, its workers that train no further)"""
-        self._over: EndRun | None = None
-        """Training has ended; its last save may still be on the way to the disk."""
-        self._over_step = 0
-        """The newest step at that time."""
-        self._hears_out = False
-        self.due_s = math.inf
+    _job: JobSpec
+    _members: Membership
+    _progress: Progress
+    _saving: Saving
+    _sharding: Sharding
+    _errors: dict[WorkerId, tuple[int, Raised]] = field(default_factory=dict)
+    """The exception that ended each worker, and the newest committed step at that time."""
+    _stop: StopRequested | None = None
+    _asked_to_finish: int = 0
+    """The generation whose workers were last asked to finish."""
+    _finished: tuple[int, set[WorkerId]] = field(default_factory=lambda: (0, set()))
+    """(newest generation, its workers that train no further)"""
+    _over: EndRun | None = None
+    """Training has ended; its last save may still be on the way to the disk."""
+    _over_step: int = 0
+    """The newest step at that time."""
+    _hears_out: bool = False
+    due_s: float = math.inf
 
     def note_error(self, worker_id: WorkerId, error: Raised) -> None:
         self._errors[worker_id] = (self._progress.last_step, error)
