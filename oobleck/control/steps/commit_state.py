@@ -25,7 +25,7 @@ class PeerLost(Exception):
 
 
 class CommitState:
-    """Every method is atomic under `lock`, which virtual threads do not need.
+    """Every method is atomic under `lock`. Those that raise Interrupted do so if a fence came first.
 
     `announce` is called after each change that a wait may look for.
     """
@@ -65,12 +65,10 @@ class CommitState:
     # --- control thread ------------------------------------------------------------------------------------
 
     def answer(self, fence: protocol.Fence) -> protocol.Status:
-        """Raise the fence and say where this worker stands. From now on nothing older is applied.
-
-        An older update that the training thread has not taken yet is dropped.
-        """
+        """Raise the fence and say where this worker stands. From now on nothing older is applied."""
         with self._lock:
             self._fence = max(self._fence, fence.generation)
+            # An older update that the training thread has not taken yet is dropped.
             if self._update is not None and self._update.generation < self._fence:
                 self._update = None
             self._note_lost(fence.lost)
@@ -93,16 +91,14 @@ class CommitState:
         return status
 
     def give_order(self, order: protocol.PlanOrder) -> protocol.PlanNeeded | None:
-        """Leave the plan update of an order for the training thread, or ask for the whole plan.
-
-        O(nodes). Raises WrongBase for a whole plan that cannot be rebuilt.
-        """
+        """Leave the plan update of an order for the training thread, or ask for the whole plan. O(nodes). Raises
+        WrongBase."""
         try:
             # Without the lock: only this thread changes what is known.
             update = update_of(self._known, order, self.worker_id)
         except WrongBase:
             if order.common.delta.base is None:
-                raise
+                raise  # It is the whole plan, and cannot be rebuilt.
             return protocol.PlanNeeded(device=self.worker_id.device, generation=order.generation)
         self.give_update(update)
         return None
@@ -135,11 +131,9 @@ class CommitState:
         return self._fence > self.generation
 
     def is_pipeline_stopped(self) -> bool:
-        """Whether the pipeline stops computing.
-
-        A whole pipeline finishes its microbatches in spite of a fence. One that lost a node stops at once, and so does
-        any if the update says to forget the step.
-        """
+        """Whether the pipeline stops computing."""
+        # A whole pipeline finishes its microbatches in spite of a fence. One that lost a node stops at once, and so
+        # does any if the update says to forget the step.
         update = self._update
         return (self._pipeline_lost and self._fence > self.generation) or (update is not None and update.finish is None)
 
@@ -181,33 +175,24 @@ class CommitState:
             self.is_forming = False
 
     def begin_sums(self) -> None:
-        """Note that the caller posts its part in sums of gradients next: the sums are open until all parts have
-        arrived.
-
-        Raises Interrupted if a fence came first: the answer to it said that no sums are open, so their groups may be
-        kept.
-        """
+        """Note that the caller posts its part in sums of gradients next. They are open until all arrive. Raises
+        Interrupted."""
         with self._lock:
-            self._check_fence()
+            self._check_fence()  # Its answer said that no sums are open, so their groups may be kept.
             assert not self.is_forming, "sums are posted in groups that are formed"
             self._open_sums = True
 
     def note_reduced(self, step: int) -> None:
-        """Note that the fully reduced gradients of `step` have arrived: the caller joins the step's commit next.
-
-        Raises Interrupted if a fence came first: the answer to it denied that they have, so this worker may not help a
-        peer to apply the step.
-        """
+        """Note that the reduced gradients of `step` have arrived: the caller joins the step's commit. Raises
+        Interrupted."""
         with self._lock:
+            # The answer to a fence denied that they are here, so this worker may not help a peer to apply the step.
             self._check_fence()
             self._reduced = step
             self._open_sums = False
 
     def note_section_reduced(self, number: int) -> None:
-        """Note that the fully reduced gradients of a section have arrived.
-
-        Raises Interrupted if a fence came first.
-        """
+        """Note that the reduced gradients of a section have arrived. Raises Interrupted."""
         with self._lock:
             self._check_fence()
             self._section_reduced = number
@@ -219,28 +204,20 @@ class CommitState:
             self._section_reduced = None
 
     def commit_section(self, record: protocol.SectionRecord) -> None:
-        """Pass the point of no return of a section: no failure of others can undo it.
-
-        Raises Interrupted if a fence came first.
-        """
+        """Pass the point of no return of a section: no failure of others can undo it. Raises Interrupted."""
         with self._lock:
             self._check_fence()
             self._commit_section(record)
 
     def begin_apply(self, record: protocol.CommitRecord) -> None:
-        """Pass the point of no return of a commit: the caller applies the step next, and nothing stops it.
-
-        Raises Interrupted if a fence came first.
-        """
+        """Pass the point of no return of a commit: nothing stops the caller from applying the step. Raises
+        Interrupted."""
         with self._lock:
             self._check_fence()
             self._move_to(record)
 
     def catch_up(self, record: protocol.CommitRecord) -> bool:
-        """Pass that point because the plan update says that some worker has applied the step.
-
-        Returns False if this worker took no part in the step, or has applied it: it has nothing to apply.
-        """
+        """Pass that point because some worker has applied the step; False if this worker has nothing to apply."""
         with self._lock:
             if self._reduced != record.step:
                 return False
@@ -258,11 +235,7 @@ class CommitState:
             return True
 
     def adopt(self, update: protocol.PlanUpdate, layers: tuple[int, ...], kept: tuple[int, ...] = ()) -> None:
-        """Put the new plan in force: from here on nothing stops the caller from taking the layers.
-
-        They count as held, at the boundary's version. So do those `kept` for others, until the next step is applied: by
-        then all have adopted the plan. Raises Interrupted if a fence came first.
-        """
+        """Put the new plan in force: nothing stops the caller from taking the layers. Raises Interrupted."""
         with self._lock:
             self._check_fence()
             self._plan = update.plan
@@ -270,6 +243,8 @@ class CommitState:
             self.applied = update.boundary
             if update.restore is not None or update.initial:
                 self._last_record = None  # Steps after the restored one do not count any more.
+            # All of these count as held, at the boundary's version. Those kept for others do until the next step is
+            # applied: by then all have adopted the plan.
             self.layers = layers
             self.kept = kept
             self._partial = None

@@ -85,10 +85,7 @@ class PartialCommit:
     # --- a section -----------------------------------------------------------------------------------------
 
     def begin_step_sums(self) -> bool:
-        """Open the step's own sums, and return whether they may be posted.
-
-        They may if their groups are formed, no section is on its way or has failed, and no fence came.
-        """
+        """Open the step's own sums if they may be posted, and return whether they may."""
         return self.section is None and not self._commit_state.is_forming and self._begin_sums()
 
     @property
