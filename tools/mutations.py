@@ -658,7 +658,7 @@ MUTATIONS = (
         what="a plan in the middle of a step begins with an evaluation",
         file=FOLLOWER,
         old="        if not self.partial_commit.before:  # In",
-        new="        if True:  # else",
+        new="        if True:  # In",
         caught_by=SECTIONS,
     ),
 )
