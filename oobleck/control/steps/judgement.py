@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from oobleck.control.plans import apportion, shares_of
+from oobleck.control.plans import apportion
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 
@@ -32,11 +32,6 @@ SectionId = tuple[int, int]
 """The committed part of a step: the generation of its newest section's plan, and that section's number."""
 
 NO_SECTION: SectionId = (0, 0)
-
-
-def _as_it_is(generation: int, _step: int, number: int) -> SectionId:
-    # Without a history, no plan came into force in the middle of a step.
-    return (generation, number) if number else NO_SECTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +59,7 @@ def judge(
     statuses: Mapping[WorkerId, Status],
     committed: CommitRecord | None,
     plans: Mapping[int, ExecutionPlan],
-    section_of: Callable[[int, int, int], SectionId] = _as_it_is,
+    section_of: Callable[[int, int, int], SectionId],
 ) -> Verdict:
     """Read the survivors' answers; O(workers).
 
@@ -139,12 +134,12 @@ def reassign_microbatches(
     segments: Sequence[Segment],
     *,
     next_segment: int,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
     partial: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
     """Assign the rest of the broken pipelines' step to the whole ones, in addition to the segments assigned before.
 
-    `shares` are the microbatches of each pipeline (by default the planned ones); those in `partial` are committed.
+    `shares` are the microbatches of each pipeline; those in `partial` are committed.
     Returns all segments of the step, or None if no pipeline is whole. Whole pipelines take shares in proportion to
     their planned ones, and so to their speeds; the largest remainder rounds.
     """
@@ -156,8 +151,7 @@ def reassign_microbatches(
     # assigned again.
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
     done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(partial)
-    own = shares_of(plan) if shares is None else shares
-    left = [microbatch for index in broken for microbatch in own[index] if microbatch not in done]
+    left = [microbatch for index in broken for microbatch in shares[index] if microbatch not in done]
     counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
     dealt: list[Segment] = []
     for index, share in zip(whole, counts, strict=True):
@@ -174,7 +168,7 @@ def rests_of(
     statuses: Mapping[WorkerId, Status],
     *,
     step: int,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
 ) -> dict[int, tuple[int, int]]:
     """Return what each whole pipeline has left of a step: (of its own microbatches, of segments).
 
@@ -191,7 +185,7 @@ def rests_of(
             # A pipeline is as far as its slowest worker; one that has still to apply the step before has done nothing.
             said = map(statuses.__getitem__, pipeline.worker_ids)
             done = min([status.microbatches_done if status.applied == before else 0 for status in said])
-            own = pipeline.num_microbatches if shares is None else len(shares[index])
+            own = len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests
 
@@ -201,7 +195,7 @@ def microbatches_redone(
     lost: Collection[str],
     statuses: Mapping[WorkerId, Status],
     *,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
     partial: Collection[int] = (),
 ) -> int:
     """Count the microbatches that the broken pipelines had begun to take backward, as far as survivors know.
@@ -212,8 +206,7 @@ def microbatches_redone(
     for index in broken_pipelines(plan, lost):
         pipeline = plan.pipelines[index]
         known = [statuses[worker_id].microbatches_done for worker_id in pipeline.worker_ids if worker_id in statuses]
-        own = plan.microbatches_of(index) if shares is None else shares[index]
-        total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in own))
+        total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in shares[index]))
     return total
 
 
