@@ -113,7 +113,7 @@ class Coordinator(BaseCoordinator):
         parts = self._parts
         parts.replanning.forget_pace(node)
         profiling = parts.preparation.node_lost(node)
-        if not self.is_begun:
+        if not self.is_begun:  # The run ends in a moment, so no other worker has to measure a profile.
             parts.startup.node_failed(node, loss, turn.now_s)
             return
         turn.do(profiling)
@@ -123,7 +123,7 @@ class Coordinator(BaseCoordinator):
     def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
         """Plan without a node that may have a part in the plan in force."""
         recovery, node = self._parts.reconfiguration, member.spec.name
-        if not member.is_ready:
+        if not member.is_ready:  # It holds nothing, but the run may be waiting for its workers.
             recovery.give(turn, states.NodeGone())
         elif not recovery.can_spare(node):
             cause = journal.PlanCause.LOSS
@@ -144,7 +144,7 @@ class Coordinator(BaseCoordinator):
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
         turn.do(parts.preparation.worker_lost(worker_id))
-        if not self.is_begun:
+        if not self.is_begun:  # Its successor is asked for checkpoints again, with all others.
             parts.restoring.forget()
             return
         parts.saving.worker_lost(turn, worker_id.node)
@@ -218,7 +218,7 @@ class Coordinator(BaseCoordinator):
         is_suspicious = self._silence.is_suspicious
         recovery.give(turn, TimePassed(is_suspicious=is_suspicious))
         if now_s >= parts.hang_watch.due_s and self._silence.is_suspicious:
-            progress.give_time(now_s)  # Steps may be committed, with no worker able to report them.
+            progress.give_time(now_s)  # Most nodes are silent: steps may be committed that none can report.
         elif now_s >= parts.hang_watch.due_s:
             recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:

@@ -114,6 +114,7 @@ class Decider:
         except (PlanningError, Unrecoverable) as error:
             if may_wait:
                 return WorkersWanted()  # Each worker that becomes ready begins the recovery again.
+            # Without the nodes that are leaving there is no plan: keep them.
             if draining := [member.spec.name for member in self._members.ready if member.is_draining]:
                 self._lifecycle.keep(turn, draining)
                 return self.decide(turn, answers, generations, lineage)

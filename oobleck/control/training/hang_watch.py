@@ -89,6 +89,7 @@ class HangWatch:
             return BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy)))
         computing = tuple(sorted(each for each in comes_on if each not in answers or not answers[each].waits_for))
         first = answers.get(computing[0]) if computing else None
+        # A step that has taken long may take as long again before all are asked once more.
         self._progress.allow(turn.now_s + min(max(running_s, HANG_FLOOR_S), _LONGEST_S))
         turn.record(
             StepRunsLong(

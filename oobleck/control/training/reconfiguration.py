@@ -217,6 +217,7 @@ class Reconfiguration:
         self._go_back(choice)
         update = self._update(choice, answers)
         position = None if candidate is None else candidate.position
+        # What this records comes before the order, so that a new master knows the records that workers follow.
         placed = self._sharding.follow(update, turn.now_s, position=position, goes_back=choice.goes_back)
         self._saving.order_made(turn, update)
         saves = self._saving.begins_with_save(update)
@@ -311,7 +312,7 @@ class Reconfiguration:
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
     """Return the newest step, and how often all have regrouped since its commit for an unknown reason."""
-    if cause is PlanCause.NETWORK:
+    if cause is PlanCause.NETWORK:  # While the network is down, all are asked again without a limit.
         return last_step, 0
     step, count = regroups
     return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))

@@ -253,7 +253,7 @@ class Replanning:
     def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
         """Find a plan for the remaining nodes. Raises PlanningError or Unrecoverable."""
         known, living = frozenset((*base.nodes, *base.spares)), self._members.ready_names
-        gone = (known - living) | (known & lost)
+        gone = (known - living) | (known & lost)  # A lost node that is back has lost its state, and joins.
         draining = frozenset(member.spec.name for member in self._members.ready if member.is_draining)
         arrived = (living - known | living & gone) - draining
         planner, slow = self.planner, self._paces.slow

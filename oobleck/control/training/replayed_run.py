@@ -239,7 +239,7 @@ def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
     replayed.generations.restore(entry)
     replayed.predicted_step_s = entry.predicted_step_s
     replayed.began = replayed.began or entry
-    if entry.restored_step is not None:
+    if entry.restored_step is not None:  # Steps and evaluations since do not count any more.
         replayed.restored = entry
         replayed.origin = replayed.origin or entry.restored
         replayed.records.clear()

@@ -148,6 +148,7 @@ class Startup:
     def _check_fits(self, turn: Turn, candidate: Candidate) -> None:
         """End a run whose checkpoint does not fit its data, or has all that was asked for on disk already."""
         has_read_all = self._sharding.has_read_all(candidate.position)
+        # A finished model that only memory has is written first.
         if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):
             turn.end(finished_text(candidate.name, candidate.step, has_read_all=has_read_all), ExitCode.DONE)
         misfit = self._sharding.misfit(candidate.position)

@@ -35,11 +35,13 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
     parts.progress.expect(starting_s(job.control.start_timeout_s, num_nodes), now_s)
     parts.members.expect_words(now_s + attaching_s(job.control.connect_timeout_s, num_nodes))
     turn.do(Connect(node=member.spec, attach=True) for member in parts.members.living)
+    # Some workers may have missed the newest orders, so all are fenced and get others.
     if not replayed.is_settled:
         parts.saving.take_over(replayed.generations.newest)
         parts.reconfiguration.begin(turn, BeginRecovery(cause=PlanCause.MASTER_LOST))
     for spec in replayed.interrupted:
         parts.lifecycle.add(turn, spec)
+    # The user may have listed new nodes since.
     for spec in nodes:
         if spec.name not in parts.members:
             parts.lifecycle.add(turn, spec)
