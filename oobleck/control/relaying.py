@@ -21,8 +21,7 @@ from typing import NamedTuple
 from oobleck.control import protocol
 
 PATIENCE = 0.4
-"""Agents leave a relay that is silent for this share of a lease, and the master leaves it for them: then its children
-reach the master directly before a lease lapses."""
+"""After this share of a lease, agents leave a silent relay, and reach the master directly before the lease lapses."""
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
 _AGE_MS = 10

@@ -52,8 +52,7 @@ class RunBooks:
         return books
 
     def image(self) -> BooksImage | None:
-        """Return all that the books know, for `of_image`; None if the run has not started. Valid until the next
-        entry."""
+        """Return all that the books know until the next entry, for `of_image`; None if the run has not started."""
         if self._replay is None:
             return None
         replay = self._replay.image()

@@ -26,8 +26,7 @@ class KnownCheckpoint:
 
 
 def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
-    """Sort checkpoints from old to new, without repetition: those that a run continues from in their order, then its
-    own."""
+    """Sort checkpoints from old to new, without repetition: first those that a run continues from, in their order."""
     others = {each.name: each for each in known if protocol.run_of(each.name) != run}
     own = {each.name: each for each in known if protocol.run_of(each.name) == run}
     return [*others.values(), *sorted(own.values(), key=lambda each: (protocol.generation_of(each.name), each.step))]

@@ -36,8 +36,8 @@ class SavePolicy:
 
     spec: CheckpointSpec
     cost_s: float | None = None
-    """What the newest save cost training; None before the first. A copy during training counts in full, because it
-    takes bandwidth of the same memory."""
+    """The newest save's cost; None before the first. A copy during training counts, because it takes memory
+    bandwidth."""
     disk_s: float = 0.0
     """The time until that save was on disk."""
     num_failures: int = 0

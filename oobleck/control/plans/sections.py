@@ -63,8 +63,8 @@ def num_sections_of(plan: ExecutionPlan, partial: Collection[int], num_sections:
 
 
 def committed_after(plan: ExecutionPlan, partial: tuple[int, ...], num_sections: int, number: int) -> tuple[int, ...]:
-    """Return all microbatches that are committed after `number` sections under a plan, sorted; `partial` were before
-    it."""
+    """Return all microbatches that are committed after `number` sections of a plan that began with those in
+    `partial`."""
     if not number:
         return partial
     sections = num_sections_of(plan, partial, num_sections)

@@ -28,8 +28,7 @@ _SLOWER_THAN_PEERS = 1.25
 _NOISES = 3.0
 """A slow node exceeds this multiple of the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
-"""Shares of what makes a node slow. Below the first it is normal again; a change by more than the second is planned
-for."""
+"""Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
 _SHORTEST_INTERVAL_S = 1.0
 _REPORTS_PER_S = 1000.0
 """Of all workers together: each report costs the master time, because no two are equal."""

@@ -91,7 +91,7 @@ class CommitState:
         return status
 
     def give_order(self, order: protocol.PlanOrder) -> protocol.PlanNeeded | None:
-        """Leave the plan update of an order for the training thread, or ask for the whole plan. O(nodes). Raises
+        """Leave an order's plan update for the training thread, or ask for the whole plan. O(nodes). Raises
         WrongBase."""
         try:
             # Without the lock: only this thread changes what is known.
@@ -175,7 +175,7 @@ class CommitState:
             self.is_forming = False
 
     def begin_sums(self) -> None:
-        """Note that the caller posts its part in sums of gradients next. They are open until all arrive. Raises
+        """Note that the caller posts sums of gradients next, which are open until all parts arrive. Raises
         Interrupted."""
         with self._lock:
             self._check_fence()  # Its answer said that no sums are open, so their groups may be kept.
@@ -183,7 +183,7 @@ class CommitState:
             self._open_sums = True
 
     def note_reduced(self, step: int) -> None:
-        """Note that the reduced gradients of `step` have arrived: the caller joins the step's commit. Raises
+        """Note that the reduced gradients of `step` are here: the caller joins the step's commit. Raises
         Interrupted."""
         with self._lock:
             # The answer to a fence denied that they are here, so this worker may not help a peer to apply the step.
@@ -210,8 +210,7 @@ class CommitState:
             self._commit_section(record)
 
     def begin_apply(self, record: protocol.CommitRecord) -> None:
-        """Pass the point of no return of a commit: nothing stops the caller from applying the step. Raises
-        Interrupted."""
+        """Pass the point of no return of a commit: the caller applies the step next. Raises Interrupted."""
         with self._lock:
             self._check_fence()
             self._move_to(record)

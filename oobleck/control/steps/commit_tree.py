@@ -99,8 +99,7 @@ def _devices_by_node(members: Iterable[WorkerId]) -> dict[str, list[WorkerId]]:
 
 
 def _divide(cell: Sequence[_Key], level: int) -> tuple[_Key, list[list[_Key]]]:
-    """Return the parent of a cell, and the others by their digit at a level; all together once the digits are used
-    up."""
+    """Return the parent of a cell, and the others by their digit at a level; by none once the digits are used up."""
     head = min(cell)
     shift = max(0, _HASH_BITS - (level + 1) * _DIGIT_BITS)
     parts: dict[int, list[_Key]] = {}

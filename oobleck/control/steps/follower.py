@@ -57,8 +57,7 @@ class Follower:
     def __init__(
         self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
     ) -> None:
-        """`records` is None if the data is not in shards; `evaluates` says whether there are samples for
-        evaluations."""
+        """`records` is None if the data is not in shards; `evaluates` says whether there are samples to evaluate."""
         self._job = job
         self._worker_id = commit_state.worker_id
         self._device = commit_state.worker_id.device

@@ -45,8 +45,7 @@ class Verdict:
     adopted: int | None
     """The generation whose plan all holders of layers have in force; None if they differ."""
     held: Mapping[WorkerId, frozenset[int]]
-    """The layers that each survivor holds whole, at the version of `applied`, with committed sections of the next
-    step."""
+    """The layers that each survivor holds whole, at the version of `applied` and of the committed sections after it."""
     section: SectionId = NO_SECTION
     """The committed part of the next step."""
     partial: SectionRecord | None = None

@@ -124,8 +124,7 @@ class PartialCommit:
             pass  # A fence came first, and its sender decides what becomes of the section.
 
     def settle(self) -> worker_effects.WorkerEffects:
-        """Wait until the section on its way is committed. Raises Interrupted or PeerLost, and keeps the section
-        then."""
+        """Wait until the section on its way is committed. Raises Interrupted or PeerLost, and keeps it then."""
         while (section := self.section) is not None:
             if section.failure is not None:
                 raise section.failure

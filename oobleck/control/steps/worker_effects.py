@@ -92,8 +92,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the gradients of a step over their owners. May be interrupted, or fail; the worker's own gradients stay
-    whole."""
+    """Sum the gradients of a step over their owners. May be interrupted, or fail; the worker's own stay whole."""
 
     step: int
     committee: Committee
@@ -295,7 +294,7 @@ class PostTotals:
 
 @dataclass(frozen=True, slots=True)
 class TakeTotals:
-    """Take the total of that agreement if it has arrived: a `SectionTotals`, or None. Fails with a peer; never
+    """Take the total of that agreement, a `SectionTotals`, or None if it is not here. Fails with a peer; never
     waits."""
 
     number: int

@@ -64,8 +64,7 @@ class HangWatch:
                     self._busy.add(worker_id)
 
     def handle_deadline(self, turn: Turn, asked: Sequence[WorkerId]) -> BeginRecovery | None:
-        """Ask these workers, or judge their answers and return the recovery that a hang leads to. Does nothing when
-        early."""
+        """Ask these workers, or judge their answers and return the recovery that a hang leads to."""
         if turn.now_s < self.due_s:
             return None
         if self._progress.hangs_s == self._hangs_s or not asked:

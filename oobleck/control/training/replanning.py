@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from oobleck.planner import Planner
 
 _WORTH_FORGETTING_S = 1.0
-"""A step is run again only if that saves more than this: work that is done is certain, and predictions are
-estimates."""
+"""A step is run again only if that saves more than this, because finished work is certain and predictions are not."""
 _FINDING_S = 2.0
 """How long a master that takes over looks for its nodes before it plans."""
 _NOTHING: frozenset[int] = frozenset()
