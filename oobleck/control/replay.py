@@ -122,7 +122,6 @@ class FinishedRun:
 
     job: JobSpec
     name: str
-    """The name of its last checkpoint."""
     step: int
 
     def is_all_of(self, job: JobSpec) -> bool:

@@ -78,7 +78,6 @@ class TensorDifference:
     moved: float = 0.0
     """The norm of its change since the start, in the script by itself."""
     difference: float = 0.0
-    """The norm of the difference."""
     largest: float = 0.0
     """The largest difference of one value."""
     is_noise: bool = False
@@ -93,7 +92,6 @@ class TensorsCompared:
 
     tensors: tuple[TensorDifference, ...] = ()
     steps: tuple[int, ...] = ()
-    """The steps after which they were compared."""
     problem: str = ""
     """Why no checkpoint could be read, or ''."""
 

@@ -111,7 +111,6 @@ class Save:
     replaced: tuple[str, ...] = ()
     """Checkpoints that are too old once this one is complete."""
     committed: set[str] = field(default_factory=set)
-    """The nodes that have written the manifest."""
 
     def note_share(self, worker_id: WorkerId, layers: tuple[int, ...], *, num_parts: int) -> None:
         self.savers[worker_id] = layers

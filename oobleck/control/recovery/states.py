@@ -268,7 +268,6 @@ class PlanOrdered:
     """Decision: all have their orders for a new plan."""
 
     worker_ids: tuple[WorkerId, ...]
-    """All workers of the plan."""
     action: Action
     layers_moved: int
     microbatches_redone: int

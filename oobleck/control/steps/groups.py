@@ -74,7 +74,6 @@ class PlaceInPlan:
     """A worker's place in its pipeline."""
 
     index: int
-    """The pipeline's index in its plan."""
     stage: int
     pipeline: Pipeline
     schedule: ScheduleKind

@@ -31,7 +31,6 @@ class _Wanted:
     is_unmeasured: bool = False
     """That worker was lost, and no other could be asked."""
     workers: set[WorkerId] = field(default_factory=set)
-    """Those that can be asked."""
 
 
 class Preparation:

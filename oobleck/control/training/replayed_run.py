@@ -28,11 +28,9 @@ class ReplayedRun:
     members: Membership
     generations: PlanHistory
     profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
-    """By kind."""
     plans: list[journal.PlanAdopted] = field(default_factory=list)
     """The plans that `generations` needs, and those that are named below."""
     records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
-    """The newest committed steps."""
     predicted_step_s: float = 0.0
     """By the newest plan."""
     slow: dict[str, float] = field(default_factory=dict)
@@ -41,17 +39,14 @@ class ReplayedRun:
     furthest_step: int = 0
     """The newest step that was ever committed, including lost ones."""
     began: journal.PlanAdopted | None = None
-    """The first plan."""
     restored: journal.PlanAdopted | None = None
     """The newest plan that went back to a checkpoint, or to the model's initial values."""
     origin: str | None = None
-    """The checkpoint that the run began from."""
     saved: list[KnownCheckpoint] = field(default_factory=list)
     target: int | None = None
     """The number of nodes to train on; None for all."""
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
-    """The time of the last entry."""
     gap: journal.JournalGap | None = None
     """Why the journal is incomplete; None if it is not."""
     interrupted: tuple[NodeSpec, ...] = ()
