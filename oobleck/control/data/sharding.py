@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from oobleck.control import events, protocol
+from oobleck.control import protocol
+from oobleck.control.events import EndRun, SendAll, Turn
 from oobleck.control.journal import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.steps import Progress
 from oobleck.errors import PeerError
@@ -33,8 +34,6 @@ _ANSWER_S = 30.0
 """How long a worker may take to look into shards, before another one is asked."""
 _POLL_S = 0.25
 """The time between two looks into growing shards that have nothing new."""
-
-DataEffects = tuple[events.Command | events.EndRun, ...]
 
 
 @dataclass(slots=True)
@@ -128,12 +127,11 @@ class Sharding:
 
     # --- the shards are known ----------------------------------------------------------------------------------
 
-    def know(self, names: tuple[str, ...], now_s: float) -> tuple[events.Record, ...]:
+    def know(self, turn: Turn, names: tuple[str, ...]) -> None:
         """Note the names of the shards, which are the same on all nodes."""
-        if not self.is_on or self._names:
-            return ()
-        self._take_names(names)
-        return (events.Record(entry=ShardsKnown(t_s=now_s, names=names)),)
+        if self.is_on and not self._names:
+            self._take_names(names)
+            turn.record(ShardsKnown(t_s=turn.now_s, names=names))
 
     def misfit(self, position: protocol.DataPosition | None) -> str | None:
         """Why a checkpoint's position in the data means nothing here; None if it fits."""
@@ -190,69 +188,68 @@ class Sharding:
 
     def follow(
         self,
+        turn: Turn,
         update: protocol.PlanUpdate,
-        now_s: float,
         *,
         position: protocol.DataPosition | None,
         goes_back: bool = False,
-    ) -> tuple[events.Record, ...]:
-        """Note a plan that takes effect, and begin another round if it needs one.
+    ) -> None:
+        """Note a plan that takes effect, and begin another round if it needs one. Its order is sent afterwards.
 
-        `position` is that of the restored checkpoint; without one, a plan that `goes_back` begins with the data. Send
-        the order after the returned records.
+        `position` is that of the restored checkpoint; without one, a plan that `goes_back` begins with the data.
         """
         if not self.is_on:
-            return ()
-        placed: tuple[events.Record, ...] = ()
+            return
         if goes_back or update.restore is not None or not self._round.version:
             start = position or protocol.DataPosition(shards=protocol.digest_of_shards(self._names))
-            placed = (self._begin_round(update, start.with_another_try(), now_s),)
+            self._begin_round(turn, update, start.with_another_try())
         elif self._needs_reassignment:
-            placed = (self._begin_round(update, self._round.position_after(update.boundary), now_s),)
+            self._begin_round(turn, update, self._round.position_after(update.boundary))
         self._needs_reassignment = False
         self._regroups_s = math.inf
         # The new plan's workers know of no question, and of no end.
         self._survey.asked = None
         self._end_announced = None
-        return placed
 
-    def send_again(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
+    def send_again(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
         """Send workers the records of the next steps again."""
-        next_steps = [records for step, records in sorted(self._round.steps.items()) if step > self._progress.last_step]
-        targets = tuple(worker_ids) if next_steps else ()
-        return tuple(events.SendAll(worker_ids=targets, message=records) for records in next_steps)
+        targets = tuple(worker_ids)
+        for step, records in sorted(self._round.steps.items()):
+            if step > self._progress.last_step:
+                turn.do((SendAll(worker_ids=targets, message=records),))
 
-    def _begin_round(self, update: protocol.PlanUpdate, position: protocol.DataPosition, now_s: float) -> events.Record:
+    def _begin_round(self, turn: Turn, update: protocol.PlanUpdate, position: protocol.DataPosition) -> None:
         assert self._assigner is not None
         self._round = _Round(self._round.version + 1, update.generation, update.boundary, position)
         self._failures.clear()
         self._assigner.go_back(position)
-        entry = DataPlaced(
-            t_s=now_s,
-            generation=update.generation,
-            assignment_version=self._round.version,
-            step=update.boundary,
-            position=position,
+        turn.record(
+            DataPlaced(
+                t_s=turn.now_s,
+                generation=update.generation,
+                assignment_version=self._round.version,
+                step=update.boundary,
+                position=position,
+            )
         )
-        return events.Record(entry=entry)
 
     # --- what workers report -----------------------------------------------------------------------------------
 
-    def surveyed(self, worker_id: WorkerId, message: protocol.ScanAnswer, now_s: float) -> DataEffects:
+    def surveyed(self, turn: Turn, worker_id: WorkerId, message: protocol.ScanAnswer) -> None:
         """Note what lies in shards; of an answer to an older question, only that it is late. Raises PeerError."""
         self._check(message)
         if message.request != self._survey.request or worker_id != self._survey.asked:
-            return (self._note_late(now_s),)
+            self._note_late(turn)
+            return
         self._survey.asked = None
         assert self._assigner is not None
-        has_news, effects = False, list[events.Command | events.EndRun]()
+        has_news = False
         for found in message.found:
             if found.problem is not None:
-                effects += self._note_failure(found.shard, found.bounds[0], found.problem, now_s)
+                self._note_failure(turn, found.shard, found.bounds[0], found.problem)
             elif self._assigner.found(found):
                 has_news |= len(found.bounds) > 1 or found.is_end
-        self._survey.asks_from_s = now_s if has_news else now_s + _POLL_S
-        return tuple(effects)
+        self._survey.asks_from_s = turn.now_s if has_news else turn.now_s + _POLL_S
 
     def _check(self, message: protocol.ScanAnswer) -> None:
         for found in message.found:
@@ -262,38 +259,37 @@ class Sharding:
             if found.items and len(found.items) != len(found.bounds) - 1:
                 raise PeerError(f"reports {len(found.items)} sizes of {len(found.bounds) - 1} records")
 
-    def failed(self, generation: int, message: protocol.RecordsFailed, now_s: float) -> DataEffects:
+    def failed(self, turn: Turn, generation: int, message: protocol.RecordsFailed) -> None:
         """Begin the step in flight again: a worker cannot read a record. After some attempts, leave the shard out."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
         if message.generation != generation or not math.isinf(self._regroups_s):
-            return (self._note_late(now_s),)
-        effects = self._note_failure(message.shard, message.position, message.problem, now_s)
+            self._note_late(turn)
+            return
+        self._note_failure(turn, message.shard, message.position, message.problem)
         assert self._assigner is not None
         if message.shard in self._assigner.barred:
-            self._needs_reassignment, self._regroups_s = True, now_s
+            self._needs_reassignment, self._regroups_s = True, turn.now_s
         else:
-            self._regroups_s = now_s + self._failures[message.shard] * _RETRY_S
-        return effects
+            self._regroups_s = turn.now_s + self._failures[message.shard] * _RETRY_S
 
-    def _note_failure(self, shard: int, position: int, problem: str, now_s: float) -> DataEffects:
+    def _note_failure(self, turn: Turn, shard: int, position: int, problem: str) -> None:
         assert self._assigner is not None
         if shard in self._assigner.barred:
-            return ()
+            return
         self._failures[shard] = count = self._failures.get(shard, 0) + 1
         name = self._names[shard]
         if count < _ATTEMPTS:
-            text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            return (events.notice(now_s, "warning", text),)
+            turn.note("warning", f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}")
+            return
         if len(self._assigner.barred) == MAX_LEFT:
-            text = f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}"
-            return (events.EndRun(exit_code=1, reason=text),)
+            turn.end(f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
         self._assigner.bar(shard, problem)
-        return (events.Record(entry=ShardQuarantined(t_s=now_s, shard=name, position=position, problem=problem)),)
+        turn.record(ShardQuarantined(t_s=turn.now_s, shard=name, position=position, problem=problem))
 
-    def _note_late(self, now_s: float) -> events.Record:
+    def _note_late(self, turn: Turn) -> None:
         self.num_late += 1
-        return events.notice(now_s, "info", f"a report on the data came too late to count ({self.num_late} in all)")
+        turn.note("info", f"a report on the data came too late to count ({self.num_late} in all)")
 
     def lost(self, node: str) -> None:
         """Ask another worker what a lost one was asked."""
@@ -322,56 +318,55 @@ class Sharding:
         self._regroups_s = math.inf
         return True
 
-    def go_on(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
+    def go_on(self, turn: Turn, generation: int, *, save: bool) -> None:
         """Assign the known records, ask for others, and announce the end of the data. Call it after every event.
 
         `save`: the newest state is not saved, and has to be if no step follows it.
         """
-        if not self._round.version or self._assigner is None:
-            return ()
-        assigned = () if self._is_stopped else self._assign(self._assigner, now_s)
-        last = self._round.last_step
-        is_dry = last <= self._progress.last_step < self._job.max_steps
-        if is_dry and (self._is_stopped or self._assigner.is_over):
-            over = self._announce_end(generation, now_s, save=save)
+        assigner = self._assigner
+        if not self._round.version or assigner is None:
+            return
+        if not self._is_stopped:
+            self._assign(turn, assigner)
+        is_dry = self._round.last_step <= self._progress.last_step < self._job.max_steps
+        if is_dry and (self._is_stopped or assigner.is_over):
+            self._announce_end(turn, generation, save=save)
         else:
-            over = ()
             was_dry, self._has_no_records_left = self._has_no_records_left, is_dry
             if is_dry:
-                self._progress.expect(math.inf, now_s)  # A step without records does not hang.
+                self._progress.expect(math.inf, turn.now_s)  # A step without records does not hang.
             elif was_dry:  # It may be the first of its plan.
-                self._progress.expect(self._job.control.start_timeout_s, now_s)
-        return (*assigned, *over, *self._ask(self._assigner, last, now_s))
+                self._progress.expect(self._job.control.start_timeout_s, turn.now_s)
+        self._ask(turn, assigner)
 
-    def _assign(self, assigner: RecordAssigner, now_s: float) -> DataEffects:
-        effects: list[events.Record | events.SendAll] = []
-        last = self._round.last_step
-        while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
+    @property
+    def _furthest_step(self) -> int:
+        """The last step whose records may be sent by now."""
+        return min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps)
+
+    def _assign(self, turn: Turn, assigner: RecordAssigner) -> None:
+        while self._round.last_step < self._furthest_step:
             taken = assigner.take()
             if taken is None:
-                break
-            last += 1
+                return
             records = protocol.StepRecords(
                 device=0,
                 assignment_version=self._round.version,
-                step=last,
+                step=self._round.last_step + 1,
                 runs=taken.runs,
                 num_items=taken.num_items,
                 after=taken.after,
                 is_last=taken.is_last,
             )
-            self._round.steps[last] = records
-            entry = RecordsDealt(t_s=now_s, records=records)
-            effects += (
-                events.Record(entry=entry),
-                events.SendAll(worker_ids=tuple(self._worker_ids()), message=records),
-            )
-        return tuple(effects)
+            self._round.steps[records.step] = records
+            # The journal comes first, so that a new master continues with these records.
+            turn.record(RecordsDealt(t_s=turn.now_s, records=records))
+            turn.do((SendAll(worker_ids=tuple(self._worker_ids()), message=records),))
 
-    def _announce_end(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
+    def _announce_end(self, turn: Turn, generation: int, *, save: bool) -> None:
         step = self._progress.last_step
         if self._end_announced == (generation, step):
-            return ()
+            return
         self._end_announced = (generation, step)
         over = protocol.RecordsOver(
             device=0,
@@ -382,19 +377,18 @@ class Sharding:
             save=save,
         )
         # All are to report that they have finished.
-        self._progress.expect(self._job.control.start_timeout_s, now_s)
-        return (events.SendAll(worker_ids=tuple(self._worker_ids()), message=over),)
+        self._progress.expect(self._job.control.start_timeout_s, turn.now_s)
+        turn.do((SendAll(worker_ids=tuple(self._worker_ids()), message=over),))
 
-    def _ask(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[events.Send, ...]:
+    def _ask(self, turn: Turn, assigner: RecordAssigner) -> None:
         """Have one worker look into shards, if too few records are known."""
-        survey = self._survey
-        question: tuple[events.Send, ...] = ()
+        survey, now_s = self._survey, turn.now_s
         if survey.asked is not None and now_s >= survey.answer_due_s:
             survey.asked = None
             if self._has_no_records_left:
                 self._regroups_s = now_s  # Only a fence finds out whether that worker is stuck: no step can hang.
         if survey.asked is None:
-            left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
+            left = self._furthest_step - self._round.last_step
             wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
             worker_ids = tuple(self._worker_ids())
             if wants and worker_ids and now_s >= survey.asks_from_s:
@@ -402,14 +396,13 @@ class Sharding:
                 survey.asked = worker_id = worker_ids[survey.request % len(worker_ids)]
                 survey.answer_due_s = now_s + _ANSWER_S
                 request = protocol.ScanRequest(device=worker_id.device, request=survey.request, wants=wants)
-                question = (events.Send(node=worker_id.node, message=request),)
+                turn.send(worker_id.node, request)
             self.due_s = survey.asks_from_s if wants and survey.asked is None else math.inf
         if survey.asked is not None:
             self.due_s = survey.answer_due_s
         self.due_s = min(self.due_s, self._regroups_s)
-        return question
 
-    def outcome(self, steps: str, *, can_resume: bool) -> events.EndRun | None:
+    def outcome(self, steps: str, *, can_resume: bool) -> EndRun | None:
         """Return how a run of this many steps ends, if its data decides that."""
         if not self.is_on or self._assigner is None:
             return None
@@ -417,9 +410,9 @@ class Sharding:
             names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             if can_resume:
-                return events.EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
-            return events.EndRun(exit_code=1, reason=text)
+                return EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
+            return EndRun(exit_code=1, reason=text)
         is_committed = self._round.last_step <= self._progress.last_step
         if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
-            return events.EndRun(exit_code=0, reason=f"all data is read; {steps}")
+            return EndRun(exit_code=0, reason=f"all data is read; {steps}")
         return None

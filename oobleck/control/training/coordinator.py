@@ -107,7 +107,7 @@ class Coordinator(BaseCoordinator):
             parts.shutdown.ask_again()
             turn.do(parts.restoring.ask_again(node))
             parts.reconfiguration.give(turn, states.NodeReached(node=node))
-        turn.do(parts.sharding.send_again(parts.reconfiguration.training_places(node)))
+        parts.sharding.send_again(turn, parts.reconfiguration.training_places(node))
 
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         parts = self._parts
@@ -248,7 +248,7 @@ class Coordinator(BaseCoordinator):
     def follow_up(self, turn: Turn) -> None:
         parts, generations = self._parts, self._parts.reconfiguration.generations
         if self.phase is Phase.TRAINING:
-            turn.do(parts.sharding.go_on(generations.current, turn.now_s, save=parts.saving.is_behind))
+            parts.sharding.go_on(turn, generations.current, save=parts.saving.is_behind)
         parts.shutdown.follow_up(turn, generations, is_training=self.phase is Phase.TRAINING)
 
     def stop(self, turn: Turn, event: events.StopRequested) -> None:

@@ -217,15 +217,15 @@ class Reconfiguration:
         self._go_back(choice)
         update = self._update(choice, answers)
         position = None if candidate is None else candidate.position
-        # What this records comes before the order, so that a new master knows the records that workers follow.
-        placed = self._sharding.follow(update, turn.now_s, position=position, goes_back=choice.goes_back)
         self._saving.order_made(turn, update)
         saves = self._saving.begins_with_save(update)
+        # What this records comes before the order, so that a new master knows the records that workers follow.
+        self._sharding.follow(turn, update, position=position, goes_back=choice.goes_back)
         update = replace(update, assignment_version=self._sharding.assignment_version, saves=saves)
         worker_ids = self._members.ready_worker_ids
         self._newest = self._orders(choice, update, answers)
-        turn.do((*placed, self._newest))
-        turn.do(self._sharding.send_again(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at))
+        turn.do((self._newest,))
+        self._sharding.send_again(turn, (each for each in worker_ids if each in update.plan.layers_at))
         self._expect_adoption(turn, update, decision.predicted_step_s, is_quick=candidate is None)
         turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
         if not decision.redundant:

@@ -109,9 +109,9 @@ class Reports:
             case protocol.RestoreFailed():
                 self._restore_failed(turn, node, message)
             case protocol.ScanAnswer():
-                turn.do(parts.sharding.surveyed(worker_id, message, now_s))
+                parts.sharding.surveyed(turn, worker_id, message)
             case protocol.RecordsFailed():
-                turn.do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s))
+                parts.sharding.failed(turn, parts.reconfiguration.generations.current, message)
             case protocol.WorkerStarted():
                 pass
             case protocol.WorkerReady():
@@ -158,7 +158,7 @@ class Reports:
         if worker is not None:
             turn.do(parts.preparation.note_ready(member, message))
             parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
-            turn.do(parts.sharding.know(message.shards, turn.now_s))
+            parts.sharding.know(turn, message.shards)
             waits = parts.preparation.hold_back(worker) if parts.reconfiguration.is_begun else None
             if waits is None:
                 self._take_in(turn, worker)
