@@ -113,7 +113,7 @@ class Bench:
             samples_missing=0,
             duration_s=0.1,
         )
-        assert self.progress.commit(record, 0.0)
+        assert self.progress.commit(Turn(0.0), record)
         self.sharding.committed(step)
 
     def asked(self, survey: ScanRequest) -> WorkerId:

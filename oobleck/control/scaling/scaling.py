@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from oobleck.control.events import Record, notice
+from oobleck.control.events import Turn
 from oobleck.control.journal import RecoveryDone, ScalingDecided
 from oobleck.control.nodes import Membership
 from oobleck.control.protocol import CommitRecord
@@ -68,12 +68,11 @@ class Scaling:
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def begin(self, planner: Planner, nodes: Sequence[str], now_s: float) -> tuple[Record, ...]:
+    def begin(self, turn: Turn, planner: Planner, nodes: Sequence[str]) -> None:
         """Settle on how many of these nodes to begin. Raises PlanningError."""
-        self.look_later(now_s)
-        if self._spec.policy == "all":
-            return ()
-        return (self._set(first_target(self._job, planner, nodes), len(nodes), now_s),)
+        self.look_later(turn.now_s)
+        if self._spec.policy != "all":
+            self._set(turn, first_target(self._job, planner, nodes), len(nodes))
 
     def resting(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
         return tuple(planner.best_first(nodes)[self._limit(planner, nodes) :])
@@ -121,29 +120,32 @@ class Scaling:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def consider(self, planner: Planner, now_s: float) -> tuple[bool, tuple[Record, ...]]:
-        """Decide again; returns whether to change the number of nodes now, and what to record.
+    def consider(self, turn: Turn, planner: Planner) -> bool:
+        """Decide again; returns whether to change the number of nodes now.
 
         A change needs a decision that has kept its direction for `hysteresis_s`.
         """
+        now_s, available = turn.now_s, self._available
         self.look_later(now_s)
-        available = self._available
         if len(available) < len(self._members.ready):
-            return False, ()  # Nodes are leaving, and the next plan shows whether the others are enough.
+            return False  # Nodes are leaving, and the next plan shows whether the others are enough.
         wanted = scaling_target(self._state(planner, available, now_s))
-        warnings = self._warn_if_late(wanted, now_s)
+        if wanted.is_late and not self._is_late:
+            turn.note("warning", f"the deadline cannot be met on any number of these nodes: {wanted.reason}")
+        self._is_late = wanted.is_late
         used = self._limit(planner, available)
         if wanted.num_nodes == used:
             self._since = None
-            return False, warnings
+            return False
         grows = wanted.num_nodes > used
         if self._since is None or self._since[0] is not grows:
             self._since = (grows, now_s)
         settled_s = self._since[1] + self._spec.hysteresis_s
         if now_s < settled_s:
             self.due_s = min(self.due_s, settled_s)
-            return False, warnings
-        return True, (*warnings, self._set(wanted, len(available), now_s))
+            return False
+        self._set(turn, wanted, len(available))
+        return True
 
     def wants_more(self, planner: Planner, num_used: int) -> bool:
         """Whether a new node should train at once, in addition to the `num_used` that do."""
@@ -201,23 +203,16 @@ class Scaling:
         timed = self._timed.get(len(nodes), ())
         return median(timed) if len(timed) >= _STEPS_NEEDED else planner.step_s(nodes) * self._ratio
 
-    def _set(self, target: ScalingTarget, available: int, now_s: float) -> Record:
+    def _set(self, turn: Turn, target: ScalingTarget, available: int) -> None:
         self._target, self._since = target.num_nodes, None
         entry = ScalingDecided(
-            t_s=now_s,
+            t_s=turn.now_s,
             policy=self._spec.policy,
             num_nodes=target.num_nodes,
             num_available=available,
             reason=target.reason,
         )
-        return Record(entry=entry)
-
-    def _warn_if_late(self, wanted: ScalingTarget, now_s: float) -> tuple[Record, ...]:
-        was_late, self._is_late = self._is_late, wanted.is_late
-        if not wanted.is_late or was_late:
-            return ()
-        text = f"the deadline cannot be met on any number of these nodes: {wanted.reason}"
-        return (notice(now_s, "warning", text),)
+        turn.record(entry)
 
 
 def first_target(job: JobSpec, planner: Planner, nodes: Sequence[str]) -> ScalingTarget:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from oobleck.control.events import Record
+from oobleck.control.events import Turn
 from oobleck.control.journal import Evaluated, StepDone
 from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
@@ -45,30 +45,31 @@ class Progress:
         """The newest committed step that is known."""
         return self._base_step if self.last_record is None else self.last_record.step
 
-    def commit(self, record: CommitRecord, now_s: float) -> tuple[Record, ...]:
-        """Note a committed step, and record it unless it was reported before."""
+    def commit(self, turn: Turn, record: CommitRecord) -> bool:
+        """Note and record a committed step; False if it was reported before."""
         if record.step <= self.last_step or record.generation < self._base_generation:
-            return ()
+            return False
         self.restore(record)
         if self._ordered is not None and record.generation >= self._ordered[0]:
-            self._adoptions_s.append(now_s - self._ordered[1])
+            self._adoptions_s.append(turn.now_s - self._ordered[1])
             self._ordered = None
         tokens = record.num_samples * self._job.data.sequence_length
-        return (Record(entry=StepDone(t_s=now_s, record=record, tokens=tokens)),)
+        turn.record(StepDone(t_s=turn.now_s, record=record, tokens=tokens))
+        return True
 
-    def evaluate(self, message: EvaluationDone, now_s: float) -> tuple[Record, ...]:
-        """Note an evaluation, and record it unless it was reported before."""
+    def evaluate(self, turn: Turn, message: EvaluationDone) -> None:
+        """Note and record an evaluation, unless it was reported before."""
         if message.step <= self._evaluated_step:
-            return ()
+            return
         self._evaluated_step = message.step
         entry = Evaluated(
-            t_s=now_s,
+            t_s=turn.now_s,
             step=message.step,
             loss=message.loss,
             num_samples=message.num_samples,
             duration_s=message.duration_s,
         )
-        return (Record(entry=entry),)
+        turn.record(entry)
 
     def owes_evaluation(self, step: int) -> bool:
         """Whether a step's evaluation is due and not reported yet."""

@@ -195,7 +195,7 @@ class Reconfiguration:
         reports = distinct(statuses.values())
         records = {said.last_record.step: said.last_record for said in reports if said.last_record}
         for _, record in sorted(records.items()):
-            turn.do(self._progress.commit(record, turn.now_s))
+            self._progress.commit(turn, record)
         self.generations.forget_before(min([said.adopted for said in reports if said.adopted], default=0))
         match self._decider.decide(turn, answers, self.generations, self._lineage):
             case Choice() as choice:

@@ -77,7 +77,7 @@ class Replanning:
     def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
         """Begin to plan with these profiles. Raises PlanningError."""
         self.kinds = kinds
-        turn.do(self._scaling.begin(self.planner, nodes, turn.now_s))
+        self._scaling.begin(turn, self.planner, nodes)
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
         """Plan for these kinds, too, and return the new ones. Raises PlanningError, and changes nothing then."""
@@ -186,9 +186,7 @@ class Replanning:
         if not self.has_time(turn.now_s):
             self._scaling.look_later(turn.now_s)
             return None
-        is_due, recorded = self._scaling.consider(self.planner, turn.now_s)
-        turn.do(recorded)
-        if not is_due:
+        if not self._scaling.consider(turn, self.planner):
             return None
         (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self._paces.slow)
         changed = set(plan.nodes).intersection(resting) or {

@@ -209,7 +209,7 @@ class Reports:
         if self._parts.reconfiguration.phase is Phase.TRAINING:
             self._parts.progress.expect(HANG_FLOOR_S, turn.now_s)
         if isinstance(message, protocol.EvaluationDone):
-            turn.do(self._parts.progress.evaluate(message, turn.now_s))
+            self._parts.progress.evaluate(turn, message)
 
     def _step_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         """Note a step, and the steps after it that were reported earlier."""
@@ -225,10 +225,8 @@ class Reports:
 
     def _note_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         parts = self._parts
-        committed = parts.progress.commit(record, turn.now_s)
-        if not committed:
+        if not parts.progress.commit(turn, record):
             return
-        turn.do(committed)
         parts.saving.step_done(record)
         parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)
