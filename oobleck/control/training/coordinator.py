@@ -96,7 +96,7 @@ class Coordinator(BaseCoordinator):
         return self._parts.reconfiguration.is_in_plan(node)
 
     def configure(self, turn: Turn, node: str) -> None:
-        turn.do(self._parts.preparation.configure(node))
+        self._parts.preparation.configure(turn, node)
 
     def node_back(self, turn: Turn, event: events.NodeUp) -> None:
         self._parts.workers.meet(turn, event)
@@ -112,11 +112,10 @@ class Coordinator(BaseCoordinator):
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         parts = self._parts
         parts.replanning.forget_pace(node)
-        profiling = parts.preparation.node_lost(node)
         if not self.is_begun:  # The run ends in a moment, so no other worker has to measure a profile.
             parts.startup.node_failed(node, loss, turn.now_s)
             return
-        turn.do(profiling)
+        parts.preparation.node_lost(turn, node)
         parts.saving.node_lost(turn, node)
         parts.sharding.lost(node)
 
@@ -143,7 +142,7 @@ class Coordinator(BaseCoordinator):
         """Have another worker, or its successor, do what this one was asked to."""
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
-        turn.do(parts.preparation.worker_lost(worker_id))
+        parts.preparation.worker_lost(turn, worker_id)
         if not self.is_begun:  # Its successor is asked for checkpoints again, with all others.
             parts.restoring.forget()
             return
@@ -162,7 +161,7 @@ class Coordinator(BaseCoordinator):
             case events.BatchReceived():
                 self._reports.take_batch(turn, event)
             case events.ProfileFound():
-                turn.do(self._parts.preparation.take_profile(event))
+                self._parts.preparation.take_profile(turn, event)
                 self._reports.profile_known(turn)
             case events.LinkFound():
                 turn.do(self._parts.link_timing.take_found(event, turn.now_s))

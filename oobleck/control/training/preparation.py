@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, StoreProfile, notice
+from oobleck.control.events import LookUpProfile, ProfileFound, StoreProfile, Turn
 from oobleck.control.journal import WorkerUp
 from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
@@ -56,17 +56,21 @@ class Preparation:
         """Continue with the profiles that an earlier master knew."""
         self._known = {kind.name: kind for kind in kinds}
 
-    def configure(self, node: str) -> tuple[Command, ...]:
+    def configure(self, turn: Turn, node: str) -> None:
         """Tell a node's agent about the job, and have its workers started."""
         member = self._members[node]
-        asks = self._ask_again(node)
-        starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
-        others = [each for each in self._members.sharing_with(node) if each in self._members.living]
-        # Agents of the same machine are told again if each of their workers has less by now, or more.
-        changed = [each for each in others if self._configured.get(each.spec.name) != self._share(each)]
-        return (self._configure(member), *starts, *asks, *map(self._configure, changed))
+        self._configure(turn, member)
+        for worker_id in member.worker_ids:
+            turn.send(node, StartWorker(device=worker_id.device))
+        for wanted in self._wanted.values():
+            if wanted.measures is not None and wanted.measures.node == node:
+                self._ask(turn, wanted, wanted.measures)  # The agent may never have received the request.
+        for other in self._members.sharing_with(node):
+            # Agents of the same machine are told again if each of their workers has less by now, or more.
+            if other in self._members.living and self._configured.get(other.spec.name) != self._share(other):
+                self._configure(turn, other)
 
-    def _configure(self, member: Member) -> Send:
+    def _configure(self, turn: Turn, member: Member) -> None:
         node = member.spec.name
         threads, memory_bytes = self._configured[node] = self._share(member)
         configure = Configure(
@@ -81,9 +85,9 @@ class Preparation:
             num_sharing=self._members.sharing_device(member),
             run=self._run,
         )
-        return Send(node=node, message=configure)
+        turn.send(node, configure)
 
-    def note_ready(self, member: Member, message: WorkerReady) -> tuple[Command, ...]:
+    def note_ready(self, turn: Turn, member: Member, message: WorkerReady) -> None:
         """Look at a ready worker. The first of a kind settles which profile the kind needs.
 
         Raises ConfigError if it differs in something that all workers must have alike.
@@ -95,18 +99,17 @@ class Preparation:
             differs = difference(worker_id, ((DATA, message.data_digest), *message.alike), first, theirs)
             if differs is not None:
                 raise ConfigError(differs)
-        return self._want_profile(member, worker_id, message)
-
-    def _want_profile(self, member: Member, worker_id: WorkerId, message: WorkerReady) -> tuple[Command, ...]:
         kind = member.spec.kind
         if kind in self._known:
-            return ()
+            return
         if (wanted := self._wanted.get(kind)) is None:
             key = self._key(member, message)  # The first worker alone decides it, not each of thousands.
             self._wanted[kind] = _Wanted(key=key, num_devices=member.spec.num_devices, workers={worker_id})
-            return (LookUpProfile(key=key, kind=kind),)
+            turn.do((LookUpProfile(key=key, kind=kind),))
+            return
         wanted.workers.add(worker_id)
-        return self._ask(wanted, worker_id) if wanted.is_unmeasured else ()
+        if wanted.is_unmeasured:
+            self._ask(turn, wanted, worker_id)
 
     def _key(self, member: Member, message: WorkerReady) -> str:
         assert member.hello is not None
@@ -126,7 +129,7 @@ class Preparation:
             versions=(member.hello.python_version, message.torch_version),
         )
 
-    def take_profile(self, event: ProfileFound) -> tuple[Command, ...]:
+    def take_profile(self, turn: Turn, event: ProfileFound) -> None:
         """Use a cached profile, or have a worker measure one."""
         wanted = self._wanted[event.kind]
         if event.profile_json is not None:
@@ -135,10 +138,10 @@ class Preparation:
             except ConfigError:
                 pass  # It is torn or of an older version: it is measured again, and overwritten.
             else:
-                return ()
-        return self._have_measured(event.kind)
+                return
+        self._have_measured(turn, event.kind)
 
-    def take_measurement(self, member: Member, message: Profiled) -> tuple[Command, ...]:
+    def take_measurement(self, turn: Turn, member: Member, message: Profiled) -> None:
         """Use a measured profile, and have it cached. Raises PeerError if it was not asked for."""
         kind = member.spec.kind
         wanted = self._wanted.get(kind)
@@ -146,35 +149,34 @@ class Preparation:
             raise PeerError("sent a profile that it was not asked for")
         self._know(kind, profile_from_json(message.profile_json, source="measured profile"))
         wanted.measures = None
-        return (StoreProfile(key=wanted.key, profile_json=message.profile_json),)
+        turn.do((StoreProfile(key=wanted.key, profile_json=message.profile_json),))
 
-    def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:
+    def worker_lost(self, turn: Turn, worker_id: WorkerId) -> None:
         """Have another worker measure what a lost one was asked to."""
         self._waiting.pop(worker_id, None)
         kind = self._members[worker_id.node].spec.kind
         wanted = self._wanted.get(kind)
         if wanted is None or kind in self._known:
-            return ()
+            return
         wanted.workers.discard(worker_id)
-        if wanted.measures is None or wanted.measures.node != worker_id.node:
-            return ()
-        return self._have_measured(kind)
+        if wanted.measures is not None and wanted.measures.node == worker_id.node:
+            self._have_measured(turn, kind)
 
-    def node_lost(self, node: str) -> tuple[Command, ...]:
-        lost: tuple[Command, ...] = ()
+    def node_lost(self, turn: Turn, node: str) -> None:
         for worker_id in self._members[node].worker_ids:
-            lost = self.worker_lost(worker_id) or lost
-        return lost
+            self.worker_lost(turn, worker_id)
 
-    def hold_back(self, worker: WorkerUp) -> tuple[Command, ...] | None:
-        """Have a ready worker wait during training until its kind's profile is known; None if it is."""
+    def hold_back(self, turn: Turn, worker: WorkerUp) -> bool:
+        """Have a ready worker wait during training until its kind's profile is known; returns whether it waits."""
         kind = self._members[worker.node].spec.kind
         if kind in self._known:
-            return None
+            return False
         is_first = not any(self._members[other.node].spec.kind == kind for other in self._waiting)
         self._waiting[WorkerId(node=worker.node, device=worker.device)] = worker
-        text = f"{worker.node} is the first node of kind {kind}: the model's layers are measured there before it trains"
-        return (notice(worker.t_s, "info", text),) if is_first else ()
+        if is_first:
+            text = "the model's layers are measured there before it trains"
+            turn.note("info", f"{worker.node} is the first node of kind {kind}: {text}")
+        return True
 
     def refuse_others(self, kinds: tuple[NodeKind, ...]) -> tuple[str, ...]:
         """Forget the profiles of all other kinds; return the nodes of those kinds that wait."""
@@ -208,22 +210,18 @@ class Preparation:
         threads = share.num_cores if job.torch_threads is None else job.torch_threads
         return threads, share.memory_bytes if job.device_memory_bytes is None else job.device_memory_bytes
 
-    def _ask_again(self, node: str) -> tuple[Command, ...]:
-        # The node's agent may never have received the request.
-        asked = [(each, each.measures) for each in self._wanted.values() if each.measures is not None]
-        return tuple(command for each, who in asked if who.node == node for command in self._ask(each, who))
-
     def _know(self, kind: str, profile: Profile) -> None:
         self._known[kind] = NodeKind(name=kind, profile=profile, devices_per_node=self._wanted[kind].num_devices)
 
-    def _have_measured(self, kind: str) -> tuple[Command, ...]:
+    def _have_measured(self, turn: Turn, kind: str) -> None:
         wanted = self._wanted[kind]
         living = {member.spec.name for member in self._members.living if member.spec.kind == kind}
         there = [worker_id for worker_id in sorted(wanted.workers) if worker_id.node in living]
         wanted.is_unmeasured = not there
         wanted.measures = None
-        return self._ask(wanted, there[0]) if there else ()
+        if there:
+            self._ask(turn, wanted, there[0])
 
-    def _ask(self, wanted: _Wanted, worker_id: WorkerId) -> tuple[Command, ...]:
+    def _ask(self, turn: Turn, wanted: _Wanted, worker_id: WorkerId) -> None:
         wanted.measures, wanted.is_unmeasured = worker_id, False
-        return (Send(node=worker_id.node, message=ProfileRequest(device=worker_id.device)),)
+        turn.send(worker_id.node, ProfileRequest(device=worker_id.device))

@@ -117,7 +117,7 @@ class Reports:
             case protocol.WorkerReady():
                 self._worker_ready(turn, member, message)
             case protocol.Profiled():
-                turn.do(parts.preparation.take_measurement(member, message))
+                parts.preparation.take_measurement(turn, member, message)
                 self.profile_known(turn)
             case protocol.LinkTimed():
                 turn.do(parts.link_timing.take(worker_id, message, now_s))
@@ -156,14 +156,11 @@ class Reports:
         parts = self._parts
         worker = parts.workers.worker_up(member, message, turn.now_s)
         if worker is not None:
-            turn.do(parts.preparation.note_ready(member, message))
+            parts.preparation.note_ready(turn, member, message)
             parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
             parts.sharding.know(turn, message.shards)
-            waits = parts.preparation.hold_back(worker) if parts.reconfiguration.is_begun else None
-            if waits is None:
+            if not (parts.reconfiguration.is_begun and parts.preparation.hold_back(turn, worker)):
                 self._take_in(turn, worker)
-            else:
-                turn.do(waits)
         self.train_when_ready(turn)
 
     def _take_in(self, turn: Turn, worker: journal.WorkerUp) -> None:
