@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control import protocol
-from oobleck.control.events import Record, Send, notice
+from oobleck.control.events import Turn
 from oobleck.planner import WorkerId
 
 
@@ -71,28 +71,24 @@ class Restoring:
         self._origin: str | None = None
         """The checkpoint that this run began from."""
 
-    def ask(self, worker_ids: Collection[WorkerId]) -> tuple[Send, ...]:
+    def ask(self, turn: Turn, worker_ids: Collection[WorkerId]) -> None:
         """Ask workers which states they can restore."""
         self._request += 1
         self._asked = frozenset(worker_ids)
         self._answers = {}
-        return self._questions(self._asked)
+        self._send_question(turn, self._asked)
 
-    def ask_again(self, node: str) -> tuple[Send, ...]:
+    def ask_again(self, turn: Turn, node: str) -> None:
         """Repeat the question to the workers of a node that have not answered: it may be lost."""
         unanswered = self._asked - self._answers.keys()
-        return self._questions(worker_id for worker_id in unanswered if worker_id.node == node)
+        self._send_question(turn, (worker_id for worker_id in unanswered if worker_id.node == node))
 
-    def _questions(self, worker_ids: Iterable[WorkerId]) -> tuple[Send, ...]:
-        return tuple(
-            Send(
-                node=worker_id.node,
-                message=protocol.FindCheckpoints(
-                    device=worker_id.device, request=self._request, directory=self._directory
-                ),
+    def _send_question(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
+        for worker_id in sorted(worker_ids):
+            question = protocol.FindCheckpoints(
+                device=worker_id.device, request=self._request, directory=self._directory
             )
-            for worker_id in sorted(worker_ids)
-        )
+            turn.send(worker_id.node, question)
 
     def forget(self) -> None:
         """Discard all answers."""
@@ -117,11 +113,12 @@ class Restoring:
         """Note the checkpoint that the run continues from."""
         self._origin = self._origin or name
 
-    def report_problems(self, now_s: float) -> tuple[Record, ...]:
+    def report_problems(self, turn: Turn) -> None:
         """Report what workers cannot use and why, each problem once in a run."""
         problems = {problem for answer in self._answers.values() for problem in answer.problems} - self._reported
         self._reported |= problems
-        return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(problems))
+        for problem in sorted(problems):
+            turn.note("warning", f"cannot be used: {problem}")
 
     def complete(self, candidate: Candidate | None) -> tuple[list[KnownCheckpoint], list[str]]:
         """Return the complete checkpoints in the run's own directory, if it begins from `candidate`.

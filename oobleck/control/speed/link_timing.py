@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import Command, LinkFound, LookUpLink, Send, StoreLink, notice
+from oobleck.control.events import LinkFound, LookUpLink, StoreLink, Turn
 from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
@@ -70,52 +70,61 @@ class LinkTiming:
         """Whether a plan should wait for the times, because the speed between nodes is unknown."""
         return "inter_node" in network.assumed and len(self._known) < len(profiles.LINKS)
 
-    def go_on(self, network: NetworkProfile) -> tuple[Command, ...]:
+    def go_on(self, turn: Turn, network: NetworkProfile) -> None:
         """Begin with the next link, once the one before is known."""
         for link in profiles.LINKS if self.is_needed(network) and self._asked is None else ():
             if link in self._known:
                 continue
             if pairs := tuple(_pairs(link, self._members.living)):
                 self._asked = _Asked(link, pairs, self._key(pairs[0]))
-                return (LookUpLink(key=self._asked.key),)
+                turn.do((LookUpLink(key=self._asked.key),))
+                return
             self._known[link] = None
-        return ()
 
-    def take_found(self, event: LinkFound, now_s: float) -> tuple[Command, ...]:
+    def take_found(self, turn: Turn, event: LinkFound) -> None:
         """Use a cached speed, or have some pairs time their links."""
         asked = self._asked
         if asked is None or asked.key != event.key:
-            return ()
+            return
         if event.link_json is not None:
             try:
                 _, speed = profiles.link_from_json(event.link_json)
-                return self._conclude(asked, speed, now_s, "timed in an earlier run")
             except ConfigError:
                 pass  # It is torn: the link is timed again, and the cached speed overwritten.
-        self.deadline_s = now_s + _TIMEOUT_S + _SLACK_S
+            else:
+                self._conclude(turn, asked, speed, "timed in an earlier run")
+                return
+        self.deadline_s = turn.now_s + _TIMEOUT_S + _SLACK_S
         asked.awaited = {leader for leader, _ in asked.pairs}
-        return tuple(command for pair in asked.pairs for command in self._questions(pair))
+        for pair in asked.pairs:
+            for index, worker_id in enumerate(pair):
+                peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address
+                assert peer is not None
+                message = TimeLink(device=worker_id.device, peer=peer, leads=index == 0, timeout_s=_TIMEOUT_S)
+                turn.send(worker_id.node, message)
 
-    def take(self, worker_id: WorkerId, message: LinkTimed, now_s: float) -> tuple[Command, ...]:
+    def take(self, turn: Turn, worker_id: WorkerId, message: LinkTimed) -> None:
         """Take the answer of the first worker of a pair, unless it is late. Raises PeerError."""
         seconds = _checked(message)
         asked = self._asked
         if asked is None or worker_id not in asked.awaited:
-            return ()
+            return
         if seconds:
             asked.speeds.append(profiles.fit_link(seconds))
         else:
             asked.failure = message.error
         asked.awaited.discard(worker_id)
-        return () if asked.awaited else self._decide(asked, now_s)
+        if not asked.awaited:
+            self._decide(turn, asked)
 
-    def handle_deadline(self, now_s: float) -> tuple[Command, ...]:
-        """Stop waiting for missing answers."""
-        if now_s < self.deadline_s or self._asked is None:
-            return ()
+    def handle_deadline(self, turn: Turn) -> bool:
+        """Stop waiting for missing answers; returns whether any were missing."""
+        if turn.now_s < self.deadline_s or self._asked is None:
+            return False
         if self._asked.awaited:
             self._asked.failure = f"{min(self._asked.awaited)} has not answered within {_TIMEOUT_S + _SLACK_S:g} s"
-        return self._decide(self._asked, now_s)
+        self._decide(turn, self._asked)
+        return True
 
     def applied_to(self, profile: Profile) -> Profile:
         """Replace the speeds that a profile assumes by the known ones."""
@@ -125,29 +134,23 @@ class LinkTiming:
                 network = network.with_link(link, speed)
         return replace(profile, network=network)
 
-    def _questions(self, pair: Pair) -> Iterator[Command]:
-        for index, worker_id in enumerate(pair):
-            peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address
-            assert peer is not None
-            message = TimeLink(device=worker_id.device, peer=peer, leads=index == 0, timeout_s=_TIMEOUT_S)
-            yield Send(node=worker_id.node, message=message)
-
-    def _decide(self, asked: _Asked, now_s: float) -> tuple[Command, ...]:
+    def _decide(self, turn: Turn, asked: _Asked) -> None:
         if not asked.speeds:
-            return self._conclude(asked, None, now_s, asked.failure)
+            self._conclude(turn, asked, None, asked.failure)
+            return
         speed = profiles.median_link(asked.speeds)
-        store = StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed))
+        turn.do((StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed)),))
         pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
-        return (store, *self._conclude(asked, speed, now_s, f"timed between {pairs}"))
+        self._conclude(turn, asked, speed, f"timed between {pairs}")
 
-    def _conclude(self, asked: _Asked, speed: profiles.LinkSpeed | None, now_s: float, how: str) -> tuple[Command, ...]:
+    def _conclude(self, turn: Turn, asked: _Asked, speed: profiles.LinkSpeed | None, how: str) -> None:
         self._known[asked.link] = speed
         self._asked, self.deadline_s = None, math.inf
         where = profiles.LINKS_IN_WORDS[asked.link]
         if speed is None:
-            text = f"the speed of links {where} stays assumed; they could not be timed: {how}"
-            return (notice(now_s, "warning", text),)
-        return (notice(now_s, "info", f"links {where}: {speed} ({how})"),)
+            turn.note("warning", f"the speed of links {where} stays assumed; they could not be timed: {how}")
+        else:
+            turn.note("info", f"links {where}: {speed} ({how})")
 
     def _key(self, pair: Pair) -> str:
         """Return the key of a link's two ends: equal keys mean that a cached speed may be used."""

@@ -105,7 +105,7 @@ class Coordinator(BaseCoordinator):
         parts = self._parts
         if is_again:
             parts.shutdown.ask_again()
-            turn.do(parts.restoring.ask_again(node))
+            parts.restoring.ask_again(turn, node)
             parts.reconfiguration.give(turn, states.NodeReached(node=node))
         parts.sharding.send_again(turn, parts.reconfiguration.training_places(node))
 
@@ -164,7 +164,7 @@ class Coordinator(BaseCoordinator):
                 self._parts.preparation.take_profile(turn, event)
                 self._reports.profile_known(turn)
             case events.LinkFound():
-                turn.do(self._parts.link_timing.take_found(event, turn.now_s))
+                self._parts.link_timing.take_found(turn, event)
                 self._reports.train_when_ready(turn)
             case _:
                 raise AssertionError(f"{type(event).__name__} is not of training")
@@ -210,8 +210,7 @@ class Coordinator(BaseCoordinator):
         recovery, progress = parts.reconfiguration, parts.progress
         if self.is_begun:
             self._give_up_silent(turn)
-        if late := parts.link_timing.handle_deadline(now_s):
-            turn.do(late)
+        if parts.link_timing.handle_deadline(turn):
             self._reports.train_when_ready(turn)
         parts.startup.handle_deadline(turn)
         is_suspicious = self._silence.is_suspicious

@@ -161,12 +161,12 @@ class Decider:
             return self._begin_again(turn, base, error, recovery, lineage)
         if not self._restoring.is_answered(recovery.asked):
             if math.isinf(recovery.found_by_s):
-                turn.do(self._restoring.ask(recovery.asked))
+                self._restoring.ask(turn, recovery.asked)
                 return CheckpointWanted()
             if turn.now_s < recovery.found_by_s:
                 return CheckpointWanted()
         candidate = self._restoring.newest_of_this_run(base.num_layers)
-        turn.do(self._restoring.report_problems(turn.now_s))
+        self._restoring.report_problems(turn)
         if candidate is None:
             return self._begin_again(turn, base, error, recovery, lineage)
         held = {worker_id: layers for worker_id, layers in candidate.held.items() if worker_id in recovery.asked}

@@ -120,7 +120,7 @@ class Reports:
                 parts.preparation.take_measurement(turn, member, message)
                 self.profile_known(turn)
             case protocol.LinkTimed():
-                turn.do(parts.link_timing.take(worker_id, message, now_s))
+                parts.link_timing.take(turn, worker_id, message)
                 self.train_when_ready(turn)
             case protocol.WorkerExited():
                 parts.workers.worker_exited(turn, member, message)

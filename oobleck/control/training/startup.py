@@ -106,11 +106,11 @@ class Startup:
         worker_ids = self._members.ready_worker_ids
         if self._saving.is_enabled and not self._restoring.is_answered(worker_ids):
             if not self._restoring.is_asked(worker_ids):
-                turn.do(self._restoring.ask(worker_ids))
+                self._restoring.ask(turn, worker_ids)
             return
         network = kinds[0].profile.network
         if self._link_timing.is_needed(network):
-            turn.do(self._link_timing.go_on(network))
+            self._link_timing.go_on(turn, network)
             if self._link_timing.is_needed(network):
                 return
         kinds = tuple(replace(kind, profile=self._link_timing.applied_to(kind.profile)) for kind in kinds)
@@ -124,7 +124,7 @@ class Startup:
     def _candidate(self, turn: Turn, num_layers: int) -> Candidate | None:
         """Return the checkpoint to begin with; None for initial values. Ends a run that has nothing to do."""
         candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
-        turn.do(self._restoring.report_problems(turn.now_s))
+        self._restoring.report_problems(turn)
         if candidate is None:
             self._check_scratch(turn)
         else:
