@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from oobleck.control.events import Record, notice
+from oobleck.control.events import Turn
 from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
-
-Compared = tuple[tuple[Record, ...], Mapping[WorkerId, frozenset[int]]]
-"""Journal entries, and the layers that are to be replaced by the other copies, by holder."""
 
 _MOST_IN_A_ROW = 3
 """Failed checks in a row, after which machines are taken to compute differently by nature."""
@@ -45,20 +42,22 @@ class ReplicaCheck:
         self._in_a_row = 0
 
     def take(
-        self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId], now_s: float
-    ) -> Compared:
-        """Note a worker's digests; once all of `worker_ids` have sent theirs, compare them."""
+        self, turn: Turn, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
+    ) -> Mapping[WorkerId, frozenset[int]]:
+        """Note a worker's digests; once all of `worker_ids` have sent theirs, compare them.
+
+        Returns the layers that are to be replaced by the other copies, by holder.
+        """
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
-            return (), {}
+            return {}
         if key > self._key:
             self._key, self._digests = key, {}
         self._digests[worker_id] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare(now_s) if self._digests.keys() >= set(worker_ids) else ((), {})
+        return self._compare(turn) if self._digests.keys() >= set(worker_ids) else {}
 
-    def _compare(self, now_s: float) -> Compared:
+    def _compare(self, turn: Turn) -> Mapping[WorkerId, frozenset[int]]:
         digests_of, self._digests = self._digests, {}
-        differing: list[Record] = []
         distrusted: dict[WorkerId, set[int]] = {}
         for layer in sorted({layer for digests in digests_of.values() for layer in digests}):
             comparable: dict[tuple[int, str], dict[WorkerId, int]] = {}
@@ -71,24 +70,19 @@ class ReplicaCheck:
             for _, copies in sorted(comparable.items()):
                 odd, is_sure = odd_ones(copies)
                 if odd:
-                    trusted = sorted(copies.keys() - odd)
-                    differing.append(Record(entry=self._entry(layer, sorted(odd), trusted, now_s, is_sure=is_sure)))
+                    entry = ReplicasDiffer(
+                        t_s=turn.now_s,
+                        step=self._key[1],
+                        layer=layer,
+                        odd=tuple(sorted(odd)),
+                        trusted=tuple(sorted(copies.keys() - odd)),
+                        is_sure=is_sure,
+                    )
+                    turn.record(entry)
                 for worker_id in odd:
                     distrusted.setdefault(worker_id, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
-            text = "copies keep differing: their machines compute differently, and are compared no more"
-            return (*differing, notice(now_s, "error", text)), {}
-        return tuple(differing), {each: frozenset(layers) for each, layers in sorted(distrusted.items())}
-
-    def _entry(
-        self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], now_s: float, *, is_sure: bool
-    ) -> ReplicasDiffer:
-        return ReplicasDiffer(
-            t_s=now_s,
-            step=self._key[1],
-            layer=layer,
-            odd=tuple(odd),
-            trusted=tuple(trusted),
-            is_sure=is_sure,
-        )
+            turn.note("error", "copies keep differing: their machines compute differently, and are compared no more")
+            return {}
+        return {each: frozenset(layers) for each, layers in sorted(distrusted.items())}

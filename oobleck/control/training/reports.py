@@ -235,8 +235,7 @@ class Reports:
         if recovery.phase is not Phase.TRAINING or message.generation != recovery.generations.current:
             return
         worker_ids = recovery.generations.plan.worker_ids
-        differing, distrusted = parts.replica_check.take(worker_id, message, worker_ids, turn.now_s)
-        turn.do(differing)
+        distrusted = parts.replica_check.take(turn, worker_id, message, worker_ids)
         if distrusted:
             parts.replanning.distrust(distrusted)
             nodes = tuple(sorted({holder.node for holder in distrusted}))
