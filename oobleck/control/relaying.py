@@ -1,13 +1,13 @@
-"""What agents know of relays: the shape of the tree, what a relay merges, and when one that is silent is left.
+"""Relays as agents know them: the shape of the tree, what a relay merges, and when agents leave a silent one.
 
-Who is whose child follows from their positions alone. With a fan-out of F, positions 0 to F - 1 speak to the master
-itself, and position p is the relay of F(p + 1) to F(p + 1) + F - 1. So nobody sends lists of who is below whom, and
-three levels have 33,824 positions for F = 32.
+The tree follows from positions alone. With a fan-out of F, positions 0 to F - 1 send to the master itself, and position
+p is the relay of F(p + 1) to F(p + 1) + F - 1. So no message lists who is below whom, and three levels have 33,824
+positions for F = 32.
 
-A relay passes equal messages on as one. Of a committed step the master needs to know once, though many say so: the
-first one is passed on. A heartbeat that wants no answer says only that its agent lives, so it becomes a part of one
-message for all. How long ago it was heard goes along, and leases are as exact as without relays. Other messages wait
-for a few milliseconds for their like. Of one agent all leave in the order in which they came.
+A relay passes equal messages on as one. The master needs one report of a committed step, so a relay passes on the
+first. A heartbeat that wants no answer says only that its agent lives, so it becomes part of one message for all, with
+its age: leases are as exact as without relays. Other messages wait a few milliseconds for equal ones. The messages of
+an agent keep their order.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from typing import NamedTuple
 from oobleck.control import protocol
 
 PATIENCE = 0.4
-"""A relay that is silent for this share of a lease is left, by its agents and by the master for them: its children are
-heard directly before a lease lapses."""
+"""After this share of a lease, agents leave a silent relay, and reach the master directly before the lease lapses."""
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
 _AGE_MS = 10
-"""Ages are rounded up to multiples of it: what was heard at about the same time is said together."""
+"""Ages are rounded up to multiples of it, so that agents heard at about the same time share a message."""
 
 
 def parent_of(position: int, fanout: int) -> int | None:
-    """Return the position of its relay; None for those that speak to the master."""
+    """Return the position of its relay; None if it sends to the master directly."""
     return None if position < fanout else position // fanout - 1
 
 
@@ -41,7 +40,7 @@ def children_of(position: int, fanout: int) -> range:
 
 
 def child_towards(position: int, target: int, fanout: int) -> int | None:
-    """Return the child of `position` that is `target` or leads to it; None where it is not below. O(depth)."""
+    """Return the child of `position` that is `target` or leads to it; None if it is not below. O(depth)."""
     at: int | None = target
     while at is not None and at > position:
         above = parent_of(at, fanout)
@@ -52,7 +51,7 @@ def child_towards(position: int, target: int, fanout: int) -> int | None:
 
 
 class _Said(NamedTuple):
-    """What some agents, or workers of theirs, have said alike."""
+    """A message that some agents, or their workers, have sent alike."""
 
     positions: tuple[int, ...]
     devices: tuple[int, ...]
@@ -61,21 +60,21 @@ class _Said(NamedTuple):
 
 
 class Gathering:
-    """Who was heard and what was said since `take` was last called."""
+    """The messages since `take` was last called, and which agents were heard."""
 
     def __init__(self, encode: Callable[[protocol.AgentMessage], bytes], *, passes_s: float) -> None:
-        """Who was heard is passed on every `passes_s` seconds."""
+        """`passes_s` is the interval in seconds at which to pass on which agents were heard."""
         self._encode = encode
         self._passes_s = passes_s
         self._heard_s: dict[int, float] = {}
         self._said: list[_Said] = []
         self._passed: dict[str, int] = {}
-        """Names of news that were passed on, and who said them."""
+        """The names of news that were passed on, with the child that sent them."""
         self.due_s = math.inf
-        """When `take` wants to be called; infinity for never."""
+        """When to call `take`; infinity for never."""
 
     def hear(self, position: int, message: protocol.AgentMessage, now_s: float) -> bool:
-        """Take in what an agent says to its relay; return whether it is to be passed on."""
+        """Take an agent's message; return whether it is to be passed on."""
         if isinstance(message, protocol.Heartbeat) and message.sequence is None:
             self._note_heard((position,), now_s, now_s)
         elif isinstance(message, protocol.FromWorker):
@@ -89,7 +88,7 @@ class Gathering:
         return True
 
     def pass_on(self, child: int, message: protocol.RelaySaid | protocol.RelayHeard, now_s: float) -> bool:
-        """Take in what another relay says to this one; return whether it is to be passed on."""
+        """Take another relay's message; return whether it is to be passed on."""
         match message:
             case protocol.RelaySaid(by=by, devices=devices, message=said, news=news):
                 if not self._is_new(child, news):
@@ -101,11 +100,11 @@ class Gathering:
         return True
 
     def source_of(self, news: str) -> int | None:
-        """Return which child has said these news first; None where that is not known any more."""
+        """Return which child sent this news first; None if that is forgotten."""
         return self._passed.get(news)
 
     def take(self, now_s: float) -> list[protocol.RelaySaid | protocol.RelayHeard]:
-        """Return what is to be passed on now; nothing before it is due."""
+        """Return what to pass on now; nothing before it is due."""
         if now_s < self.due_s:
             return []
         said = list(_merged(self._said))
@@ -113,7 +112,7 @@ class Gathering:
         return [*said, *([protocol.RelayHeard(heard=tuple(_by_age(heard, now_s)))] if heard else [])]
 
     def forget(self) -> None:
-        """What was passed on may be lost: it is new again."""
+        """Pass news on again that may be lost."""
         self._passed.clear()
 
     def _is_new(self, child: int, news: str) -> bool:
@@ -136,7 +135,7 @@ class Gathering:
 
 
 def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
-    """Put equal messages together; O(messages)."""
+    """Merge equal messages; O(messages)."""
     for together in _rounds(said):
         devices_of: defaultdict[tuple[bytes, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for each in together:
@@ -151,13 +150,13 @@ def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
 
 
 def _rounds(said: Iterable[_Said]) -> list[list[_Said]]:
-    """Cut what was said into rounds, in each of which an agent says one thing, perhaps by several of its workers.
+    """Divide messages into rounds, in each of which an agent sends one message, perhaps by several of its workers.
 
-    So merging within a round changes the order of no agent's words.
+    So merging within a round keeps the order of each agent's messages.
     """
     rounds: list[list[_Said]] = []
     latest: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
-    """By position: the round of its newest message, that message, and its devices that have said it."""
+    """The round of the newest message of each position, that message, and the devices that sent it."""
     for each in said:
         known = [latest[position] for position in each.positions if position in latest]
         at = max([_first_round(each, *newest) for newest in known], default=0)
@@ -171,7 +170,7 @@ def _rounds(said: Iterable[_Said]) -> list[list[_Said]]:
 
 
 def _first_round(said: _Said, number: int, frame: bytes, speakers: tuple[int, ...]) -> int:
-    """Return in which round a message may be, of one whose newest is in round `number`."""
+    """Return the first round for a message of an agent whose newest is in round `number`."""
     is_more_of_it = frame == said.frame and said.devices and not set(speakers).intersection(said.devices)
     return number if is_more_of_it else number + 1
 

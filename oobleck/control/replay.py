@@ -1,7 +1,7 @@
-"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up.
+"""All that a master computes from a run's journal, in one pass: its state, its views, its counts and its summary.
 
-What follows from the entries up to a place is a value that stands for all of them: `RunBooks.of_image(image)` and the
-entries after the image's place come to what all entries come to.
+An image stands for all entries up to a place: `RunBooks.of_image(image)` and the entries after that place lead to the
+same result as all entries.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from oobleck.control import journal
-from oobleck.control.training import Replay, ReplayedRun, ReplayImage
+from oobleck.control.training import ReplayedRun, ReplayImage
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
 
 
 @dataclass(slots=True, kw_only=True)
 class RunBooks:
-    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries.
+    """Follow a journal's entries, each in O(1) except plans, in space proportional to the nodes and recoveries.
 
     A value on the wire, as a part of its image.
     """
@@ -26,25 +26,24 @@ class RunBooks:
     metrics: journal.Metrics = field(default_factory=journal.Metrics)
     started: journal.JobStarted | None = None
     newest: journal.PlanAdopted | None = field(default=None, init=False)
-    """The newest plan."""
     furthest_step: int = 0
     """The newest step that was ever committed."""
     gone_nodes: set[str] = field(default_factory=set)
-    """Those that were lost or have left, and were not added again."""
+    """Nodes that were lost or have left, and were not added again."""
     _profiles: tuple[journal.ProfileKnown, ...] = ()
     _step: int = 0
     _saved: journal.CheckpointSaved | None = None
     _end: journal.JobEnded | None = None
-    _replay: Replay | None = field(default=None, init=False, compare=False)
+    _replay: ReplayedRun | None = field(default=None, init=False, compare=False)
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
-        """Continue from an image, which is used up. Raises PeerError for one that is none."""
+        """Continue from an image, and use it up. Raises PeerError for an invalid one."""
         books, plans = image.books, journal.PlanUnpacker().plans(image.plans)
         if books.started is None:
             raise PeerError("an image of a run that never started")
         books.newest = plans[-1] if plans else None
-        books._replay = Replay.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
+        books._replay = ReplayedRun.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
         books.account.started, books.account.newest = books.started, books.newest
         books.view.learn(books.started, books.newest)
         for entry in (books.started, *books._profiles, books.newest):
@@ -53,7 +52,7 @@ class RunBooks:
         return books
 
     def image(self) -> BooksImage | None:
-        """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
+        """Return all that the books know until the next entry, for `of_image`; None if the run has not started."""
         if self._replay is None:
             return None
         replay = self._replay.image()
@@ -61,13 +60,12 @@ class RunBooks:
         return BooksImage(books=self, replay=replace(replay, plans=()), plans=plans)
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)
         match entry:
             case journal.JobStarted():
-                self.started, self._replay = entry, Replay(entry)
+                self.started, self._replay = entry, ReplayedRun.begun(entry)
                 return
             case journal.ProfileKnown():
                 self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)
@@ -91,7 +89,7 @@ class RunBooks:
 
     @property
     def finished(self) -> FinishedRun | None:
-        """The run, where it has ended well, with all of its steps saved."""
+        """The run, if it has ended well with all of its steps saved."""
         end, saved = self._end, self._saved
         if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
             return None
@@ -100,7 +98,7 @@ class RunBooks:
         return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 
     def finish(self) -> ReplayedRun | None:
-        """Return the run as its journal has left it; None where it has ended, or never came to train.
+        """Return the run as its journal has left it; None if it has ended, or never trained.
 
         No entry follows.
         """
@@ -109,13 +107,13 @@ class RunBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksImage:
-    """All that books know, as it is written: plans, of which there may be many alike, stand apart."""
+    """Books as they are written, with their plans apart."""
 
     books: RunBooks
     replay: ReplayImage
     """Without its plans."""
     plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
-    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
+    """The plans of `replay`, each as a change of the one before; the last is the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +122,10 @@ class FinishedRun:
 
     job: JobSpec
     name: str
-    """Of its last checkpoint."""
     step: int
 
     def is_all_of(self, job: JobSpec) -> bool:
-        """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
+        """Whether it did what `job` asks for: the same model in the same place, trained at least as far."""
         same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
             job.tag,
             job.model,

@@ -1,15 +1,7 @@
-"""Whether a run trains as the script does by itself: what each of the two did, and what differs first.
+"""Whether a run trains as the script does by itself: the accounts of both, and their first difference.
 
-Within a step the order is that of causes: the samples, the loss of them, the gradients, the rate that they are applied
-with, and what the parameters are after that. So the first difference names where to look, and all that follows from it
-comes later.
-
-The script adds up a whole batch; a run adds up its microbatches, on several workers. So sums differ by rounding, which
-is relative to what is added up, and grows with the steps through the optimizer: Adam divides a gradient by its own
-size, so the error of a small gradient becomes as large as that of any other. Each bound is at least twenty times what
-scripts that are trained alike were seen to differ by, and far below what a mistake makes: a loss that is divided by
-another number of tokens differs by more than 1e-3, and a parameter that another one should follow, or that is frozen in
-one of the two, by all of its movement.
+Within a step, differences are in the order of causes: the samples, their loss, the gradients, the learning rate, and
+the resulting parameters. So the first difference shows where to look.
 """
 
 from __future__ import annotations
@@ -21,30 +13,30 @@ from dataclasses import dataclass, field
 from oobleck.job import JobSpec
 
 _NAMED = 3
-"""How many of several tensors or samples are named."""
+"""How many of several tensors or samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:
-    """One step: what its optimizer was given."""
+    """The inputs of one optimizer step."""
 
     step: int
     loss: float
     grad_norm: float
-    """The global norm of the gradients before they are clipped."""
+    """The global norm of the gradients before clipping."""
     learning_rate: float
     samples: tuple[int, ...] | None = None
-    """Numbers of the samples, in their order; None where they are not known."""
+    """The numbers of the samples, in their order; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainJob:
-    """What a process without Oobleck's machinery is to train."""
+    """A job for a process without Oobleck's machinery."""
 
     job: JobSpec
     num_steps: int
     directory: str
-    """What the script writes goes there, in place of its own `output_dir`."""
+    """Where the script writes, in place of its own `output_dir`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +45,17 @@ class PlainAccount:
 
     steps: tuple[StepAccount, ...] = ()
     samples_on_nodes: tuple[tuple[int, ...], ...] = ()
-    """The samples that a run takes in the same steps; empty where they are the same by definition."""
+    """The samples that a run takes in the same steps; empty if they are the same by definition."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Probabilities that were set to zero, by their names."""
+    """The probabilities that were set to zero, by name."""
     remarks: tuple[str, ...] = ()
-    """What else was made alike, because the two cannot be compared without it."""
+    """Other changes that make the two comparable."""
     output_dir: str = ""
     """The script's own, if it has one."""
     problem: str = ""
-    """Why the script failed; empty where it did not."""
+    """Why the script failed, or ''."""
     is_refused: bool = False
-    """Whether the problem is that this cannot be compared, and no fault of the script."""
+    """The problem is that the two cannot be compared, which is no fault of the script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +67,23 @@ class TensorsAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """How a parameter or a buffer of a run differs from the script's own."""
+    """The difference of a run's parameter or buffer from the script's own."""
 
     name: str
     step: int
-    """After which they are compared."""
+    """The step after which they are compared."""
     is_buffer: bool = False
     size: float = 0.0
     """The Euclidean norm of its values."""
     moved: float = 0.0
-    """The norm of what training has changed of it since the start, in the script by itself."""
+    """The norm of its change since the start, in the script by itself."""
     difference: float = 0.0
-    """The norm of the difference between the two."""
     largest: float = 0.0
     """The largest difference of one value."""
     is_noise: bool = False
-    """Whether its gradients are nothing but rounding errors, so that it may move anywhere."""
+    """Its gradients are only rounding errors, so that it may move anywhere."""
     problem: str = ""
-    """What is wrong with it apart from its values: it is missing, or has another shape."""
+    """What is wrong apart from the values: it is missing, or has another shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,44 +92,47 @@ class TensorsCompared:
 
     tensors: tuple[TensorDifference, ...] = ()
     steps: tuple[int, ...] = ()
-    """After which steps they were compared."""
     problem: str = ""
-    """Why no checkpoint could be read."""
+    """Why no checkpoint could be read, or ''."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Bounds, all of them relative."""
+    """Relative bounds."""
 
     loss: float
     grad_norm: float
     learning_rate: float = 1e-9
-    """It is computed in double precision in both."""
+    """Both compute it in double precision."""
     movement: float
-    """Of the norm of a parameter's difference, to the norm of its movement since the start."""
+    """For the norm of a parameter's difference, relative to the norm of its movement since the start."""
     rounding: float
-    """Of the norm of a difference, to the norm of all values: half a digit of each."""
+    """For the norm of a difference, relative to the norm of the values: half a digit of each."""
     noise: float
-    """Of a parameter's gradients to those of all parameters: below that they are rounding errors."""
+    """For a parameter's gradients, relative to those of all parameters: below it they are rounding errors."""
 
 
+# The script sums a whole batch; a run sums its microbatches, on several workers. So sums differ by rounding, which is
+# relative to the summands, and grows with the steps through the optimizer: Adam divides a gradient by its own size, so
+# the error of a small gradient becomes as large as that of any other. Each bound is at least twenty times the observed
+# difference of equal training, and far below that of a mistake: a loss divided by a wrong number of tokens differs by
+# more than 1e-3, and a parameter that is tied or frozen in only one of the two by all of its movement.
 _TOLERANCES: Mapping[str, Tolerance] = {
     "float64": Tolerance(loss=1e-6, grad_norm=1e-5, movement=1e-3, rounding=1e-12, noise=1e-12),
     "float32": Tolerance(loss=5e-5, grad_norm=1e-3, movement=2e-2, rounding=1e-6, noise=1e-6),
     "float16": Tolerance(loss=5e-3, grad_norm=5e-2, movement=0.3, rounding=1e-3, noise=1e-3),
     "bfloat16": Tolerance(loss=2e-2, grad_norm=0.1, movement=0.5, rounding=1e-2, noise=1e-2),
 }
-"""By the type that is computed in. transformers takes the loss of a float64 model in float32."""
+"""By the type of the computation. transformers takes the loss of a float64 model in float32."""
 
 
 def tolerance_of(dtype: str) -> Tolerance:
-    """Return the bounds for a job's `dtype`."""
     return _TOLERANCES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that differs by more than rounding."""
+    """A difference that exceeds rounding."""
 
     step: int
     what: str
@@ -148,15 +142,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that was compared."""
-
     theirs: tuple[StepAccount, ...]
-    """Of the script by itself."""
+    """The steps of the script by itself."""
     ours: tuple[StepAccount, ...]
-    """Of the run, as many."""
+    """The same steps of the run."""
     tensors: tuple[TensorDifference, ...]
     differences: tuple[Difference, ...]
-    """In the order of causes; none: the run trains as the script does."""
+    """In the order of causes; none if the run trains as the script does."""
 
     @property
     def are_equal(self) -> bool:
@@ -215,14 +207,14 @@ def _is_close(own: float, found: float, bound: float) -> bool:
 
 
 def _times(own: float, found: float) -> str:
-    """Say how many times as large a number is, where that may be what is wrong with it."""
+    """Return by which factor a number is too large, if that may be the mistake."""
     if not own or not math.isfinite(ratio := found / own) or abs(ratio - 1) < 0.01:
         return ""
     return f" ({ratio:.6g} times as large)"
 
 
 def _differing_tensors(tensors: Iterable[TensorDifference], tolerance: Tolerance) -> Iterator[Difference]:
-    """Of those that differ after a step, the worst first."""
+    """Yield those that differ after a step, the worst first."""
     wrong = [each for each in tensors if _is_wrong(each, tolerance)]
     wrong.sort(key=lambda each: (not each.problem, -_relative(each), each.name))
     for each in wrong:

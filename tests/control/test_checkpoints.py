@@ -472,6 +472,26 @@ def test_a_full_disk_is_told_loudly_and_tried_again_later() -> None:
     assert len(wanted(bench.commands, bench)) > before
 
 
+def test_a_save_that_takes_too_long_is_given_up_and_another_one_made_later() -> None:
+    """Half of its shares are never whole in memory."""
+    bench = training(CheckpointSpec(save_interval_s=20.0))
+    name = checkpoint_name(RUN, step=1, generation=1)
+    saved = SavedState(name=name, step=1, generation=1, saved_at="2026-02-01T00:00:01")
+    for step in range(1, 30):
+        bench.commit("n0", step)
+        if step == 1:
+            bench.say("n0", StateSaved(device=0, state=saved, layers=(0, 1), size_bytes=10, pause_s=0.25))
+        bench.beat_until(5.0 * step, "n0", "n1")
+        if step == 20:
+            assert (wanted(bench.commands, bench), bench.journal(SaveFailed)) == ([], []), "one is under way"
+    assert "was not complete within 120 s" in texts(bench)
+    before = len(wanted(bench.commands, bench))
+    for step in range(30, 45):
+        bench.commit("n0", step)
+        bench.beat_until(5.0 * step, "n0", "n1")
+    assert len(wanted(bench.commands, bench)) == before + 1
+
+
 def test_a_save_that_lost_a_node_is_given_up_and_made_again() -> None:
     bench = training()
     save(bench, 5, until="in memory")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.control.events import Record, Turn
 from oobleck.control.journal import Evaluated, NodeLost, PlanAdopted, PlanCause, RecoveryStarted
 from oobleck.control.protocol import Evaluating, EvaluationDone, PlanUpdate
 from oobleck.control.steps.progress import Progress
@@ -106,7 +107,15 @@ def test_a_new_master_knows_what_was_evaluated_and_what_was_forgotten_with_a_che
 
 def test_what_is_evaluated_again_after_going_back_is_told_again():
     progress = Progress(Shape(num_nodes=3).job)
-    records = [*progress.evaluate(done(3), 0.0), *progress.evaluate(done(6), 0.0)]
+    turn = Turn(0.0)
+    progress.evaluate(turn, done(3))
+    progress.evaluate(turn, done(6))
     progress.go_back(4, generation=2)
-    records += [*progress.evaluate(done(3), 0.0), *progress.evaluate(done(6, loss=1.0), 0.0)]
-    assert [(record.entry.step, record.entry.loss) for record in records] == [(3, 2.0), (6, 2.0), (6, 1.0)]
+    progress.evaluate(turn, done(3))
+    progress.evaluate(turn, done(6, loss=1.0))
+    entries = [record.entry for record in turn.commands if isinstance(record, Record)]
+    assert [(entry.step, entry.loss) for entry in entries if isinstance(entry, Evaluated)] == [
+        (3, 2.0),
+        (6, 2.0),
+        (6, 1.0),
+    ]

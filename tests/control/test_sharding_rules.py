@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from oobleck.control.data.record_assigner import RecordAssigner
-from oobleck.control.data.sharding import STEPS_AHEAD, DataEffects, Sharding, ShardRemains
-from oobleck.control.events import Record, Send, SendAll
+from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
+from oobleck.control.events import Record, Send, SendAll, Turn
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.journal.data_view import DataView
 from oobleck.control.protocol import (
@@ -47,7 +48,7 @@ class Bench:
         self.entries: list[object] = []
 
     def begin(self, *, generation: int = 1, boundary: int = 0, position: DataPosition | None = None) -> int:
-        self.carry_out(self.sharding.know(NAMES, 0.0))
+        self.carry_out(lambda turn: self.sharding.know(turn, NAMES))
         return self.update(generation=generation, boundary=boundary, position=position)
 
     def update(self, *, generation: int, boundary: int, position: DataPosition | None = None) -> int:
@@ -61,17 +62,19 @@ class Bench:
         )
         if position:
             self.progress.go_back(boundary, generation=generation)
-        self.carry_out(self.sharding.follow(update, 0.0, position=position))
+        self.carry_out(lambda turn: self.sharding.follow(turn, update, position=position))
         return self.sharding.assignment_version
 
     def go_on(self, *, now_s: float = 0.0) -> list[object]:
         """Let it go on; returns what it says to workers."""
-        return self.carry_out(self.sharding.go_on(1, now_s, save=False))
+        return self.carry_out(lambda turn: self.sharding.go_on(turn, 1, save=False), now_s)
 
-    def carry_out(self, effects: DataEffects) -> list[object]:
-        """Do what the coordinator does with them; returns what is sent to workers."""
+    def carry_out(self, call: Callable[[Turn], None], now_s: float = 0.0) -> list[object]:
+        """Do what the coordinator does with the effects of a call; returns what is sent to workers."""
         said: list[object] = []
-        for effect in effects:
+        turn = Turn(now_s)
+        call(turn)
+        for effect in turn.commands:
             match effect:
                 case Record(entry=entry):
                     self.entries.append(entry)
@@ -96,7 +99,7 @@ class Bench:
             for want in survey.wants
         )
         answer = ScanAnswer(device=0, request=survey.request, found=found)
-        self.carry_out(self.sharding.surveyed(worker_id, answer, 0.0))
+        self.carry_out(lambda turn: self.sharding.surveyed(turn, worker_id, answer))
 
     def commit(self, step: int) -> None:
         record = CommitRecord(
@@ -110,7 +113,7 @@ class Bench:
             samples_missing=0,
             duration_s=0.1,
         )
-        assert self.progress.commit(record, 0.0)
+        assert self.progress.commit(Turn(0.0), record)
         self.sharding.committed(step)
 
     def asked(self, survey: ScanRequest) -> WorkerId:
@@ -176,7 +179,7 @@ def test_a_failure_of_an_older_generation_changes_nothing():
     bench = Bench()
     bench.begin(generation=5)
     failed = RecordsFailed(device=0, generation=4, shard=0, position=0, problem="broken")
-    bench.sharding.failed(5, failed, 0.0)
+    bench.sharding.failed(Turn(0.0), 5, failed)
     assert bench.sharding.num_late == 1
     assert not bench.sharding.takes_regrouping(0.0)
 
@@ -192,7 +195,7 @@ def test_the_third_failure_puts_a_shard_in_quarantine_and_deals_anew_without_it(
     for attempt, wait_s in ((1, 1.0), (2, 2.0), (3, 0.0)):
         now_s = 10.0 * attempt
         failed = RecordsFailed(device=0, generation=attempt, shard=shard, position=4, problem="broken")
-        bench.carry_out(bench.sharding.failed(attempt, failed, now_s))
+        bench.carry_out(partial(bench.sharding.failed, generation=attempt, message=failed), now_s)
         assert bench.sharding.takes_regrouping(now_s) is (wait_s == 0.0)
         assert bench.sharding.takes_regrouping(now_s + wait_s) is (wait_s != 0.0)
         is_same = bench.sharding.can_finish(2, generation=attempt)
@@ -242,7 +245,7 @@ def test_a_new_master_deals_on_where_the_one_before_has_stopped():
         replayed.note(entry)
     successor = Bench()
     successor.sharding.restore(replayed)
-    told = successor.carry_out(successor.sharding.tell(PLACES[:1]))
+    told = successor.carry_out(lambda turn: successor.sharding.send_again(turn, PLACES[:1]))
     assert steps(told) == steps(said[:-1])
     survey = successor.survey(successor.go_on())
     successor.answer(survey, successor.asked(survey), (6, 6))
@@ -296,19 +299,21 @@ def test_answers_that_make_no_sense_break_the_protocol(found):
     bench.begin()
     survey = bench.survey(bench.go_on())
     with pytest.raises(PeerError):
-        bench.sharding.surveyed(bench.asked(survey), ScanAnswer(device=0, request=survey.request, found=(found,)), 0.0)
+        bench.sharding.surveyed(
+            Turn(0.0), bench.asked(survey), ScanAnswer(device=0, request=survey.request, found=(found,))
+        )
 
 
 def test_a_place_in_other_shards_is_no_place_in_these():
     bench = Bench()
-    bench.sharding.know(NAMES, 0.0)
+    bench.sharding.know(Turn(0.0), NAMES)
     assert bench.sharding.misfit(DataPosition(shards=digest_of_shards(NAMES))) is None
     assert "other shards" in (bench.sharding.misfit(DataPosition(shards=digest_of_shards(NAMES[::-1]))) or "")
 
 
 def test_a_run_that_has_read_all_is_told_from_one_that_has_not():
     bench = Bench(epochs=2)
-    bench.sharding.know(NAMES, 0.0)
+    bench.sharding.know(Turn(0.0), NAMES)
     assert bench.sharding.has_read_all(DataPosition(opened=4))
     assert not bench.sharding.has_read_all(DataPosition(opened=2))
     assert not bench.sharding.has_read_all(DataPosition(opened=4, open=(OpenShard(visit=3, next=1),)))

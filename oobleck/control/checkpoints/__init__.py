@@ -1,4 +1,4 @@
-"""Checkpoints: when to save, what has been saved, and which state to go back to."""
+"""Checkpoints: when to save, which saves are complete, and which state to go back to."""
 
 from __future__ import annotations
 

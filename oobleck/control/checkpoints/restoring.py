@@ -1,7 +1,7 @@
-"""Which checkpoint to go back to: the newest that all layers of can be read by those who are here.
+"""Which checkpoint to go back to: the newest of which the workers can read all layers.
 
-Workers are asked what they see, in memory and on disk; their answers are put together by name. A checkpoint of which
-a layer turns out to be broken is left out from then on, and the one before is taken.
+Workers are asked which states they see, in memory and on disk; their answers are combined by name. If a layer of a
+checkpoint turns out to be broken, the run goes back to the one before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control import protocol
-from oobleck.control.events import Record, Send, notice
+from oobleck.control.events import Turn
 from oobleck.planner import WorkerId
 
 
@@ -22,11 +22,11 @@ class KnownCheckpoint:
     step: int
     saved_at: str
     is_final: bool = False
-    """Of a run that had nothing more to train: it stays, whatever limit there is."""
+    """Its run had nothing more to train. It stays, whatever the limit."""
 
 
 def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
-    """Sort checkpoints from old to new, each once: those that a run continues from as they come, then its own."""
+    """Sort checkpoints from old to new, without repetition: first those that a run continues from, in their order."""
     others = {each.name: each for each in known if protocol.run_of(each.name) != run}
     own = {each.name: each for each in known if protocol.run_of(each.name) == run}
     return [*others.values(), *sorted(own.values(), key=lambda each: (protocol.generation_of(each.name), each.step))]
@@ -34,7 +34,7 @@ def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheck
 
 @dataclass(slots=True)
 class Candidate:
-    """A state that can be gone back to."""
+    """A state that a run can go back to."""
 
     name: str
     run: str
@@ -47,8 +47,6 @@ class Candidate:
     is_on_disk: bool = False
     held: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """The layers that each worker can read."""
-    in_memory: set[str] = field(default_factory=set)
-    """The nodes whose memory has some of it."""
 
     @property
     def restore(self) -> protocol.Restore:
@@ -59,54 +57,48 @@ class Candidate:
 
 
 class Restoring:
-    """The question under way, its answers, and what was found broken."""
+    """The question under way, its answers, and the broken checkpoints."""
 
     def __init__(self, *, run: str, directory: str | None) -> None:
-        """`directory`: where to look as well, a checkpoint or a directory of checkpoints."""
+        """`directory` is another place to look in: a checkpoint or a directory of checkpoints."""
         self._run = run
         self._directory = directory
         self._request = 0
         self._asked: frozenset[WorkerId] = frozenset()
         self._answers: dict[WorkerId, protocol.CheckpointsFound] = {}
         self._broken: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._origin: str | None = None
-        """The name of what this run began from: with all that is older, its own past."""
+        """The checkpoint that this run began from."""
 
-    def ask(self, worker_ids: Collection[WorkerId]) -> tuple[Send, ...]:
-        """Ask workers what they can restore."""
+    def ask(self, turn: Turn, worker_ids: Collection[WorkerId]) -> None:
+        """Ask workers which states they can restore."""
         self._request += 1
         self._asked = frozenset(worker_ids)
         self._answers = {}
-        return self._questions(self._asked)
+        self._send_question(turn, self._asked)
 
-    def ask_again(self, node: str) -> tuple[Send, ...]:
-        """Ask those of a node that have not answered once more: the question may be lost."""
+    def ask_again(self, turn: Turn, node: str) -> None:
+        """Repeat the question to the workers of a node that have not answered: it may be lost."""
         unanswered = self._asked - self._answers.keys()
-        return self._questions(worker_id for worker_id in unanswered if worker_id.node == node)
+        self._send_question(turn, (worker_id for worker_id in unanswered if worker_id.node == node))
 
-    def _questions(self, worker_ids: Iterable[WorkerId]) -> tuple[Send, ...]:
-        return tuple(
-            Send(
-                node=worker_id.node,
-                message=protocol.FindCheckpoints(
-                    device=worker_id.device, request=self._request, directory=self._directory
-                ),
+    def _send_question(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
+        for worker_id in sorted(worker_ids):
+            question = protocol.FindCheckpoints(
+                device=worker_id.device, request=self._request, directory=self._directory
             )
-            for worker_id in sorted(worker_ids)
-        )
+            turn.send(worker_id.node, question)
 
     def forget(self) -> None:
-        """Whatever was answered is not true any more."""
+        """Discard all answers."""
         self._asked, self._answers = frozenset(), {}
 
     def found(self, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
-        """Take an answer in."""
         if message.request == self._request:
             self._answers[worker_id] = message
 
     def is_asked(self, worker_ids: Collection[WorkerId]) -> bool:
-        """Whether all of these were asked."""
         return self._asked.issuperset(worker_ids)
 
     def is_answered(self, worker_ids: Collection[WorkerId]) -> bool:
@@ -114,55 +106,52 @@ class Restoring:
         return self._asked.issuperset(worker_ids) and self._answers.keys() >= set(worker_ids)
 
     def note_broken(self, name: str) -> None:
-        """A layer of this checkpoint cannot be used."""
+        """Leave this checkpoint out from now on: one of its layers cannot be used."""
         self._broken.add(name)
 
     def begin_from(self, name: str) -> None:
-        """The run continues from this checkpoint: it, and what is older, are its own past."""
+        """Note the checkpoint that the run continues from."""
         self._origin = self._origin or name
 
-    def report_problems(self, now_s: float) -> tuple[Record, ...]:
-        """Say what workers cannot use and why, each once in a run."""
-        said = {problem for answer in self._answers.values() for problem in answer.problems} - self._told
-        self._told |= said
-        return tuple(notice(now_s, "warning", f"cannot be used: {problem}") for problem in sorted(said))
+    def report_problems(self, turn: Turn) -> None:
+        """Report what workers cannot use and why, each problem once in a run."""
+        problems = {problem for answer in self._answers.values() for problem in answer.problems} - self._reported
+        self._reported |= problems
+        for problem in sorted(problems):
+            turn.note("warning", f"cannot be used: {problem}")
 
-    def known(self, candidate: Candidate | None) -> tuple[KnownCheckpoint, ...]:
-        """Of all that is complete in the run's own directory, what is its own past if it begins from `candidate`.
+    def complete(self, candidate: Candidate | None) -> tuple[list[KnownCheckpoint], list[str]]:
+        """Return the complete checkpoints in the run's own directory, if it begins from `candidate`.
 
-        What other runs have made there is theirs, and stays.
+        Those of its past come first, and then the names of other runs' checkpoints, which stay.
         """
-        past = self._past(candidate)
-        return tuple(
+        past, found = self._past(candidate), self._own_directory()
+        known = [
             KnownCheckpoint(name=each.name, step=each.step, saved_at=each.saved_at, is_final=each.is_final)
-            for each in self._own_directory()
+            for each in found
             if each.run in past
-        )
-
-    def others(self, candidate: Candidate | None) -> tuple[str, ...]:
-        """What other runs have made in the run's own directory, by name."""
-        past = self._past(candidate)
-        return tuple(sorted(each.name for each in self._own_directory() if each.run not in past))
+        ]
+        return known, sorted(each.name for each in found if each.run not in past)
 
     def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
-        """Saves in the run's own directory that were never finished, and never will be.
+        """Return the saves in the run's own directory that were never finished, and never will be.
 
-        Where the directory is not for this tag alone (`is_private`), others may be in the middle of a save there.
+        Unless the directory is for this tag alone (`is_private`), other runs may be in the middle of a save there.
         """
         past = self._past(candidate)
-        complete = {each.name for each in self._own_directory()}  # on another node's disk, maybe
+        complete = {each.name for each in self._own_directory()}  # It may be complete on another node's disk.
         names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
         return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
     def misfits(self) -> tuple[str, ...]:
-        """Complete checkpoints of this tag that are of another model, and why."""
+        """Return the complete checkpoints of this tag that are another model's, with the reasons."""
         return tuple(sorted({misfit for answer in self._answers.values() for misfit in answer.misfits}))
 
     def _own_directory(self) -> list[Candidate]:
         return [each for each in self._candidates() if each.is_on_disk and each.directory is None]
 
     def _past(self, candidate: Candidate | None) -> frozenset[str]:
-        """This run, and those that it continues from, one after the other."""
+        """Return this run, and those that it continues from, one after the other."""
         found = {each.run: each for each in reversed(self._candidates())}
         past, run = {self._run}, candidate.run if candidate else None
         while run is not None and run not in past:
@@ -172,24 +161,23 @@ class Restoring:
         return frozenset(past)
 
     def newest(self, num_layers: int) -> Candidate | None:
-        """For a run that begins: the newest state that is whole; of those where the user said, if he did."""
+        """Return the newest whole state for a run that begins; only from the user's directory, if there is one."""
         there = [each for each in self._usable(num_layers) if (each.directory is not None) >= bool(self._directory)]
         return there[0] if there else None
 
     def newest_of_this_run(self, num_layers: int) -> Candidate | None:
-        """For a run that has lost state: the newest of its own past that is whole."""
+        """Return the newest whole state of its own past, for a run that has lost its state."""
         names = [each.name for each in self._candidates()]
         past = set(names[: names.index(self._origin) + 1]) if self._origin in names else set()
         usable = self._usable(num_layers)
         return next((each for each in usable if each.run == self._run or each.name in past), None)
 
     def _usable(self, num_layers: int) -> Sequence[Candidate]:
-        """Newest first."""
         newest_first = reversed(self._candidates())
         return [each for each in newest_first if each.name not in self._broken and each.covers(num_layers)]
 
     def _candidates(self) -> list[Candidate]:
-        """All that anybody can read some of, the oldest first."""
+        """Return all states that any worker can read a part of, oldest first."""
         found: dict[str, Candidate] = {}
         for worker_id, answer in sorted(self._answers.items()):
             for state in answer.found:
@@ -200,8 +188,6 @@ class Restoring:
                 candidate.is_on_disk |= not state.in_memory
                 candidate.origin = candidate.origin or state.origin
                 candidate.is_final |= state.is_final
-                if state.in_memory:
-                    candidate.in_memory.add(worker_id.node)
                 candidate.directory = candidate.directory or state.directory
                 candidate.held[worker_id] = candidate.held.get(worker_id, frozenset()) | frozenset(state.layers)
         age = protocol.ages(found.values())

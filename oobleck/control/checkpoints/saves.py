@@ -1,9 +1,4 @@
-"""Saves: when, who saves which layer, what is there of one under way, and which can never be whole in memory.
-
-All save after the same step, each its own share. So a save is broken by the loss of a worker of its plan, and where a
-worker missed the commit of that step and caught up with it later. What was broken before any share of it was heard of
-is still broken then.
-"""
+"""Saves: when, which worker saves which layer, what has arrived of one, and which can never be whole in memory."""
 
 from __future__ import annotations
 
@@ -16,50 +11,47 @@ from oobleck.job import CheckpointSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
 _FIRST_SAVE_S = 60.0
-"""Before the cost of a save is known."""
+"""The interval before the cost of a save is known."""
 _LEAST_INTERVAL_S = 10.0
 _MOST_INTERVAL_S = 1800.0
 _PRIOR_FAILURE_S = 86_400.0
-"""Until a run has failures of its own to count, one that needs a checkpoint is taken to come once a day."""
+"""The time between failures that need a checkpoint, before a run has had any."""
 _DISK_SHARE = 0.5
-"""At most this share of the time is spent on writing to disk."""
+"""The largest share of the time to spend on writing to disk."""
 
 
 def best_interval_s(cost_s: float, mean_failure_s: float) -> float:
-    """The time between saves that costs least, in seconds.
+    """Return the time between saves that costs least, in seconds.
 
     A save costs `cost_s` of training, and a failure, one in `mean_failure_s` on average, half an interval of work: the
     sum is least at sqrt(2·cost·mean) (Young, "A first order approximation to the optimum checkpoint interval", CACM
-    1974; Daly, FGCS 2006, adds terms that matter only where the cost is near the mean).
+    1974; Daly, FGCS 2006, adds terms that matter only if the cost is near the mean).
     """
     return math.sqrt(2.0 * cost_s * mean_failure_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """What has been seen of saves and failures so far, and what follows from it."""
+    """The costs of saves and the number of failures so far, and when they make the next save due."""
 
     spec: CheckpointSpec
     cost_s: float | None = None
-    """What the newest save cost training; None before the first. A copy beside training counts in full: it takes the
-    same memory's bandwidth."""
+    """The newest save's cost; None before the first. A copy during training counts, because it takes memory
+    bandwidth."""
     disk_s: float = 0.0
-    """How long it took until that save was on the disk."""
+    """The time until that save was on disk."""
     num_failures: int = 0
-    """That needed a checkpoint."""
+    """Failures that needed a checkpoint."""
 
     def next_step(self, last_step: int) -> int | None:
-        """The step to save after, when steps are counted; None when time is.
-
-        Left to itself, a run saves after its first step: until then, it has nothing to go back to.
-        """
+        """Return the step to save after, or None if time decides."""
         every = self.spec.save_steps
         if every is None and self.spec.save_interval_s is None and self.cost_s is None:
-            return last_step + 1
+            return last_step + 1  # Until its first save, a run has nothing to go back to.
         return None if every is None else (last_step // every + 1) * every
 
     def interval_s(self, now_s: float) -> float:
-        """Seconds from one save to the next, when time is counted."""
+        """Return the seconds from one save to the next, if time decides."""
         if self.spec.save_interval_s is not None:
             return self.spec.save_interval_s
         if self.cost_s is None:
@@ -72,14 +64,14 @@ class SavePolicy:
 def saving_shares(
     plan: ExecutionPlan, sizes: Sequence[int], *, lost: Collection[str] = (), rank: int = 0, degree: int = 1
 ) -> dict[WorkerId, tuple[int, ...]]:
-    """Deal the layers among their holders on nodes that are not lost; O(layers · holders).
+    """Distribute the layers among their holders on nodes that are not lost; O(layers · holders).
 
     The largest layers are assigned first, each to the holder that has the least to save so far (Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum where each worker holds everything). Layers that
-    no worker holds any more are in no share.
+    Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum if each worker holds everything). Layers without
+    a holder are in no share.
 
-    Where `degree` devices share each stage, those of one `rank` share out their parts of the layers; the others do
-    alike, so that all parts of a layer are saved on one node.
+    If `degree` devices share each stage, this distributes the parts of one `rank`. The result is alike for all ranks,
+    so that all parts of a layer are saved on one node.
     """
     load: dict[WorkerId, int] = {}
     dealt: dict[WorkerId, list[int]] = {}
@@ -106,9 +98,11 @@ class Save:
     saved_at: str = ""
     position: DataPosition | None = None
     savers: dict[WorkerId, tuple[int, ...]] = field(default_factory=dict)
-    """Whose shares are whole in memory, and which layers these are."""
+    """The layers of each share that is whole in memory."""
+    in_memory: set[tuple[int, int]] = field(default_factory=set)
+    """Their layers and parts: devices that share a stage save a part each."""
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
-    """By layer and part: devices that share a stage save a part each."""
+    """The files on disk, by layer and part."""
     pause_s: float = 0.0
     copy_s: float = 0.0
     is_committing: bool = False
@@ -118,16 +112,13 @@ class Save:
     """Checkpoints that are too old once this one is complete."""
     committed: set[str] = field(default_factory=set)
 
-    def is_in_memory(self, num_layers: int, *, num_parts: int) -> bool:
-        parts = {(layer, worker_id.device % num_parts) for worker_id, layers in self.savers.items() for layer in layers}
-        return len(parts) == num_layers * num_parts
-
-    def is_written(self, num_layers: int, *, num_parts: int) -> bool:
-        return len(self.shards) == num_layers * num_parts
+    def note_share(self, worker_id: WorkerId, layers: tuple[int, ...], *, num_parts: int) -> None:
+        self.savers[worker_id] = layers
+        self.in_memory.update((layer, worker_id.device % num_parts) for layer in layers)
 
     @property
     def is_committed(self) -> bool:
-        """Whether all that wrote layers, and are still there, have the manifest: each may have a disk of its own."""
+        # Each node may have a disk of its own, so all writers that are left need the manifest.
         writers = {worker_id.node for worker_id in self.savers}
         return bool(self.committed) and writers & self.asked <= self.committed
 
@@ -137,33 +128,36 @@ class Save:
 
 
 class BrokenSaves:
-    """Knows saves by the generation and the step after which all were to save. What is whole already is not asked."""
+    """Saves that can never be whole in memory, known by their generation and step.
+
+    All save after the same step, each its own share. So the loss of a worker of its plan breaks a save, and so does a
+    worker that missed the commit of that step and caught up with it later, perhaps before any share is reported.
+    """
 
     def __init__(self) -> None:
         self._trained: dict[str, int] = {}
-        """By node: the newest generation in whose plan it had a part."""
+        """The newest generation in whose plan each node had a part."""
         self._generation, self._boundary = 0, 0
-        """The newest plan's, and the step with which it begins."""
+        """The newest plan's generation, and the step with which it begins."""
         self._broken_generation = 0
-        """The newest one in which a worker was lost, or missed a save."""
+        """The newest generation in which a worker was lost, or missed a save."""
         self._broken_finish = 0
-        """The newest one under whose order a step was finished by workers of which one was lost."""
+        """The newest generation under whose order workers finished a step before one of them was lost."""
 
     def plan_adopted(self, nodes: Iterable[str], *, generation: int, boundary: int) -> None:
-        """A plan is ordered for these nodes; its steps are those after `boundary`."""
+        """Note a plan for these nodes, whose steps begin after `boundary`."""
         self._generation, self._boundary = generation, boundary
         self._trained |= dict.fromkeys(nodes, generation)
 
     def worker_gone(self, node: str) -> None:
-        """A worker of a node is gone, whatever it had still to save."""
         if node not in self._trained:
-            return  # it has a share of nothing
+            return  # It has no share of any save.
         if self._trained[node] < self._generation:
-            self._broken_finish = self._generation  # the step that was finished under the order of the newest plan
+            self._broken_finish = self._generation  # It finished a step under the order of the newest plan.
         self.missed(self._trained[node])
 
     def missed(self, generation: int) -> None:
-        """A worker has not saved what all others did, in this generation or before."""
+        """Note that a worker has not saved in this generation or before."""
         self._broken_generation = max(self._broken_generation, generation)
 
     def has(self, generation: int, step: int) -> bool:

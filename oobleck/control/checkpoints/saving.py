@@ -1,39 +1,85 @@
-"""The saves of a run: when one is due, what is there of it, when it is complete, and which are too old.
+"""The saves of a run: when one is due, what has arrived of it, when it is complete, and which are too old.
 
-    due ── SaveState to all ──> wanted ── the first share is in memory ──> under way
-                                  ^                                         │ all layers on disk: CommitCheckpoint
-                                  └──── complete, or given up <─────────────┘
+    idle ── due: SaveState to all ──> wanted ── the first share is in memory ──> under way
+     ^                                                                              │
+     │                                               all layers on disk: CommitCheckpoint
+     └────────────────── complete, or given up <────────────────────────────────────┘
 
-A part of the coordinator's machine. Training never waits for it: what fails is said, and tried again later.
+Training never waits for a save: a failure is reported, and the next save tried later.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from oobleck.control import protocol
-from oobleck.control.events import Record, Send, notice
+from oobleck.control.events import Turn
 from oobleck.control.journal import CheckpointSaved, SaveFailed
 from oobleck.control.nodes import Membership
 from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, WorkerId
+from oobleck.planner import WorkerId
 
 from .restoring import Candidate, KnownCheckpoint, in_order
 from .saves import BrokenSaves, Save, SavePolicy
 
 _RETRY_S = 30.0
-"""After a save that failed, at least."""
+"""The least time from a failed save to the next."""
 _PATIENCE_S = 1800.0
-"""A save that is not complete by then never will be."""
+"""A save that is not complete by then is given up."""
 _COPY_PATIENCE_S = 120.0
-"""One that is not whole in memory by then never will be: a master that took over may not know of a lost share."""
+"""A save that is not whole in memory by then is given up: a master that took over may not know of a lost share."""
 _LOSSES_KEPT = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """No save is wanted yet."""
+
+    until_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """All workers were told to save after a step."""
+
+    step: int
+
+
+@dataclass(slots=True)
+class _Reached:
+    """The newest steps whose state has come this far."""
+
+    tried: int = 0
+    """A save has begun."""
+    in_memory: int = 0
+    """The state is, or was, whole in the nodes' memory."""
+    on_disk: int = 0
+    _shares: tuple[int, set[tuple[int, int]]] = field(default_factory=lambda: (0, set()))
+    """(newest step with shares in memory, their layers and parts)"""
+
+    def go_back(self, boundary: int, *, is_saving: bool) -> None:
+        """Training continues from a boundary, of which a save may be under way."""
+        is_kept = is_saving or self.on_disk >= boundary
+        self.tried = min(self.tried, boundary if is_kept else boundary - 1)
+        self.on_disk = min(self.on_disk, boundary)
+        self.in_memory = min(self.in_memory, boundary)
+        if self._shares[0] > boundary:
+            self._shares = (0, set())  # These steps are run again, and saved under other names.
+
+    def note_share(self, step: int, parts: Iterable[tuple[int, int]], *, num_parts: int) -> None:
+        """Note layers and parts in memory, of `num_parts` in all."""
+        if step > self._shares[0]:
+            self._shares = (step, set())
+        if step == self._shares[0]:
+            self._shares[1].update(parts)
+            if len(self._shares[1]) == num_parts:
+                self.in_memory = step
+
+
 class Saving:
-    """The policy, the saves under way, and the checkpoints that are complete."""
+    """The policy, the saves under way, and the complete checkpoints."""
 
     def __init__(
         self,
@@ -43,74 +89,62 @@ class Saving:
         run: str,
         reads_to_the_end: Callable[[protocol.DataPosition | None], bool],
     ) -> None:
-        """`reads_to_the_end` says whether data that grows no more is read at a position, so that the run is done."""
+        """`reads_to_the_end` says whether a position is the end of data that no longer grows."""
         self._job = job
         self._members = members
         self._run = run
-        self._num_parts = job.tensor_parallel
-        self._policy = SavePolicy(spec=job.checkpoint)
-        self._layer_names: tuple[str, ...] = ()
-        self._plan: ExecutionPlan | None = None
-        self._generation = 0
-        self._saves_first = False
-        """Whether its workers save the state with which they begin."""
-        self._last_step = 0
-        self._broken = BrokenSaves()
-        self._losses: dict[int, float] = {}
-        self._wanted: int | None = None
-        """The step after which all were to save."""
-        self._saves: dict[str, Save] = {}
-        self._tried_step = 0
-        """The newest step after which a save has begun."""
-        self._origin: str | None = None
         self._reads_to_the_end = reads_to_the_end
-        self._saved_step = 0
-        """The newest step of which there is a checkpoint on disk."""
-        self._in_memory: tuple[int, set[tuple[int, int]]] = (0, set())
-        """The newest step that shares in memory were heard of, and which layers and parts these are."""
-        self._memory_step = 0
-        """The newest step whose state is, or was, whole in the nodes' memory."""
+        self._origin: str | None = None
+        self._layer_names: tuple[str, ...] = ()
+        self._policy = SavePolicy(spec=job.checkpoint)
+        self._ordered: protocol.OrderedPlan | None = None
+        self._saves_first = False
+        """Whether the plan's workers save the state with which they begin."""
+        self._last_step = 0
+        self._losses: dict[int, float] = {}
+        self._next: _Idle | _Wanted = _Idle()
+        self._saves: dict[str, Save] = {}
+        self._reached = _Reached()
+        self._broken = BrokenSaves()
         self._failure = ""
-        """Why the newest save failed; empty after one that did not."""
+        """Why the newest save failed; empty if it did not."""
         self._given_up: set[str] = set()
         self.complete: list[KnownCheckpoint] = []
         """Oldest first."""
-        self.due_s = math.inf
-        """When time has a save made, or one under way given up."""
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the user wants it, and all workers have a place to save in."""
+        """Whether the user wants checkpoints, and all workers have a place for them."""
         return self._job.checkpoint.enabled and self._members.all_save
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is under way, and a save after the newest step has come to an end, good or bad."""
-        return (not self._saves and self._tried_step >= self._last_step) or not self.is_enabled
+        """Whether no save is under way, and one of the newest step is over, successful or not."""
+        return (not self._saves and self._reached.tried >= self._last_step) or not self.is_enabled
 
     @property
     def is_behind(self) -> bool:
-        """The newest step is not saved, and no save of it is under way."""
-        return self._tried_step < self._last_step and self.is_enabled
+        """Whether the newest step is not saved, and no save of it is under way."""
+        return self._reached.tried < self._last_step and self.is_enabled
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether missing reports may still show that the newest state is whole in memory."""
+        return self.is_enabled and self._reached.in_memory < self._last_step
 
     @property
     def lacking(self) -> str | None:
-        """Say that the newest step is not on disk, why, and what to do; None where it is, or is not wanted there."""
-        if not self._job.checkpoint.enabled or self._saved_step >= self._last_step:
+        """Why the newest step is not on disk, and what to do; None if it is, or need not be."""
+        if not self._job.checkpoint.enabled or self._reached.on_disk >= self._last_step:
             return None
         if not self.is_enabled and not self._failure:
-            return None  # these workers never save
+            return None  # These workers never save.
         why = self._failure or "its save has not come to an end"
         return f"step {self._last_step} is NOT SAVED: {why}; {self._what_is_left}"
 
     @property
-    def may_be_in_memory(self) -> bool:
-        """Whether it is not known yet if the newest state is whole in memory: reports of shares may be missing."""
-        return self.is_enabled and self._memory_step < self._last_step
-
-    @property
     def _what_is_left(self) -> str:
-        if self._memory_step >= self._last_step:
+        if self._reached.in_memory >= self._last_step:
             return (
                 "its state stays in the shared memory of the nodes until they are turned off: make room, and give the "
                 "same command again, which writes it"
@@ -120,342 +154,299 @@ class Saving:
             return f"the same command continues from the checkpoint of step {step}, once what failed is mended"
         return "nothing is left of what was trained: mend what failed, and begin again"
 
+    @property
+    def due_s(self) -> float:
+        """When to call `handle_deadline`; infinity for never."""
+        if self._saves:
+            return min(save.began_s + self._patience_s(save) for save in self._saves.values())
+        return self._next.until_s if isinstance(self._next, _Idle) else math.inf
+
     # --- what happens ----------------------------------------------------------------------------------------
 
     def begin_from(self, origin: str) -> None:
-        """The run continues from this checkpoint: its own will say so."""
+        """Name this checkpoint as the run's origin in its manifests."""
         self._origin = self._origin or origin
 
     def begin(self, layer_names: Sequence[str]) -> None:
-        """Training begins, or is taken over."""
         self._layer_names = tuple(layer_names)
 
-    def know(self, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> tuple[Send, ...]:
-        """Note what lies in the directory from before; what was never finished is removed."""
+    def know(self, turn: Turn, complete: Sequence[KnownCheckpoint], unfinished: Sequence[str] = ()) -> None:
+        """Note existing checkpoints, and remove unfinished ones."""
         self.complete = in_order((*self.complete, *complete), run=self._run)
-        return self._remove(name for name in unfinished if name not in self._saves)
+        self._remove(turn, [name for name in unfinished if name not in self._saves])
 
-    def order_made(self, update: protocol.PlanUpdate, now_s: float) -> tuple[Record | Send, ...]:
+    def order_made(self, turn: Turn, update: protocol.PlanUpdate) -> None:
         """Note an order. A worker that missed a commit or an order did not save, so that save never completes."""
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
-        if self._saves_first:
-            self._broken.missed(self._generation)
-        return self._give_up_broken("another plan came before all had saved", now_s)
+        if self._saves_first and self._ordered is not None:
+            self._broken.missed(self._ordered.generation)
+        self._give_up_broken(turn, "another plan came before all had saved")
 
     def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
-        """Whether the state with which an order begins has to be saved by those who follow it: no step comes after."""
+        """Whether the workers must save the state with which an order begins, because no step follows it."""
         is_last = update.boundary >= self._job.max_steps and update.finish is None and update.restore is None
-        return is_last and self.is_enabled and self._saved_step < update.boundary
+        return is_last and self.is_enabled and self._reached.on_disk < update.boundary
 
-    def plan_adopted(
-        self,
-        plan: ExecutionPlan,
-        now_s: float,
-        *,
-        generation: int,
-        boundary: int,
-        redundant: bool,
-        saves: bool = False,
-    ) -> tuple[Send, ...]:
-        """Tell the workers of a new plan what is wanted; without redundancy that is a save, at once.
+    def plan_adopted(self, turn: Turn, ordered: protocol.OrderedPlan, *, redundant: bool, saves: bool = False) -> None:
+        """Ask the workers of a new plan for the next save: at once if the plan is not redundant.
 
         `saves`: they were ordered to save the state with which they begin.
         """
-        self._plan, self._generation, self._saves_first = plan, generation, saves
-        self._broken.plan_adopted(plan.nodes, generation=generation, boundary=boundary)
-        self._last_step = boundary
-        is_kept = self._saved_step >= boundary or any(save.step == boundary for save in self._saves.values())
-        self._tried_step = min(self._tried_step, boundary if is_kept else boundary - 1)
-        self._saved_step = min(self._saved_step, boundary)
-        self._memory_step = min(self._memory_step, boundary)
-        if self._in_memory[0] > boundary:
-            self._in_memory = (0, set())  # the steps since are run again, under other names
-        if not self.is_enabled:
-            return ()
-        if not redundant:
-            self._wanted = boundary + 1
-        return self._arm(now_s) if self._wanted is None else self._orders(self._wanted)
+        self._ordered, self._saves_first, self._last_step = ordered, saves, ordered.boundary
+        self._broken.plan_adopted(ordered.plan.nodes, generation=ordered.generation, boundary=ordered.boundary)
+        is_saving = any(save.step == ordered.boundary for save in self._saves.values())
+        self._reached.go_back(ordered.boundary, is_saving=is_saving)
+        if self.is_enabled and not redundant:
+            self._next = _Wanted(ordered.boundary + 1)
+        if isinstance(self._next, _Idle):
+            self._arm(turn, by_s=self._next.until_s)
+        elif self.is_enabled:
+            self._ask(turn, self._next.step)
 
     def step_done(self, record: protocol.CommitRecord) -> None:
-        """Note a committed step; one that all were to save after may have been missed."""
         self._last_step = record.step
         self._losses[record.step] = record.loss
         self._losses.pop(record.step - _LOSSES_KEPT, None)
 
     def note_saved(self, step: int) -> None:
-        """The state is that of a checkpoint on disk: it needs no other one."""
-        self._tried_step = max(self._tried_step, step)
-        self._saved_step = max(self._saved_step, step)
+        """Note that the state of a step is on disk, and needs no other save."""
+        self._reached.tried = max(self._reached.tried, step)
+        self._reached.on_disk = max(self._reached.on_disk, step)
 
-    def keep(self, candidate: Candidate, now_s: float) -> tuple[Send, ...]:
-        """See to it that the state which is gone back to is on disk."""
+    def keep(self, turn: Turn, candidate: Candidate) -> None:
+        """Make sure that the state which all went back to is on disk."""
         if candidate.is_on_disk:
             self.note_saved(candidate.step)
-            return ()
-        if self._is_final(candidate.step, candidate.position):
-            return self._rescue(candidate, now_s)
-        return self.save_now()
-
-    def _rescue(self, candidate: Candidate, now_s: float) -> tuple[Send, ...]:
-        """Have a state written that a run before has left in memory alone.
-
-        It is the state that this run begins from, and there is nothing more to train.
-        """
+            return
+        if not self._is_final(candidate.step, candidate.position):
+            self.save_now(turn)
+            return
+        # There is nothing more to train, so no worker will save: agents write what an earlier run left in memory.
         name, step = candidate.name, candidate.step
         generation = int(name.rpartition(".")[2])
-        save = Save(name, step, generation, now_s, saved_at=candidate.saved_at, position=candidate.position)
-        held = sorted(candidate.held.items())
-        save.savers = {worker_id: tuple(sorted(layers)) for worker_id, layers in held if layers}
+        save = Save(name, step, generation, turn.now_s, saved_at=candidate.saved_at, position=candidate.position)
+        for worker_id, layers in sorted(candidate.held.items()):
+            if layers:
+                save.note_share(worker_id, tuple(sorted(layers)), num_parts=self._num_parts)
         self._saves[name] = save
-        self._tried_step = max(self._tried_step, step)
-        self._memory_step = max(self._memory_step, step)
-        self.due_s = save.began_s + _PATIENCE_S
-        nodes = sorted({worker_id.node for worker_id in save.savers})
-        return tuple(Send(node=node, message=protocol.PersistState(name=name, step=step)) for node in nodes)
+        self._reached.tried = max(self._reached.tried, step)
+        self._reached.in_memory = max(self._reached.in_memory, step)
+        for node in sorted({worker_id.node for worker_id in save.savers}):
+            turn.send(node, protocol.PersistState(name=name, step=step))
 
     def take_over(self, generation: int) -> None:
-        """A master before may have heard of a loss up to this generation, and of shares that nobody has any more."""
+        """Give up saves up to this generation: an earlier master may have known of a loss or of lost shares."""
         self._broken.missed(generation)
-
-    def note_on_disk(self, step: int) -> None:
-        """A master before has heard that there is a checkpoint of this step."""
-        self.note_saved(min(step, self._last_step))
 
     def restored(self) -> None:
         """Count a failure that needed a checkpoint."""
         self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
 
-    def worker_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
-        """A worker is gone, its agent is not: what is whole in memory will be written all the same."""
+    def worker_lost(self, turn: Turn, node: str) -> None:
+        """Give up what the lost worker had still to copy; its agent writes what is whole in memory."""
         self._broken.worker_gone(node)
-        return self._give_up_broken(f"the worker of {node} was lost before all layers were in memory", now_s)
+        self._give_up_broken(turn, f"the worker of {node} was lost before all layers were in memory")
 
-    def node_lost(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
-        """A node is gone, with all that it had not written."""
-        return self.worker_lost(node, now_s) + self._agent_gone(node, f"{node} was lost", now_s)
+    def node_lost(self, turn: Turn, node: str) -> None:
+        self.worker_lost(turn, node)
+        self._agent_gone(turn, node, f"{node} was lost")
 
-    def node_left(self, node: str, now_s: float) -> tuple[Record | Send, ...]:
-        """A node has left as it was asked to, and may have left something unwritten."""
+    def node_left(self, turn: Turn, node: str) -> None:
+        """A drained node has left, perhaps before it had written its layers."""
         self._broken.worker_gone(node)
-        effects = self._give_up_broken(f"{node} left before all layers were in memory", now_s)
-        return effects + self._agent_gone(node, f"{node} left", now_s)
+        self._give_up_broken(turn, f"{node} left before all layers were in memory")
+        self._agent_gone(turn, node, f"{node} left")
 
-    def _give_up_broken(self, why: str, now_s: float) -> tuple[Record | Send, ...]:
+    def _give_up_broken(self, turn: Turn, why: str) -> None:
         saves = [save for save in self._saves.values() if self._broken.has(save.generation, save.step)]
-        broken = [save for save in saves if not self._is_whole(save)]
-        return tuple(effect for save in broken for effect in self._give_up(save.name, why, now_s, soon=True))
+        for save in saves:
+            if len(save.in_memory) < self._num_all_parts:
+                self._give_up(turn, save.name, why, soon=True)
 
-    def _is_whole(self, save: Save) -> bool:
-        return save.is_in_memory(len(self._layer_names), num_parts=self._num_parts)
-
-    def _agent_gone(self, node: str, why: str, now_s: float) -> tuple[Record | Send, ...]:
-        effects: list[Record | Send] = []
+    def _agent_gone(self, turn: Turn, node: str, why: str) -> None:
         for save in list(self._saves.values()):
             save.asked.discard(node)
             here = [worker_id for worker_id in save.savers if worker_id.node == node]
             if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
-                effects += self._give_up(save.name, f"{why} before it had written its layers", now_s, soon=True)
+                self._give_up(turn, save.name, f"{why} before it had written its layers", soon=True)
             elif save.is_committing and not save.asked | save.committed:
-                effects += self._give_up(save.name, f"{why} before it had written its manifest", now_s, soon=True)
+                self._give_up(turn, save.name, f"{why} before it had written its manifest", soon=True)
             else:
-                effects += self._complete_when_committed(save, now_s)
-        return tuple(effects)
+                self._complete_when_committed(turn, save)
 
-    def handle_deadline(self, now_s: float) -> tuple[Record | Send, ...]:
-        """Have a save made when one is due; give up what takes for ever."""
-        effects: list[Record | Send] = []
+    def handle_deadline(self, turn: Turn) -> None:
+        """Request a save when one is due; give up saves that take too long."""
         for save in list(self._saves.values()):
             patience_s = self._patience_s(save)
-            if now_s >= save.began_s + patience_s:
-                effects += self._give_up(save.name, f"it was not complete within {patience_s:g} s", now_s)
-        if not self._saves and self._wanted is None and now_s >= self.due_s and self._plan is not None:
-            effects += self.save_now()
-        else:
-            self._be_patient()
-        return tuple(effects)
+            if turn.now_s >= save.began_s + patience_s:
+                self._give_up(turn, save.name, f"it was not complete within {patience_s:g} s")
+        if not self._saves and turn.now_s >= self.due_s:
+            self._next = _Idle()
+            self.save_now(turn)
 
-    def _be_patient(self) -> None:
-        """Wait for the saves under way, if there are any, and for nothing else."""
-        self.due_s = min((save.began_s + self._patience_s(save) for save in self._saves.values()), default=math.inf)
-
-    def save_now(self) -> tuple[Send, ...]:
+    def save_now(self, turn: Turn) -> None:
         """Have the state saved after the next step."""
-        if not self.is_enabled or self._plan is None:
-            return ()
-        self._wanted = self._last_step + 1
-        self.due_s = math.inf
-        return self._orders(self._wanted)
+        if self.is_enabled and self._ordered is not None:
+            self._next = _Wanted(self._last_step + 1)
+            self._ask(turn, self._next.step)
 
-    # --- what workers and agents say -------------------------------------------------------------------------
+    # --- what workers and agents report ----------------------------------------------------------------------
 
-    def saved(self, worker_id: WorkerId, message: protocol.StateSaved, now_s: float) -> tuple[Record | Send, ...]:
-        """A share is whole in memory; its agent is writing it."""
-        state = message.state
-        self._note_in_memory(worker_id, message)
+    def saved(self, turn: Turn, worker_id: WorkerId, message: protocol.StateSaved) -> None:
+        """Note that a share is whole in memory; its agent is writing it."""
+        state, part = message.state, worker_id.device % self._num_parts
+        # Also of a save that was given up: its shares stay in memory.
+        shares = [(layer, part) for layer in message.layers]
+        self._reached.note_share(state.step, shares, num_parts=self._num_all_parts)
         if self._is_over(state.name):
-            return ()
+            return
         save = self._saves.get(state.name)
         if save is None:
-            save = Save(state.name, state.step, state.generation, now_s)
-            self._saves[state.name] = save
-            self._tried_step = max(self._tried_step, state.step)
-            self._be_patient()
+            save = self._saves[state.name] = Save(state.name, state.step, state.generation, turn.now_s)
+            self._reached.tried = max(self._reached.tried, state.step)
             if self._broken.has(state.generation, state.step):
-                why = "a worker was lost before all layers were in memory"
-                return self._give_up(state.name, why, now_s, soon=True)
-        if self._wanted is not None and state.step >= self._wanted:
-            self._wanted = None
-        save.savers[worker_id] = message.layers
+                self._give_up(turn, state.name, "a worker was lost before all layers were in memory", soon=True)
+                return
+        if isinstance(self._next, _Idle) or state.step >= self._next.step:
+            self._next = _Idle()
+        save.note_share(worker_id, message.layers, num_parts=self._num_parts)
         save.saved_at = max(save.saved_at, state.saved_at)
         save.position = state.position
         save.pause_s = max(save.pause_s, message.pause_s)
         save.copy_s = max(save.copy_s, message.copy_s)
-        return self._commit_when_written(save)
+        self._commit_when_written(turn, save)
 
-    def persisted(self, message: protocol.LayersPersisted) -> tuple[Send, ...]:
-        """A share is on disk."""
+    def persisted(self, turn: Turn, message: protocol.LayersPersisted) -> None:
+        """Note that a share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
             save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
-            return self._commit_when_written(save)
-        if message.name in self._given_up:
-            return self._remove([message.name])  # written after it was given up
-        return ()
+            self._commit_when_written(turn, save)
+        elif message.name in self._given_up:
+            self._remove(turn, [message.name])  # It was written after the save was given up.
 
-    def committed(self, node: str, message: protocol.CheckpointCommitted, now_s: float) -> tuple[Record | Send, ...]:
-        """A node has the manifest. The checkpoint is complete once all that wrote layers have: each may have a disk."""
+    def committed(self, turn: Turn, node: str, message: protocol.CheckpointCommitted) -> None:
+        """Note that a node has the manifest."""
         save = self._saves.get(message.name)
-        if save is None or not save.is_committing:
-            return ()  # what it told a master before this one
-        save.committed.add(node)
-        return self._complete_when_committed(save, now_s)
+        if save is not None and save.is_committing:  # Otherwise an earlier master asked the node.
+            save.committed.add(node)
+            self._complete_when_committed(turn, save)
 
-    def _complete_when_committed(self, save: Save, now_s: float) -> tuple[Record | Send, ...]:
+    def failed(self, turn: Turn, node: str, message: protocol.StateNotSaved) -> None:
+        """Give up a save of which a part has failed; training continues."""
+        if not message.name:  # The node has no place for checkpoints, so there will be none.
+            self._failure = f"{node}: {message.reason}"
+            turn.note("error", f"nothing can be saved: {self._failure}; training continues")
+        elif not self._is_over(message.name):
+            self._reached.tried = max(self._reached.tried, message.step)
+            self._saves.setdefault(message.name, Save(message.name, message.step, 0, turn.now_s))
+            self._give_up(turn, message.name, f"{node}: {message.reason}")
+
+    # --- from a save to a checkpoint -------------------------------------------------------------------------
+
+    def _commit_when_written(self, turn: Turn, save: Save) -> None:
+        """Send the manifest to all nodes that wrote layers, once all layers are on disk."""
+        if save.is_committing or len(save.shards) < self._num_all_parts or not save.savers:
+            return
+        save.is_committing = True
+        save.replaced = self._too_old(in_order((*self.complete, self._known(save)), run=self._run))
+        # The manifest names every file, so other nodes' disks have nothing to name. If none of the writers is left, all
+        # get it: they may share the directory.
+        agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
+        save.asked.update(agents & writers or agents)
+        message = protocol.CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
+        for node in sorted(save.asked):
+            turn.send(node, message)
+
+    def _complete_when_committed(self, turn: Turn, save: Save) -> None:
         if not save.is_committed:
-            return ()
+            return
         del self._saves[save.name]
-        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=now_s - save.began_s)
-        self.know([self._known(save)])
-        too_old = self._forget_old()
-        self._saved_step, self._failure = max(self._saved_step, save.step), ""
-        self._be_patient()
+        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=turn.now_s - save.began_s)
+        self.know(turn, [self._known(save)])
+        too_old = self._too_old(self.complete)
+        del self.complete[: -self._job.checkpoint.save_total_limit]
+        self._reached.on_disk, self._failure = max(self._reached.on_disk, save.step), ""
         entry = CheckpointSaved(
-            t_s=now_s,
+            t_s=turn.now_s,
             name=save.name,
             step=save.step,
             saved_at=save.saved_at,
             size_bytes=sum(shard.size_bytes for shard in save.shards.values()),
             pause_s=save.pause_s,
-            duration_s=now_s - save.began_s,
+            duration_s=turn.now_s - save.began_s,
         )
-        # Where another save was on its way too, more are too old by now than whoever has the manifest was told.
+        turn.record(entry)
+        # If two saves were under way, more are too old by now than the nodes with this manifest were told.
         told = save.asked if set(too_old) <= set(save.replaced) else set()
-        others = [node for node in self._agents if too_old and node not in told]
-        old = (Send(node=node, message=protocol.RemoveOld(names=too_old)) for node in others)
-        return (Record(entry=entry), *old, *self._arm(now_s))
+        for node in self._agents if too_old else ():
+            if node not in told:
+                turn.send(node, protocol.RemoveOld(names=too_old))
+        self._arm(turn)
 
-    def failed(self, node: str, message: protocol.StateNotSaved, now_s: float) -> tuple[Record | Send, ...]:
-        """A part of a save has failed, so the rest cannot be used. Training continues, and says so."""
-        if not message.name:  # a node has no place to save in, and there will be no save
-            self._failure = f"{node}: {message.reason}"
-            return (notice(now_s, "error", f"nothing can be saved: {self._failure}; training continues"),)
-        if self._is_over(message.name):
-            return ()
-        self._tried_step = max(self._tried_step, message.step)
-        self._saves.setdefault(message.name, Save(message.name, message.step, 0, now_s))
-        return self._give_up(message.name, f"{node}: {message.reason}", now_s)
-
-    # --- small things ----------------------------------------------------------------------------------------
-
-    def _note_in_memory(self, worker_id: WorkerId, message: protocol.StateSaved) -> None:
-        """Shares of a save that was given up are in memory all the same, and may come after it was."""
-        step, part = message.state.step, worker_id.device % self._num_parts
-        if step > self._in_memory[0]:
-            self._in_memory = (step, set())
-        if step == self._in_memory[0]:
-            self._in_memory[1].update((layer, part) for layer in message.layers)
-            if len(self._in_memory[1]) == len(self._layer_names) * self._num_parts:
-                self._memory_step = step
-
-    def _is_over(self, name: str) -> bool:
-        return name in self._given_up or any(known.name == name for known in self.complete)
-
-    def _remove(self, unfinished: Iterable[str]) -> tuple[Send, ...]:
-        """Have agents remove what is on disk of saves that will never be complete."""
-        message = protocol.RemoveUnfinished(names=tuple(sorted(unfinished)))
-        return tuple(Send(node=node, message=message) for node in self._agents) if message.names else ()
-
-    @property
-    def _agents(self) -> tuple[str, ...]:
-        """The nodes whose agents can be asked for something: they do so without workers, too."""
-        return tuple(member.spec.name for member in self._members.living if not member.is_dismissed)
-
-    def _orders(self, step: int) -> tuple[Send, ...]:
-        """Have the plan's workers save after a step."""
-        assert self._plan is not None
-        return tuple(
-            Send(node=worker_id.node, message=protocol.SaveState(device=worker_id.device, step=step))
-            for worker_id in self._plan.worker_ids
-            if self._members[worker_id.node].is_ready
-        )
-
-    def _arm(self, now_s: float, *, not_before_s: float = 0.0) -> tuple[Send, ...]:
-        """Settle when the next save is to be made; while one is under way, that is later."""
-        if not self.is_enabled or self._saves or self._plan is None or self._wanted is not None:
-            return ()
-        step = self._policy.next_step(self._last_step)
-        if step is None or not_before_s > now_s:
-            self.due_s = max(not_before_s, min(self.due_s, now_s + self._policy.interval_s(now_s)))
-            return ()
-        self._wanted = step
-        return self._orders(step)
-
-    def _give_up(self, name: str, why: str, now_s: float, *, soon: bool = False) -> tuple[Record | Send, ...]:
-        """Forget a save. `soon`: nothing speaks against the next one, once there is a plan again."""
+    def _give_up(self, turn: Turn, name: str, why: str, *, soon: bool = False) -> None:
+        """Give up a save. If `soon`, nothing speaks against the next one once there is a plan."""
         save = self._saves.pop(name)
         self._given_up.add(name)
         self._failure = why
         newest_step = self.complete[-1].step if self.complete else None
-        entry = SaveFailed(t_s=now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
-        told: tuple[Record | Send, ...] = (*self._remove([name]), Record(entry=entry))
-        self._be_patient()
+        entry = SaveFailed(t_s=turn.now_s, step=save.step, reason=why, newest_step=newest_step, is_our_doing=soon)
+        self._remove(turn, [name])
+        turn.record(entry)
         if soon:
-            self._wanted = self._last_step + 1
-            return told
-        return (*told, *self._arm(now_s, not_before_s=now_s + _RETRY_S))
+            self._next = _Wanted(self._last_step + 1)
+        else:
+            self._arm(turn, not_before_s=turn.now_s + _RETRY_S)
 
-    def _commit_when_written(self, save: Save) -> tuple[Send, ...]:
-        """Give the manifest to those who wrote layers. It names every file, and elsewhere there is nothing to name.
+    def _arm(self, turn: Turn, *, not_before_s: float = 0.0, by_s: float = math.inf) -> None:
+        """Schedule the next save, unless one is wanted or under way, after which this is called again."""
+        if not self.is_enabled or self._saves or self._ordered is None or isinstance(self._next, _Wanted):
+            return
+        step = self._policy.next_step(self._last_step)
+        if step is None or not_before_s > turn.now_s:
+            self._next = _Idle(max(not_before_s, min(by_s, turn.now_s + self._policy.interval_s(turn.now_s))))
+        else:
+            self._next = _Wanted(step)
+            self._ask(turn, step)
 
-        Where none of them is left, all get it: the directory may be one that all share.
-        """
-        is_written = save.is_written(len(self._layer_names), num_parts=self._num_parts)
-        if save.is_committing or not is_written or not save.savers:
-            return ()
-        save.is_committing = True
-        save.replaced = self._too_old(in_order((*self.complete, self._known(save)), run=self._run))
-        agents, writers = set(self._agents), {worker_id.node for worker_id in save.savers}
-        save.asked.update(agents & writers or agents)
-        message = protocol.CommitCheckpoint(manifest=self._manifest(save), remove=save.replaced)
-        return tuple(Send(node=node, message=message) for node in sorted(save.asked))
+    def _ask(self, turn: Turn, step: int) -> None:
+        assert self._ordered is not None
+        for worker_id in self._ordered.plan.worker_ids:
+            if self._members[worker_id.node].is_ready:
+                turn.send(worker_id.node, protocol.SaveState(device=worker_id.device, step=step))
+
+    def _remove(self, turn: Turn, unfinished: Sequence[str]) -> None:
+        for node in self._agents if unfinished else ():
+            turn.send(node, protocol.RemoveUnfinished(names=tuple(sorted(unfinished))))
+
+    # --- what follows from the state -------------------------------------------------------------------------
+
+    @property
+    def _agents(self) -> tuple[str, ...]:
+        # Agents serve without workers, too.
+        return tuple(member.spec.name for member in self._members.living if not member.is_dismissed)
+
+    @property
+    def _num_parts(self) -> int:
+        return self._job.tensor_parallel
+
+    @property
+    def _num_all_parts(self) -> int:
+        return len(self._layer_names) * self._num_parts
 
     def _patience_s(self, save: Save) -> float:
-        return _PATIENCE_S if self._is_whole(save) else _COPY_PATIENCE_S
+        return _PATIENCE_S if len(save.in_memory) == self._num_all_parts else _COPY_PATIENCE_S
 
-    def _known(self, save: Save) -> KnownCheckpoint:
-        return KnownCheckpoint(
-            name=save.name, step=save.step, saved_at=save.saved_at, is_final=self._is_final(save.step, save.position)
-        )
+    def _is_over(self, name: str) -> bool:
+        return name in self._given_up or any(known.name == name for known in self.complete)
 
     def _is_final(self, step: int, position: protocol.DataPosition | None) -> bool:
         return step >= self._job.max_steps or self._reads_to_the_end(position)
 
-    def _forget_old(self) -> tuple[str, ...]:
-        """Forget all that are older than those to keep; returns which of them no disk is to have any more."""
-        too_old = self._too_old(self.complete)
-        del self.complete[: -self._job.checkpoint.save_total_limit]
-        return too_old
+    def _known(self, save: Save) -> KnownCheckpoint:
+        is_final = self._is_final(save.step, save.position)
+        return KnownCheckpoint(name=save.name, step=save.step, saved_at=save.saved_at, is_final=is_final)
 
     def _too_old(self, complete: Sequence[KnownCheckpoint]) -> tuple[str, ...]:
         old = complete[: -self._job.checkpoint.save_total_limit]

@@ -1,38 +1,38 @@
-"""Which records a step takes: shards are opened in turn, and their records handed out once, in order.
+"""Which records a step takes: shards are opened in turn, and their records are taken once, in order.
 
     survey ──> records known ──> taken by a step ──> its commit        a step that is forgotten takes the same again
                                       │
                                       └── taken back (`go_back`): a checkpoint, or a shard in quarantine
 
-A pure machine: it is given what lies in shards (`found`), and asks for what it wants to know (`wants`). In the same
-order of calls it takes the same records; where shards do not grow, in any.
+It asks what lies in shards (`wants`), and gets the answers (`found`). The same order of calls takes the same records;
+if shards do not grow, any order does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from oobleck.control import protocol
 
 MAX_OPEN = 64
-"""Shards that are open at once; the position, which is stored with every state, names them all."""
+"""The most shards open at once. A state's position names them all."""
 MAX_LEFT = 32
-"""Shards in quarantine; more than that is no trouble with a shard."""
+"""The most shards in quarantine; if there are more, the shards are not the cause."""
 _SHOWN_CHARS = 120
-"""Of a problem that is stored with every state."""
+"""The length of a problem in a state's position."""
 _PREFETCHED = 8
-"""Shards that are looked into before they are opened."""
+"""How many shards to look into before they are opened."""
 _SURVEY_LIMIT = 4096
-"""Records that one answer reports, at most."""
+"""The most records in one answer."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of an open shard beyond what was taken."""
+    """The known records of an open shard that are not taken yet."""
 
     bounds: list[int]
     items: list[int] = field(default_factory=list)
-    """Predicted tokens of each record."""
+    """The predicted tokens of each record."""
     is_ended: bool = False
 
     @property
@@ -40,7 +40,7 @@ class _Known:
         return len(self.items)
 
     def take(self, count: int) -> tuple[list[int], int]:
-        """Take records; returns their bounds and how many tokens they predict."""
+        """Take records; returns their bounds and predicted tokens."""
         bounds, num_items = self.bounds[: count + 1], sum(self.items[:count])
         del self.bounds[:count]
         del self.items[:count]
@@ -49,7 +49,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What one step takes."""
+    """The records of one step."""
 
     runs: tuple[protocol.RecordRun, ...]
     num_items: int
@@ -59,7 +59,7 @@ class Taken:
 
 @dataclass(slots=True)
 class _Draft:
-    """The step that comes next, as far as its records are known."""
+    """The next step, as far as its records are known."""
 
     runs: list[tuple[int, list[int]]] = field(default_factory=list)
     """(visit, bounds)"""
@@ -75,52 +75,42 @@ class _Draft:
         self.num_items += num_items
 
 
+@dataclass(slots=True, eq=False)
 class RecordAssigner:
-    """The position after all that was taken, and what is known of the records that come next."""
+    """The position after all taken records, and the known records that follow.
 
-    def __init__(
-        self,
-        num_shards: int,
-        *,
-        seed: int,
-        batch: int,
-        chunk: int,
-        at_once: int,
-        epochs: int,
-        follows: bool,
-        items_per_record: int,
-    ) -> None:
-        """`batch` records are taken by a step, in chunks of one shard each as far as there are so many.
+    A step takes `batch` records, in chunks from one shard each if it has enough. `at_once` shards are open at a time.
+    """
 
-        `at_once` shards are open at a time. `follows`: shards grow, so that one that has nothing to give is passed by;
-        otherwise it is waited for, which makes what steps take a function of the shards alone.
-        """
-        self._num_shards = num_shards
-        self._seed = seed
-        self._batch = batch
-        self._chunk = chunk
-        self._at_once = at_once
-        self._num_visits = epochs * num_shards
-        self._follows = follows
-        self._items_per_record = items_per_record
-        self._barred: dict[int, str] = {}
-        """Shards in quarantine, and why."""
-        self._known: dict[int, _Known] = {}
-        """By visit, of those that are open or come next."""
-        self._draft = _Draft()
-        self._cursor = protocol.DataPosition()
-        """The position after the draft."""
+    num_shards: int
+    _: KW_ONLY
+    seed: int
+    batch: int
+    chunk: int
+    at_once: int
+    epochs: int
+    follows: bool
+    """Shards grow, and one with nothing to give is skipped. Otherwise it is waited for, so that the records of steps
+    are a function of the shards alone."""
+    items_per_record: int
+    _barred: dict[int, str] = field(default_factory=dict, init=False)
+    """The shards in quarantine, with the problem of each."""
+    _known: dict[int, _Known] = field(default_factory=dict, init=False)
+    """The open visits and those that come next."""
+    _draft: _Draft = field(default_factory=_Draft, init=False)
+    _cursor: protocol.DataPosition = field(default_factory=protocol.DataPosition, init=False)
+    """The position after the draft."""
 
     # --- where it is -------------------------------------------------------------------------------------------
 
     def go_back(self, position: protocol.DataPosition) -> None:
-        """Take back what was taken since."""
+        """Take back all records since this position."""
         self._cursor = position
         self._known.clear()
         self._draft = _Draft()
 
     def bar(self, shard: int, problem: str) -> None:
-        """Put a shard in quarantine: nothing more is taken of it."""
+        """Put a shard in quarantine: no step takes more of it."""
         self._barred.setdefault(shard, problem[:_SHOWN_CHARS])
 
     @property
@@ -129,20 +119,18 @@ class RecordAssigner:
 
     @property
     def is_over(self) -> bool:
-        """Every record was taken, but for those in quarantine."""
+        """Whether every record was taken, except those in quarantine."""
         self._settle()
         return self._is_read and not self._draft.num_records
 
     @property
     def left(self) -> tuple[protocol.LeftShard, ...]:
-        """What is in quarantine, by visits that have come to it."""
+        """The visits of shards in quarantine that were due."""
         self._settle()
         return self._cursor.left
 
-    # --- what lies in shards -----------------------------------------------------------------------------------
-
     def wants(self, num_records: int) -> tuple[protocol.ScanRange, ...]:
-        """Ask for what is needed to know of `num_records` records beyond those taken; empty where that is known."""
+        """Return the questions that have to be answered to know `num_records` records beyond those taken."""
         self._settle()
         missing = num_records - self._draft.num_records - sum(known.num_records for known in self._known.values())
         if missing <= 0:
@@ -150,7 +138,7 @@ class RecordAssigner:
         wants: dict[int, protocol.ScanRange] = {}
         for visit, start in self._next_visits():
             known = self._known.setdefault(visit, _Known([start]))
-            shard = visit % self._num_shards
+            shard = visit % self.num_shards
             if not known.is_ended and shard not in wants:
                 wants[shard] = protocol.ScanRange(
                     shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT)
@@ -158,41 +146,41 @@ class RecordAssigner:
         return tuple(wants.values())
 
     def found(self, found: protocol.ScanResult) -> bool:
-        """Take an answer in; False for one that does not continue what is known."""
+        """Note an answer; False if it does not continue what is known."""
         for visit, known in self._known.items():
-            is_its = visit % self._num_shards == found.shard
+            is_its = visit % self.num_shards == found.shard
             if is_its and not known.is_ended and found.bounds[0] == known.bounds[-1]:
                 known.bounds += found.bounds[1:]
-                known.items += found.items or [self._items_per_record] * (len(found.bounds) - 1)
+                known.items += found.items or [self.items_per_record] * (len(found.bounds) - 1)
                 known.is_ended = found.is_end
                 return True
         return False
 
     def _next_visits(self) -> list[tuple[int, int]]:
-        """The visits that are open, and some that come next, each with where it begins."""
+        """Return the open visits, and some that come next, with their positions."""
         opened = self._cursor.opened
-        coming = (self._visit_at(at) for at in range(opened, min(opened + _PREFETCHED, self._num_visits)))
-        wanted = [visit for visit in coming if visit % self._num_shards not in self._barred]
+        coming = (self._visit_at(at) for at in range(opened, min(opened + _PREFETCHED, self.epochs * self.num_shards)))
+        wanted = [visit for visit in coming if visit % self.num_shards not in self._barred]
         return [(shard.visit, shard.next) for shard in self._cursor.open] + [(visit, 0) for visit in wanted]
 
     # --- what steps take ---------------------------------------------------------------------------------------
 
     def take(self) -> Taken | None:
-        """Take the records of one more step; None where they are not all known, or there are none.
+        """Take the records of one more step; None if they are not all known, or there are none.
 
         O(records). The last step may have fewer.
         """
         self._settle()
-        while self._draft.num_records < self._batch and self._take_chunk():
+        while self._draft.num_records < self.batch and self._take_chunk():
             self._settle()
         is_last = self._is_read
         draft = self._draft
-        if not draft.num_records or (draft.num_records < self._batch and not is_last):
+        if not draft.num_records or (draft.num_records < self.batch and not is_last):
             return None
         self._draft = _Draft()
         return Taken(
             runs=tuple(
-                protocol.RecordRun(shard=visit % self._num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs
+                protocol.RecordRun(shard=visit % self.num_shards, bounds=tuple(bounds)) for visit, bounds in draft.runs
             ),
             num_items=draft.num_items,
             after=self._cursor,
@@ -201,11 +189,11 @@ class RecordAssigner:
 
     @property
     def _is_read(self) -> bool:
-        return not self._cursor.open and self._cursor.opened == self._num_visits
+        return not self._cursor.open and self._cursor.opened == self.epochs * self.num_shards
 
     def _take_chunk(self) -> bool:
-        """Move records from the shard whose turn it is to the draft; False where it has to be waited for."""
-        wanted = min(self._chunk, self._batch - self._draft.num_records)
+        """Move records from the shard whose turn it is to the draft; False if it has to be waited for."""
+        wanted = min(self.chunk, self.batch - self._draft.num_records)
         at = self._whose_turn(wanted)
         if at is None:
             return False
@@ -224,20 +212,20 @@ class RecordAssigner:
             known = self._known.get(shard.visit)
             count = 0 if known is None else known.num_records
             is_ended = known is not None and known.is_ended
-            if count and (count >= wanted or is_ended or self._follows):
+            if count and (count >= wanted or is_ended or self.follows):
                 return at
-            if not self._follows:
+            if not self.follows:
                 return None
         return None
 
     def _settle(self) -> None:
-        """Close what is read to its end, leave what is in quarantine, and open what comes next."""
+        """Close shards that are read, drop those in quarantine, and open the next ones."""
         cursor = self._cursor
         shards, left, opened = list(cursor.open), list(cursor.left), cursor.opened
         while True:
             for shard in list(shards):
                 known = self._known.get(shard.visit)
-                problem = self._barred.get(shard.visit % self._num_shards)
+                problem = self._barred.get(shard.visit % self.num_shards)
                 if known is not None and known.is_ended and not known.num_records:
                     shards.remove(shard)
                 elif problem is not None:
@@ -248,7 +236,7 @@ class RecordAssigner:
                 else:
                     continue
                 self._known.pop(shard.visit, None)
-            if len(shards) >= self._at_once or opened == self._num_visits:
+            if len(shards) >= self.at_once or opened == self.epochs * self.num_shards:
                 break
             shards.append(protocol.OpenShard(visit=self._visit_at(opened)))
             opened += 1
@@ -256,4 +244,4 @@ class RecordAssigner:
             self._cursor = replace(cursor, open=tuple(shards), left=tuple(left), opened=opened)
 
     def _visit_at(self, at: int) -> int:
-        return protocol.visit_at(at, self._num_shards, seed=self._seed)
+        return protocol.visit_at(at, self.num_shards, seed=self.seed)

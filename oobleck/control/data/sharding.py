@@ -1,11 +1,10 @@
-"""Shards in the run: who is asked what lies in them, which step takes what, and what happens when they cannot be read.
+"""Shards in the run: which worker is asked what lies in them, which step takes which records, and unreadable shards.
 
     a worker has answered ──> records known ──> assigned to steps ahead, and sent to all ──> committed with their steps
                                                      │
-        a plan goes back, or leaves a shard out:     └── assigned again, in another version
+        a plan goes back, or leaves a shard out:     └── assigned again, in another round
 
-A part of the coordinator's machine. What it assigns is in the journal before it is sent, so that a new master continues
-where the one before has stopped.
+Assignments are in the journal before they are sent, so that a new master continues with them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from oobleck.control import events, protocol
+from oobleck.control import protocol
+from oobleck.control.events import EndRun, SendAll, Turn
 from oobleck.control.journal import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
 from oobleck.control.steps import Progress
 from oobleck.errors import PeerError
@@ -25,23 +25,20 @@ from oobleck.planner import WorkerId
 from .record_assigner import MAX_LEFT, MAX_OPEN, RecordAssigner
 
 STEPS_AHEAD = 32
-"""Steps whose records are sent before they are begun: so many steps workers can run without a master."""
+"""How many steps ahead records are sent, and so how many steps workers can run without a master."""
 _ATTEMPTS = 3
-"""How often a shard is tried before it is in quarantine."""
+"""How often a shard is tried before it is quarantined."""
 _RETRY_S = 1.0
-"""After the first failure; after the second, twice that."""
+"""The wait after the first failure; it is twice as long after the second."""
 _ANSWER_S = 30.0
 """How long a worker may take to look into shards, before another one is asked."""
 _POLL_S = 0.25
-"""How often shards that grow are looked into while there is nothing new."""
-
-DataEffects = tuple[events.Command | events.EndRun, ...]
-"""What is to be done, in this order."""
+"""The time between two looks into growing shards that have nothing new."""
 
 
 @dataclass(slots=True)
 class ShardRemains:
-    """What a journal says of the shards. A value on the wire."""
+    """What a journal knows of the shards. A value on the wire."""
 
     names: tuple[str, ...] = ()
     placed: DataPlaced | None = None
@@ -49,7 +46,6 @@ class ShardRemains:
     barred: list[ShardQuarantined] = field(default_factory=list)
 
     def note(self, entry: DataEntry) -> None:
-        """Take the next entry in."""
         match entry:
             case ShardsKnown(names=names):
                 self.names = names
@@ -63,37 +59,65 @@ class ShardRemains:
                 self.barred.append(entry)
 
 
+@dataclass(slots=True)
+class _Round:
+    """The records of steps, as assigned from one position in the data on."""
+
+    version: int = 0
+    """0 before the first round."""
+    generation: int = 0
+    """The generation whose plan began the round."""
+    boundary: int = 0
+    position: protocol.DataPosition = field(default_factory=protocol.DataPosition)
+    """The position after the step `boundary`, with which the round begins."""
+    steps: dict[int, protocol.StepRecords] = field(default_factory=dict)
+    """The assigned steps, from the newest committed one on."""
+
+    @property
+    def last_step(self) -> int:
+        return max([*self.steps, self.boundary])
+
+    def position_after(self, step: int) -> protocol.DataPosition:
+        return self.position if step == self.boundary else self.steps[step].after
+
+
+@dataclass(slots=True)
+class _Survey:
+    """The newest question to a worker about what lies in shards."""
+
+    request: int = 0
+    asked: WorkerId | None = None
+    """The worker that has still to answer."""
+    answer_due_s: float = math.inf
+    asks_from_s: float = 0.0
+    """When the next question may be sent."""
+
+
 class Sharding:
-    """The assigner, what it has assigned to steps that are not committed, and the failures of shards."""
+    """The round of assignment in force, the survey of the shards, and their failures."""
 
     def __init__(self, job: JobSpec, progress: Progress, *, worker_ids: Callable[[], Iterable[WorkerId]]) -> None:
-        """`worker_ids` are the workers of the newest plan that can be spoken to; asked for where there is news."""
+        """`worker_ids` returns the reachable workers of the newest plan."""
         self._job = job
         self._progress = progress
         self._worker_ids = worker_ids
         self._names: tuple[str, ...] = ()
         self._assigner: RecordAssigner | None = None
-        self._assignment_version = 0
-        self._placed_generation = 0
-        """Steps of older generations' plans follow records that were taken back since."""
-        self._base = (0, protocol.DataPosition())
-        """(step, position) that the newest edition begins with."""
-        self._dealt: dict[int, protocol.StepRecords] = {}
-        """By step, of the newest edition; those before the newest committed one are forgotten."""
-        self._failures: dict[int, int] = {}
-        """How often each shard has failed since it was read last."""
-        self._must_deal_anew = False
-        self._is_dry = True
-        self._is_stopped = False
-        self._over_told: tuple[int, int] | None = None
-        """(generation, step) for which it was said that there are no more."""
-        self._request = 0
-        self._asked: WorkerId | None = None
-        self._answer_due_s = math.inf
-        self._asks_from_s = 0.0
+        self._round = _Round()
+        self._needs_reassignment = False
+        """The next plan begins another round, without the quarantined shards."""
         self._regroups_s = math.inf
+        """When all are to begin the step in flight again."""
+        self._survey = _Survey()
+        self._failures: dict[int, int] = {}
+        """How often each shard has failed since it was last read."""
+        self._has_no_records_left = True
+        """The step in flight has none yet, or never will."""
+        self._end_announced: tuple[int, int] | None = None
+        """(generation, step) for which workers were told that no step follows."""
+        self._is_stopped = False
         self.num_late = 0
-        """Reports that came too late to count."""
+        """Reports that arrived too late to count."""
         self.due_s = math.inf
 
     @property
@@ -103,36 +127,34 @@ class Sharding:
 
     # --- the shards are known ----------------------------------------------------------------------------------
 
-    def know(self, names: tuple[str, ...], now_s: float) -> tuple[events.Record, ...]:
-        """A worker is ready, and names the shards; they are the same on all nodes."""
-        if not self.is_on or self._names:
-            return ()
-        self._take_names(names)
-        return (events.Record(entry=ShardsKnown(t_s=now_s, names=names)),)
+    def know(self, turn: Turn, names: tuple[str, ...]) -> None:
+        """Note the names of the shards, which are the same on all nodes."""
+        if self.is_on and not self._names:
+            self._take_names(names)
+            turn.record(ShardsKnown(t_s=turn.now_s, names=names))
 
     def misfit(self, position: protocol.DataPosition | None) -> str | None:
-        """Why a checkpoint's place in the data means nothing here; None where it fits."""
+        """Why a checkpoint's position in the data means nothing here; None if it fits."""
         if not self.is_on or position is None or position.shards == protocol.digest_of_shards(self._names):
             return None
         return "the checkpoint was made with other shards; name the same data.shards, in the same order"
 
     def has_read_all(self, position: protocol.DataPosition | None) -> bool:
-        """Whether a run that ended there has nothing left to read."""
+        """Whether a run that ended at this position has nothing left to read."""
         if not self.is_on or position is None or position.left or position.open:
             return False
         return position.opened == self._job.data.epochs * len(self._names)
 
     def restore(self, replayed: ShardRemains) -> None:
-        """Continue from what a journal knows."""
+        """Continue from a journal."""
         if not self.is_on or replayed.placed is None:
             return
         self._take_names(replayed.names)
         assert self._assigner is not None
         placed = replayed.placed
-        self._assignment_version, self._placed_generation = placed.assignment_version, placed.generation
-        self._base = (placed.step, placed.position)
-        self._dealt = {records.step: records for records in replayed.dealt}
-        self._assigner.go_back(replayed.dealt[-1].after if replayed.dealt else placed.position)
+        steps = {records.step: records for records in replayed.dealt}
+        self._round = _Round(placed.assignment_version, placed.generation, placed.step, placed.position, steps)
+        self._assigner.go_back(self._round.position_after(self._round.last_step))
         for entry in replayed.barred:
             self._assigner.bar(self._names.index(entry.shard), entry.problem)
 
@@ -153,82 +175,81 @@ class Sharding:
     # --- plans -------------------------------------------------------------------------------------------------
 
     def can_finish(self, step: int, generation: int) -> bool:
-        """Whether a step in flight under a generation's plan can be finished as it was assigned."""
+        """Whether a step in flight under a generation's plan can be finished with its records."""
         if not self.is_on:
             return True
-        return step in self._dealt and generation >= self._placed_generation and not self._must_deal_anew
+        # Steps under older plans may follow records that were taken back since.
+        return step in self._round.steps and generation >= self._round.generation and not self._needs_reassignment
 
     @property
     def assignment_version(self) -> int:
-        """That of the newest plan's steps; 0 where the job's data is not in shards."""
-        return self._assignment_version
+        """The version that the newest plan's steps follow; 0 if the job's data is not in shards."""
+        return self._round.version
 
     def follow(
         self,
+        turn: Turn,
         update: protocol.PlanUpdate,
-        now_s: float,
         *,
         position: protocol.DataPosition | None,
         goes_back: bool = False,
-    ) -> tuple[events.Record, ...]:
-        """Note a plan that takes effect: `assignment_version` is the one that it follows.
+    ) -> None:
+        """Note a plan that takes effect, and begin another round if it needs one. Its order is sent afterwards.
 
-        `position` is that of the checkpoint that is gone back to; without one, who `goes_back` does to the beginning.
-        The order is sent after what this records.
+        `position` is that of the restored checkpoint; without one, a plan that `goes_back` begins with the data.
         """
         if not self.is_on:
-            return ()
-        placed: tuple[events.Record, ...] = ()
-        if goes_back or update.restore is not None or not self._assignment_version:
+            return
+        if goes_back or update.restore is not None or not self._round.version:
             start = position or protocol.DataPosition(shards=protocol.digest_of_shards(self._names))
-            placed = (self._begin_at(update, start.with_another_try(), now_s),)
-        elif self._must_deal_anew:
-            placed = (self._begin_at(update, self._position_after(update.boundary), now_s),)
-        self._must_deal_anew = False
+            self._begin_round(turn, update, start.with_another_try())
+        elif self._needs_reassignment:
+            self._begin_round(turn, update, self._round.position_after(update.boundary))
+        self._needs_reassignment = False
         self._regroups_s = math.inf
-        self._asked = None
-        self._over_told = None
-        return placed
+        # The new plan's workers know of no question, and of no end.
+        self._survey.asked = None
+        self._end_announced = None
 
-    def tell(self, worker_ids: Iterable[WorkerId]) -> tuple[events.SendAll, ...]:
-        """Tell workers again what the steps to come take."""
-        to_come = [records for step, records in sorted(self._dealt.items()) if step > self._progress.last_step]
-        hearers = tuple(worker_ids) if to_come else ()
-        return tuple(events.SendAll(worker_ids=hearers, message=records) for records in to_come)
+    def send_again(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
+        """Send workers the records of the next steps again."""
+        targets = tuple(worker_ids)
+        for step, records in sorted(self._round.steps.items()):
+            if step > self._progress.last_step:
+                turn.do((SendAll(worker_ids=targets, message=records),))
 
-    def _begin_at(self, update: protocol.PlanUpdate, position: protocol.DataPosition, now_s: float) -> events.Record:
+    def _begin_round(self, turn: Turn, update: protocol.PlanUpdate, position: protocol.DataPosition) -> None:
         assert self._assigner is not None
-        self._assignment_version += 1
-        self._placed_generation = update.generation
-        self._base = (update.boundary, position)
-        self._dealt.clear()
+        self._round = _Round(self._round.version + 1, update.generation, update.boundary, position)
         self._failures.clear()
         self._assigner.go_back(position)
-        entry = DataPlaced(
-            t_s=now_s,
-            generation=update.generation,
-            assignment_version=self._assignment_version,
-            step=update.boundary,
-            position=position,
+        turn.record(
+            DataPlaced(
+                t_s=turn.now_s,
+                generation=update.generation,
+                assignment_version=self._round.version,
+                step=update.boundary,
+                position=position,
+            )
         )
-        return events.Record(entry=entry)
 
-    def _position_after(self, step: int) -> protocol.DataPosition:
-        base_step, position = self._base
-        return position if step == base_step else self._dealt[step].after
+    # --- what workers report -----------------------------------------------------------------------------------
 
-    # --- what workers say --------------------------------------------------------------------------------------
-
-    def surveyed(self, worker_id: WorkerId, message: protocol.ScanAnswer, now_s: float) -> DataEffects:
-        """Take in what lies in shards; an answer to an older question is counted, and nothing else."""
+    def surveyed(self, turn: Turn, worker_id: WorkerId, message: protocol.ScanAnswer) -> None:
+        """Note what lies in shards; of an answer to an older question, only that it is late. Raises PeerError."""
         self._check(message)
-        if message.request != self._request or worker_id != self._asked:
-            return (self._note_late(now_s),)
-        self._asked = None
-        # In turn: what one of them takes in counts for the next.
-        found = [(self._take_found(each), self._take_failure(each, now_s)) for each in message.found]
-        self._asks_from_s = now_s if any(has_news for has_news, _ in found) else now_s + _POLL_S
-        return tuple(effect for _, failure in found for effect in failure)
+        if message.request != self._survey.request or worker_id != self._survey.asked:
+            self._note_late(turn)
+            return
+        self._survey.asked = None
+        assert self._assigner is not None
+        has_news = False
+        for found in message.found:
+            if found.problem is not None:
+                self._note_failure(turn, found.shard, found.bounds[0], found.problem)
+            elif self._assigner.found(found):
+                has_news |= len(found.bounds) > 1 or found.is_end
+        self._survey.asks_from_s = turn.now_s if has_news else turn.now_s + _POLL_S
 
     def _check(self, message: protocol.ScanAnswer) -> None:
         for found in message.found:
@@ -238,64 +259,56 @@ class Sharding:
             if found.items and len(found.items) != len(found.bounds) - 1:
                 raise PeerError(f"reports {len(found.items)} sizes of {len(found.bounds) - 1} records")
 
-    def _take_found(self, found: protocol.ScanResult) -> bool:
-        assert self._assigner is not None
-        is_new = found.problem is None and self._assigner.found(found)
-        return is_new and (len(found.bounds) > 1 or found.is_end)
-
-    def _take_failure(self, found: protocol.ScanResult, now_s: float) -> DataEffects:
-        return () if found.problem is None else self._note_failure(found.shard, found.bounds[0], found.problem, now_s)
-
-    def failed(self, generation: int, message: protocol.RecordsFailed, now_s: float) -> DataEffects:
-        """A worker cannot read a record of the step in flight: the step is begun again, without the shard at last."""
+    def failed(self, turn: Turn, generation: int, message: protocol.RecordsFailed) -> None:
+        """Begin the step in flight again: a worker cannot read a record. After some attempts, leave the shard out."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
         if message.generation != generation or not math.isinf(self._regroups_s):
-            return (self._note_late(now_s),)
-        effects = self._note_failure(message.shard, message.position, message.problem, now_s)
+            self._note_late(turn)
+            return
+        self._note_failure(turn, message.shard, message.position, message.problem)
         assert self._assigner is not None
         if message.shard in self._assigner.barred:
-            self._must_deal_anew, self._regroups_s = True, now_s
+            self._needs_reassignment, self._regroups_s = True, turn.now_s
         else:
-            self._regroups_s = now_s + self._failures[message.shard] * _RETRY_S
-        return effects
+            self._regroups_s = turn.now_s + self._failures[message.shard] * _RETRY_S
 
-    def _note_failure(self, shard: int, position: int, problem: str, now_s: float) -> DataEffects:
+    def _note_failure(self, turn: Turn, shard: int, position: int, problem: str) -> None:
         assert self._assigner is not None
         if shard in self._assigner.barred:
-            return ()
+            return
         self._failures[shard] = count = self._failures.get(shard, 0) + 1
         name = self._names[shard]
         if count < _ATTEMPTS:
-            text = f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}"
-            return (events.notice(now_s, "warning", text),)
+            turn.note("warning", f"{name} cannot be read ({count} of {_ATTEMPTS} attempts): {problem}")
+            return
         if len(self._assigner.barred) == MAX_LEFT:
-            text = f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}"
-            return (events.EndRun(exit_code=1, reason=text),)
+            turn.end(f"{MAX_LEFT} shards are in quarantine, and {name} cannot be read either: {problem}")
         self._assigner.bar(shard, problem)
-        return (events.Record(entry=ShardQuarantined(t_s=now_s, shard=name, position=position, problem=problem)),)
+        turn.record(ShardQuarantined(t_s=turn.now_s, shard=name, position=position, problem=problem))
 
-    def _note_late(self, now_s: float) -> events.Record:
+    def _note_late(self, turn: Turn) -> None:
         self.num_late += 1
-        return events.notice(now_s, "info", f"a report on the data came too late to count ({self.num_late} in all)")
+        turn.note("info", f"a report on the data came too late to count ({self.num_late} in all)")
 
     def lost(self, node: str) -> None:
-        """A node is gone: what it was asked, another one is."""
-        if self._asked is not None and self._asked.node == node:
-            self._asked = None
+        """Ask another worker what a lost one was asked."""
+        if self._survey.asked is not None and self._survey.asked.node == node:
+            self._survey.asked = None
 
-    # --- continuing -------------------------------------------------------------------------------------------
+    # --- continuing --------------------------------------------------------------------------------------------
 
     def committed(self, step: int) -> None:
-        """A step's records are done: nothing takes them again, unless all goes back."""
-        records = self._dealt.get(step)
-        for run in records.runs if records is not None else ():
+        """Note that a step's records are done."""
+        steps = self._round.steps
+        for run in steps[step].runs if step in steps else ():
             self._failures.pop(run.shard, None)
-        for old in [old for old in self._dealt if old < step]:
-            del self._dealt[old]
+        # The newest one stays: its position is where another round may begin.
+        for old in [old for old in steps if old < step]:
+            del steps[old]
 
     def stop(self) -> None:
-        """No further step is to be begun."""
+        """Let no further step begin."""
         self._is_stopped = True
 
     def takes_regrouping(self, now_s: float) -> bool:
@@ -305,113 +318,101 @@ class Sharding:
         self._regroups_s = math.inf
         return True
 
-    def go_on(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
-        """Deal what is known, ask for what is not, and say when there is no more. Called whenever anything happened.
+    def go_on(self, turn: Turn, generation: int, *, save: bool) -> None:
+        """Assign the known records, ask for others, and announce the end of the data. Call it after every event.
 
-        `save`: the newest state is not saved, and is to be if no step comes after it.
+        `save`: the newest state is not saved, and has to be if no step follows it.
         """
-        if not self._assignment_version or self._assigner is None:
-            return ()
-        dealt = () if self._is_stopped else self._deal(self._assigner, now_s)
-        last = self._last_dealt
-        is_dry = last <= self._progress.last_step < self._job.max_steps
-        if is_dry and (self._is_stopped or self._assigner.is_over):
-            over = self._say_over(generation, now_s, save=save)
+        assigner = self._assigner
+        if not self._round.version or assigner is None:
+            return
+        if not self._is_stopped:
+            self._assign(turn, assigner)
+        is_dry = self._round.last_step <= self._progress.last_step < self._job.max_steps
+        if is_dry and (self._is_stopped or assigner.is_over):
+            self._announce_end(turn, generation, save=save)
         else:
-            over = ()
-            self._expect(now_s, is_dry=is_dry)
-        return (*dealt, *over, *self._survey(self._assigner, last, now_s))
+            was_dry, self._has_no_records_left = self._has_no_records_left, is_dry
+            if is_dry:
+                self._progress.expect(math.inf, turn.now_s)  # A step without records does not hang.
+            elif was_dry:  # It may be the first of its plan.
+                self._progress.expect(self._job.control.start_timeout_s, turn.now_s)
+        self._ask(turn, assigner)
 
     @property
-    def _last_dealt(self) -> int:
-        return max([*self._dealt, self._base[0]])
+    def _furthest_step(self) -> int:
+        """The last step whose records may be sent by now."""
+        return min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps)
 
-    def _deal(self, assigner: RecordAssigner, now_s: float) -> DataEffects:
-        effects: list[events.Record | events.SendAll] = []
-        last = self._last_dealt
-        while last < min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps):
+    def _assign(self, turn: Turn, assigner: RecordAssigner) -> None:
+        while self._round.last_step < self._furthest_step:
             taken = assigner.take()
             if taken is None:
-                break
-            last += 1
+                return
             records = protocol.StepRecords(
                 device=0,
-                assignment_version=self._assignment_version,
-                step=last,
+                assignment_version=self._round.version,
+                step=self._round.last_step + 1,
                 runs=taken.runs,
                 num_items=taken.num_items,
                 after=taken.after,
                 is_last=taken.is_last,
             )
-            self._dealt[last] = records
-            entry = RecordsDealt(t_s=now_s, records=records)
-            effects += (
-                events.Record(entry=entry),
-                events.SendAll(worker_ids=tuple(self._worker_ids()), message=records),
-            )
-        return tuple(effects)
+            self._round.steps[records.step] = records
+            # The journal comes first, so that a new master continues with these records.
+            turn.record(RecordsDealt(t_s=turn.now_s, records=records))
+            turn.do((SendAll(worker_ids=tuple(self._worker_ids()), message=records),))
 
-    def _expect(self, now_s: float, *, is_dry: bool) -> None:
-        """A step that has no records does not hang; after the last one, all are to say that they have finished."""
-        was_dry, self._is_dry = self._is_dry, is_dry
-        if is_dry:
-            self._progress.expect(math.inf, now_s)
-        elif was_dry:  # it may be the first of its plan
-            self._progress.expect(self._job.control.start_timeout_s, now_s)
-
-    def _say_over(self, generation: int, now_s: float, *, save: bool) -> DataEffects:
+    def _announce_end(self, turn: Turn, generation: int, *, save: bool) -> None:
         step = self._progress.last_step
-        if self._over_told == (generation, step):
-            return ()
-        self._over_told = (generation, step)
+        if self._end_announced == (generation, step):
+            return
+        self._end_announced = (generation, step)
         over = protocol.RecordsOver(
             device=0,
-            assignment_version=self._assignment_version,
+            assignment_version=self._round.version,
             step=step,
             generation=generation,
-            position=self._position_after(step),
+            position=self._round.position_after(step),
             save=save,
         )
-        # All are to say that they have finished.
-        self._progress.expect(self._job.control.start_timeout_s, now_s)
-        return (events.SendAll(worker_ids=tuple(self._worker_ids()), message=over),)
+        # All are to report that they have finished.
+        self._progress.expect(self._job.control.start_timeout_s, turn.now_s)
+        turn.do((SendAll(worker_ids=tuple(self._worker_ids()), message=over),))
 
-    def _survey(self, assigner: RecordAssigner, last: int, now_s: float) -> tuple[events.Send, ...]:
-        """Have one worker look into shards, if not enough is known."""
-        question: tuple[events.Send, ...] = ()
-        if self._asked is not None and now_s >= self._answer_due_s:
-            self._asked = None
-            if self._is_dry:
-                self._regroups_s = now_s  # nothing else would show that it is stuck: a fence does
-        if self._asked is None:
-            left = min(self._progress.last_step + STEPS_AHEAD, self._job.max_steps) - last
+    def _ask(self, turn: Turn, assigner: RecordAssigner) -> None:
+        """Have one worker look into shards, if too few records are known."""
+        survey, now_s = self._survey, turn.now_s
+        if survey.asked is not None and now_s >= survey.answer_due_s:
+            survey.asked = None
+            if self._has_no_records_left:
+                self._regroups_s = now_s  # Only a fence finds out whether that worker is stuck: no step can hang.
+        if survey.asked is None:
+            left = self._furthest_step - self._round.last_step
             wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
             worker_ids = tuple(self._worker_ids())
-            if wants and worker_ids and now_s >= self._asks_from_s:
-                self._request += 1
-                self._asked = worker_id = worker_ids[self._request % len(worker_ids)]
-                self._answer_due_s = now_s + _ANSWER_S
-                request = protocol.ScanRequest(device=worker_id.device, request=self._request, wants=wants)
-                question = (events.Send(node=worker_id.node, message=request),)
-            self.due_s = self._asks_from_s if wants and self._asked is None else math.inf
-        if self._asked is not None:
-            self.due_s = self._answer_due_s
+            if wants and worker_ids and now_s >= survey.asks_from_s:
+                survey.request += 1
+                survey.asked = worker_id = worker_ids[survey.request % len(worker_ids)]
+                survey.answer_due_s = now_s + _ANSWER_S
+                request = protocol.ScanRequest(device=worker_id.device, request=survey.request, wants=wants)
+                turn.send(worker_id.node, request)
+            self.due_s = survey.asks_from_s if wants and survey.asked is None else math.inf
+        if survey.asked is not None:
+            self.due_s = survey.answer_due_s
         self.due_s = min(self.due_s, self._regroups_s)
-        return question
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
-    def outcome(self, steps: str, *, can_resume: bool) -> events.EndRun | None:
-        """How a run of so many steps ends, as far as its data says; None where that says nothing."""
+    def outcome(self, steps: str, *, can_resume: bool) -> EndRun | None:
+        """Return how a run of this many steps ends, if its data decides that."""
         if not self.is_on or self._assigner is None:
             return None
         if self._assigner.barred:
             names = ", ".join(self._names[shard] for shard in self._assigner.barred)
             text = f"{steps}, but not of all data: {names} cannot be read"
             if can_resume:
-                return events.EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
-            return events.EndRun(exit_code=1, reason=text)
-        is_committed = self._last_dealt <= self._progress.last_step  # not only dealt
+                return EndRun(exit_code=75, reason=f"{text}; `oobleck up` tries again from there")
+            return EndRun(exit_code=1, reason=text)
+        is_committed = self._round.last_step <= self._progress.last_step
         if is_committed and self._progress.last_step < self._job.max_steps and self._assigner.is_over:
-            return events.EndRun(exit_code=0, reason=f"all data is read; {steps}")
+            return EndRun(exit_code=0, reason=f"all data is read; {steps}")
         return None

@@ -1,5 +1,7 @@
-"""What follows from a plan, and what changes from one to the next: the orders of each worker;
-and the key of the profile that a plan was made for."""
+"""What follows from a plan, and what changes from one to the next: each worker's orders, and sections of a step.
+
+It also has the key of the profile that a plan was made for.
+"""
 
 from __future__ import annotations
 

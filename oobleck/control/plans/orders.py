@@ -1,10 +1,9 @@
-"""What each worker is told of a plan update, and what it makes of that.
+"""The order that each worker gets of a plan update, and the update that it rebuilds from its order.
 
     update_of(base, order) is the update, with the worker's own segments and transfers only
 
-A worker needs the plan, since it finds its peers in it; but it has the one before. So an order has what changes, the
-same for all that have the same base, and little besides. The bytes of an order depend on what changes and not on how
-many workers there are.
+A worker needs the plan to find its peers, but it has the plan before. So an order has what changes, the same for all
+workers with the same base, and little else. Its size depends on what changes, and not on the number of workers.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def orders_of(
     in_force: ExecutionPlan | None,
     addresses: Iterable[tuple[int, protocol.WorkerAddress]] = (),
 ) -> Iterator[tuple[WorkerId, protocol.PlanOrder]]:
-    """Return the order of each worker.
+    """Yield the order of each worker.
 
-    `bases` says which plan a worker has, if it has one; those that are not `known`, by generation, are of no use.
-    `in_force` is the plan under which the step in flight is finished. `addresses` says where workers listen, with the
-    generation in which each became ready: a worker that was ordered a later plan knows it. O(nodes) for each base, and
-    O(1) for each worker.
+    `bases` says which plan a worker has, if any; only those in `known`, by generation, can be used. `in_force` is the
+    plan under which the step in flight is finished. `addresses` are where workers listen, with the generation in which
+    each became ready: a worker that was ordered a later plan knows them. O(nodes) for each base, and O(1) for each
+    worker.
     """
     ordered = update.ordered
     commons: dict[protocol.PlanId | None, protocol.CommonOrder] = {}
@@ -61,7 +60,7 @@ def orders_of(
 
 
 def update_of(base: protocol.OrderedPlan | None, order: protocol.PlanOrder, worker_id: WorkerId) -> protocol.PlanUpdate:
-    """Return what an order says to a worker that has the plan `base`; O(nodes). Raises WrongBase."""
+    """Return the update that an order means to a worker with the plan `base`; O(nodes). Raises WrongBase."""
     common = order.common
     ordered = rebuild(base, common.delta, order.generation)
     nodes = nodes_of(ordered)

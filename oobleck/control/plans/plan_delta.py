@@ -1,9 +1,9 @@
 """A plan as the change of another one, and back: `rebuild(base, difference(base, plan)) == plan`, for any two plans.
 
-What stays is named by where it is in the base, in runs, and so is each node that the base has; so a loss costs as many
-bytes as it changes pipelines, and a plan without a base names each template once. The journal writes plans like this
-too. In an order, a digest of the plan that has to come out goes along: a worker that has another base, or has rebuilt
-it wrongly, finds out before it acts.
+What stays is named by its place in the base, in runs, and so is each node that the base has. So the size of a change is
+proportional to the pipelines that change, and a plan without a base names each template once. The journal writes plans
+like this, too. An order includes a digest of the resulting plan: a worker that has another base, or rebuilds it
+wrongly, finds out before it acts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
 Parts = tuple[ExecutionPlan, tuple[int, ...], tuple[ScheduleKind, ...]]
-"""A plan, and for each pipeline its generation and its schedule."""
+"""A plan, and the generation and the schedule of each pipeline."""
 
 
 class WrongBase(Exception):
@@ -33,7 +33,7 @@ class WrongBase(Exception):
 
 
 class Planned(Protocol):
-    """What has a plan, and perhaps the generation and the schedule of each pipeline: a journal may lack them."""
+    """A plan, with the generation and the schedule of each pipeline, which a journal may lack."""
 
     @property
     def plan(self) -> ExecutionPlan: ...
@@ -47,22 +47,20 @@ class Planned(Protocol):
 
 
 def nodes_of(planned: Planned | None) -> tuple[str, ...]:
-    """Return all nodes of a plan, pipeline after pipeline, spares last: they are named by their places among these.
-
-    Not in the order of their names, in which those of a pipeline do not follow each other.
-    """
+    """Return all nodes of a plan, in the order whose places changes use: pipeline after pipeline, spares last."""
+    # Not in the order of their names, in which the nodes of a pipeline need not be neighbours, and form no runs.
     if planned is None:
         return ()
     return (*(node for pipeline in planned.plan.pipelines for node in pipeline.nodes), *planned.plan.spares)
 
 
 def places_of(planned: Planned | None) -> Mapping[str, int]:
-    """Return where each node is among them; O(nodes)."""
+    """Return the place of each node among them; O(nodes)."""
     return {node: place for place, node in enumerate(nodes_of(planned))}
 
 
 def change_between(base: Planned | None, now: Planned) -> protocol.PlanChange:
-    """Say what changes from `base` to `now`; all of it where there is no base. O(nodes)."""
+    """Return what changes from `base` to `now`, or all of it without a base. O(nodes)."""
     pipelines, before = now.plan.pipelines, _pipelines_of(base)
     known = _templates_of(before)
     templates = tuple(dict.fromkeys([*known, *_templates_of(pipelines)]))
@@ -94,7 +92,7 @@ def change_between(base: Planned | None, now: Planned) -> protocol.PlanChange:
 
 
 def apply_change(base: Planned | None, change: protocol.PlanChange) -> Parts:
-    """Undo `change_between`; O(nodes). Raises WrongBase where no plan comes out."""
+    """Undo `change_between`; O(nodes). Raises WrongBase if the result is not a plan."""
     before = _pipelines_of(base)
     try:
         templates = (*_templates_of(before), *change.templates)
@@ -127,11 +125,8 @@ def apply_change(base: Planned | None, change: protocol.PlanChange) -> Parts:
         raise WrongBase(f"no plan follows from the one before: {error}") from error
 
 
-# --- plans that are ordered ------------------------------------------------------------------------------------------
-
-
 def difference(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan) -> protocol.PlanDelta:
-    """Say what changes from `base` to `ordered`; all of it where there is no base. O(nodes)."""
+    """Return what changes from `base` to `ordered`, or all of it without a base. O(nodes)."""
     return protocol.PlanDelta(
         base=None if base is None else base.id,
         digest=ordered.id.digest,
@@ -146,7 +141,7 @@ def difference(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan)
 
 
 def rebuild(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta, generation: int) -> protocol.OrderedPlan:
-    """Return the plan of `generation` that a delta makes of its base; O(nodes). Raises WrongBase."""
+    """Return the plan that a delta makes of its base, for `generation`; O(nodes). Raises WrongBase."""
     if delta.base is None:
         base = None
     elif base is None or base.id != delta.base:
@@ -173,7 +168,7 @@ def rebuild(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta, genera
 
 
 def _committed(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan) -> protocol.Runs | None:
-    """The microbatches that are committed before a plan; None where they follow from its base."""
+    """Return the microbatches committed before a plan; None if they follow from its base."""
     partial = ordered.partial
     section = (partial.generation, partial.number)
     if base is not None and _follows(base, section, ordered.boundary) == partial.microbatches:
@@ -195,7 +190,7 @@ def _partial(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta) -> pr
 
 
 def _follows(base: protocol.OrderedPlan, section: tuple[int, int], boundary: int) -> tuple[int, ...] | None:
-    """What a section means under the base, or meant before it; None where it is of another plan."""
+    """Return the microbatches of a section under the base, or before it; None for another plan's section."""
     generation, number = section
     if section == (0, 0):
         return ()
@@ -211,7 +206,7 @@ def _follows(base: protocol.OrderedPlan, section: tuple[int, int], boundary: int
 
 
 def _edits(before: Sequence[H], after: Sequence[H]) -> tuple[tuple[H, ...], protocol.Runs]:
-    """Return what `before` lacks, and where each of `after` is among `before` and then these."""
+    """Return the items that `before` lacks, and the place of each of `after` among `before` and then these."""
     places = {item: index for index, item in enumerate(before)}
     added = tuple(item for item in after if item not in places)
     places.update((item, len(before) + index) for index, item in enumerate(added))
@@ -236,10 +231,9 @@ def _pipelines_of(base: Planned | None) -> tuple[Pipeline, ...]:
 
 
 def _templates_of(pipelines: Iterable[Pipeline]) -> list[PipelineTemplate]:
-    """All templates, in the order in which pipelines name them."""
     return list(dict.fromkeys({id(each.template): each.template for each in pipelines}.values()))
 
 
 def _pipeline(before: Pipeline, more: int) -> Pipeline:
-    """The same object where nothing changes: it knows its workers already."""
+    # The same object if nothing changes: it knows its workers already.
     return replace(before, num_microbatches=before.num_microbatches + more) if more else before

@@ -11,7 +11,7 @@ from oobleck import __version__
 from oobleck.job import JobSpec
 
 _MEASURES = 3
-"""Raised when profiles measure more or otherwise. 3: they say which links are assumed."""
+"""Raise it when profiles measure more, or otherwise. 3: they say which links are assumed."""
 
 
 def profile_key(
@@ -22,10 +22,10 @@ def profile_key(
     device: Sequence[str | int],
     versions: Sequence[str],
 ) -> str:
-    """Equal keys mean that a cached profile may be used: same model, shapes, precision, device and versions.
+    """Return the key of a profile: the same for the same model, shapes, precision, device and versions.
 
-    `device` is its name, the memory and the threads of one worker, and the host's cores; `versions` are those of
-    Python and torch.
+    `device` is its name, the memory and the threads of one worker, and the host's cores; `versions` are those of Python
+    and torch.
     """
     script = job.script
     counts = script is not None and not {"model", "optimizer"}.isdisjoint(script.provides)

@@ -1,11 +1,11 @@
-"""Sections of a step: which microbatches are committed at the end of each, and who takes those that are left.
+"""Sections of a step: which microbatches are committed at the end of each, and which pipeline takes the others.
 
-A long step may reduce its gradients several times. At the end of each section but the last, all owners of a
-parameter get the sum of its gradients so far: they are committed, and no failure can take them any more. A plan that
-comes into force in the middle of a step assigns again what is not committed.
+A long step may reduce its gradients several times. At the end of each section but the last, all owners of a parameter
+get the sum of its gradients so far: they are committed, and no failure can undo that. A plan that comes into force in
+the middle of a step assigns the uncommitted microbatches again.
 
-Everything here follows from a plan, what was committed before it, and the number of sections in a whole step; so all
-workers and the coordinator agree without talking. Pure functions; no state.
+All of this follows from a plan, the microbatches committed before it, and the number of sections in a whole step, so
+all workers and the coordinator agree without talking.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from oobleck.planner import ExecutionPlan, Pipeline
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind, section_stops
 
 _SECTION_S = 8.0
-"""How long a section should take: long beside a reduction, and what a failure costs is about half of it."""
+"""The target length of a section. It is long compared to a reduction, and a failure costs about half of it."""
 _MOST_SECTIONS = 32
 PARTIAL_COMMIT_COPIES = 2
-"""Copies of the gradients that a worker keeps for partial commits: the committed sums, and the section on its way."""
+"""The copies of the gradients that partial commits need: the committed sums, and the section on its way."""
 
 
 def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_room: bool = True) -> int:
-    """Into how many sections a whole step is cut under a plan whose steps take `step_s` seconds.
+    """Return the number of sections of a whole step under a plan whose steps take `step_s` seconds.
 
-    Where devices have no room for what is committed, only a job that says how many gets more than one.
-    One, where gradients have no second owner that could keep them, or are never those of a section; and where the
-    data is in shards, for a step that is begun without a shard takes other records than what was committed of it. Where
-    plans choose their schedules, it depends on those as well.
+    Unless devices have room for the committed sums (`has_room`), only a job with a fixed number gets more than one.
     """
+    # Gradients need a second owner that can keep them, and a schedule under which they are final before the step ends.
+    # Where each plan chooses its schedules, the caller looks at those. A step on shards may begin again without a
+    # shard, and then takes other records than those committed of it.
     never_in_sections = job.schedule != "auto" and ScheduleKind(job.schedule) not in SECTIONED_KINDS
     fewest = _fewest_rounds(plan, [pipeline.num_microbatches for pipeline in plan.pipelines])
     if len(plan.pipelines) == 1 or never_in_sections or job.data.shards:
@@ -43,10 +43,7 @@ def sections_wanted(job: JobSpec, plan: ExecutionPlan, step_s: float, *, has_roo
 
 
 def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Sequence[int], ...]:
-    """The microbatches of a step that each pipeline takes, when these are committed before.
-
-    With some committed, the others are assigned in proportion to the planned numbers.
-    """
+    """Return the microbatches of a step that each pipeline takes after those in `partial` were committed."""
     if not partial:
         return plan.shares
     gone = frozenset(partial)
@@ -56,19 +53,18 @@ def shares_of(plan: ExecutionPlan, partial: Collection[int] = ()) -> tuple[Seque
 
 
 def num_sections_of(plan: ExecutionPlan, partial: Collection[int], num_sections: int) -> int:
-    """Into how many sections the rest of a step is cut, if a whole one is cut into `num_sections`.
-
-    Sections are of like length, and every pipeline has a microbatch in each, or a round of them (`section_stops`).
-    """
+    """Return the number of sections of the rest of a step, if a whole one has `num_sections`."""
     if num_sections == 1:
         return 1
+    # Sections have about the same length, and every pipeline has a microbatch in each, or a round of them.
     left = plan.num_microbatches - len(partial)
     fewest = _fewest_rounds(plan, list(map(len, shares_of(plan, partial))))
     return max(1, min(round(num_sections * left / plan.num_microbatches), fewest))
 
 
 def committed_after(plan: ExecutionPlan, partial: tuple[int, ...], num_sections: int, number: int) -> tuple[int, ...]:
-    """The microbatches that are committed after `number` sections under a plan, sorted; `partial` were before it."""
+    """Return all microbatches that are committed after `number` sections of a plan that began with those in
+    `partial`."""
     if not number:
         return partial
     sections = num_sections_of(plan, partial, num_sections)
@@ -87,7 +83,7 @@ def _stops_of(pipeline: Pipeline, num_microbatches: int, num_sections: int) -> t
 
 
 def _fewest_rounds(plan: ExecutionPlan, counts: Sequence[int]) -> int:
-    """The fewest rounds in which a pipeline takes its share; a microbatch is one, but for interleaved pipelines."""
+    # A round has one microbatch, except in interleaved pipelines.
     return min(
         math.ceil(count / pipeline.template.round_size) for pipeline, count in zip(plan.pipelines, counts, strict=True)
     )

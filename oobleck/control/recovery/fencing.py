@@ -1,4 +1,4 @@
-"""What the recovery's machine does while it asks: from the fence to complete answers, and what they lead to.
+"""What the recovery's machine does from a fence to complete answers, and what these lead to.
 
 `machine.py` has the table of all transitions, with their guards.
 """
@@ -19,44 +19,30 @@ from . import states
 from .gathered import Gathered
 
 MAX_REGROUPS = 3
-"""Regroupings without a loss and without a committed step between them, before the run is given up."""
+"""How often all may regroup without a loss and without a committed step, before the run ends."""
 _LOOK_S = 0.1
-"""Answers that wait unread when their time is over are read within this."""
+"""How long it takes to read the answers that still wait unread when their time is over."""
 _LOOK_SHARE = 0.1
-"""While the network is waited for, all are asked again after this share of the time so far."""
+"""While the network is down, all are asked again after this share of the time so far."""
 _LONGEST_LOOK_S = 30.0
 
-_Begun = (
-    states.Training
-    | states.Adopting
-    | states.Suspecting
-    | states.Fencing
-    | states.Accusing
-    | states.AwaitingNetwork
-    | states.Deciding
-    | states.AwaitingWorkers
-    | states.LocatingCheckpoint
-)
-_Answering = states.Fencing | states.Accusing | states.AwaitingWorkers | states.LocatingCheckpoint
+_Begun = states.Training | states.Adopting | states.Suspecting | states.AwaitingNetwork | states.Deciding
 
 
 # --- a fence ---------------------------------------------------------------------------------------------------------
 
 
 def begin(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
-    """Ask all where they stand."""
     fencing, effects = _begin(state, begun, now_s)
     return fencing, (*effects, SendAll(worker_ids=begun.asked, message=fencing.recovery.fence))
 
 
 def give_in(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
-    """Ask nobody once more what could not be told so often."""
     fencing, effects = _begin(state, begun, now_s)
     return fencing, (*effects, EndRun(reason=f"no step was committed through {MAX_REGROUPS} regroupings"))
 
 
 def begin_alone(state: _Begun, begun: states.RecoveryBegun, now_s: float) -> states.Step:
-    """Decide without an answer."""
     fencing, effects = _begin(state, begun, now_s)
     deciding, asked = decide(fencing, begun, now_s)
     return deciding, (*effects, *asked)
@@ -68,15 +54,13 @@ def _begin(
     closed: tuple[states.RecoveryEffect, ...] = ()
     if isinstance(state, states.Suspecting):
         state = state.training
-    if isinstance(state, states.Training):
+    if isinstance(state, states.Training | states.Adopting):
         recovery = _recovery(begun, now_s)
-    elif isinstance(state, states.Adopting):
-        recovery = _recovery(begun, now_s)
-        closed = (
-            states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by="the next one began before"),
-        )
     else:
         recovery = _again(state.recovery, _recovery(begun, now_s, is_cut=state.recovery.awaits_network))
+    if isinstance(state, states.Adopting):
+        overtaken = "the next one began before"
+        closed = (states.RecoveryEnded(recovery=state.recovery, adopting=state, overtaken_by=overtaken),)
     started = RecoveryStarted(
         t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
     )
@@ -86,14 +70,15 @@ def _begin(
 
 
 def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False) -> states.Recovery:
-    is_hang = begun.cause in (PlanCause.HANG, PlanCause.NETWORK)
-    explains = is_cut or is_hang or (begun.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
+    wanted = begun.wanted
+    is_hang = wanted.cause in (PlanCause.HANG, PlanCause.NETWORK)
+    explains = is_cut or is_hang or (wanted.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
     return states.Recovery(
         began_s=now_s,
-        detect_s=begun.detect_s,
-        cause=begun.cause,
-        loss=begun.loss,
-        nodes=tuple(dict.fromkeys(begun.nodes)),
+        detect_s=wanted.detect_s,
+        cause=wanted.cause,
+        loss=wanted.loss,
+        nodes=tuple(dict.fromkeys(wanted.nodes)),
         control=begun.control,
         fault_threshold=begun.fault_threshold,
         fence=begun.fence if explains else replace(begun.fence, probe_addresses=(), patience_s=0.0),
@@ -101,20 +86,21 @@ def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False
         lost_s=now_s,
         asked=begun.asked,
         explains=explains,
-        busy=begun.busy,
+        busy=wanted.busy,
     )
 
 
 def _again(known: states.Recovery, begun: states.Recovery) -> states.Recovery:
-    """A loss during a recovery belongs to it. If a hang led to the finding of a cut network, the cut is the cause."""
+    """Begin a recovery again: a loss during a recovery belongs to it."""
+    # A hang may have led to the discovery of a cut network: then the cut is the cause.
     is_cut = begun.loss is LossCause.CUT_OFF or begun.cause is PlanCause.NETWORK
-    cause, loss = (begun if is_cut else known).why
+    first = begun if is_cut else known
     return replace(
         begun,
         began_s=known.began_s,
         detect_s=known.detect_s,
-        cause=cause,
-        loss=loss,
+        cause=first.cause,
+        loss=first.loss,
         nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
         returns_by_s=known.returns_by_s,
         cut_off=known.cut_off,
@@ -135,16 +121,16 @@ def learn(
     given: states.Answered | states.MoreLost | states.NodeDrained | states.TimePassed,
     now_s: float,
 ) -> states.Fencing | None:
-    """Return the state with an answer, or without those who will not answer; None for an answer to an older fence.
+    """Return the state with an answer, or without workers that will not answer; None for an answer to an older fence.
 
-    The last answer starts the time in which losses settle. After it, the answers together are read once.
+    The last answer starts the time in which losses settle. When that is over, the answers are read together, once.
     """
     was_complete, until_s = state.is_complete, state.until_s
     match given:
         case states.Answered():
             if given.status.generation != state.recovery.generation:
                 return None
-            if state.is_overdue:  # the others are about to answer, too
+            if state.is_overdue:  # What delayed this answer is over, so the others are about to arrive, too.
                 until_s = now_s + state.recovery.control.lease_s
             state = replace(state, statuses=state.statuses.adding(given.worker_ids, given.status))
         case states.MoreLost():
@@ -186,10 +172,8 @@ def become_overdue(state: states.Fencing, _passed: states.TimePassed, now_s: flo
 
 
 def overdue(state: states.Fencing, passed: states.TimePassed, now_s: float) -> states.Step:
-    """Workers answer at once, whatever they compute: one that does not is frozen, if its agent is not.
-
-    But if most do not answer, one cause may hold them all up, and pass.
-    """
+    # Workers answer at once, whatever they compute: one that does not is frozen, unless its agent is, too. But if most
+    # do not answer, one cause may hold them all up, and it may pass.
     recovery, control = state.recovery, state.recovery.control
     silent = tuple(sorted({worker_id.node for worker_id in state.awaited}))
     num_asked = len({worker_id.node for worker_id in recovery.asked})
@@ -208,7 +192,6 @@ def overdue(state: states.Fencing, passed: states.TimePassed, now_s: float) -> s
 
 
 def _finding(state: states.Fencing) -> states.Finding:
-    """Find out which workers others wait for or cannot reach."""
     recovery, statuses = state.recovery, _of_asked(state)
     cut_off = cut_off_nodes(statuses)
     return states.Finding(
@@ -219,21 +202,27 @@ def _finding(state: states.Fencing) -> states.Finding:
     )
 
 
-def decide(state: _Answering, _given: states.Input, now_s: float) -> states.Step:
-    is_unexplained, effects = False, []
-    if isinstance(state, states.AwaitingWorkers | states.LocatingCheckpoint):
+def decide(state: states.Deciding, _given: states.Input, now_s: float) -> states.Step:
+    decision = states.Decide(answers=answers_in(state))
+    if not isinstance(state, states.Fencing) or state.finding is None:
+        return state, (decision,)
+    if state.recovery.awaits_network:
+        text = f"the network is back after {now_s - state.recovery.cut_since_s:.1f} s"
+        return state, (notice(now_s, "info", text), decision)
+    return state, (_explained(state, state.finding, now_s), decision)
+
+
+def answers_in(state: states.Deciding) -> states.Answers:
+    """Return what a decision is made from; all that are asked have answered."""
+    if isinstance(state, states.Answers):
         is_unexplained = state.is_unexplained
-    elif isinstance(state, states.Fencing) and state.finding is not None:
-        is_unexplained, since_s = True, state.recovery.cut_since_s
-        is_back = state.recovery.awaits_network
-        back = notice(now_s, "info", f"the network is back after {now_s - since_s:.1f} s") if is_back else None
-        effects = [back or _explained(state, state.finding, now_s)]
-    deciding = states.Deciding(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
-    return deciding, (*effects, states.Decide(deciding=deciding))
+    else:
+        # Had the finding explained the hang, it would have led to another state.
+        is_unexplained = isinstance(state, states.Fencing) and state.finding is not None
+    return states.Answers(recovery=state.recovery, statuses=_of_asked(state), is_unexplained=is_unexplained)
 
 
 def accuse(state: states.Fencing, _given: states.Input, now_s: float) -> states.Step:
-    """Give the nodes up that are cut off, or else end the workers that are stuck."""
     recovery, finding = state.recovery, state.finding
     assert finding is not None
     accusing = states.Accusing(
@@ -247,12 +236,12 @@ def accuse(state: states.Fencing, _given: states.Input, now_s: float) -> states.
 
 
 def decide_and_end_again(state: states.Accusing, passed: states.TimePassed, now_s: float) -> states.Step:
-    deciding, effects = decide(state, passed, now_s)
-    return deciding, (*effects, *_end_again(state.stuck))
+    _, effects = decide(state, passed, now_s)
+    return state, (*effects, *_end_again(state.stuck))
 
 
 def _end_again(stuck: tuple[WorkerId, ...]) -> tuple[states.RecoveryEffect, ...]:
-    """A worker that ends is started again in its place."""
+    # The agent of a worker that ends starts another one in its place.
     return tuple(Send(node=worker_id.node, message=KillWorker(device=worker_id.device)) for worker_id in stuck)
 
 
@@ -268,8 +257,8 @@ def _explained(state: states.Fencing, finding: states.Finding, now_s: float) -> 
     )
 
 
-def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
-    """The answers of those who are still asked, in their order."""
+def _of_asked(state: states.Deciding) -> dict[WorkerId, Status]:
+    # In the order in which they were asked, so that the order of arrival changes no decision.
     asked, statuses = state.recovery.asked, state.statuses
     known = statuses.copied() if isinstance(statuses, Gathered) else statuses
     return dict(zip(asked, map(known.__getitem__, asked), strict=True))
@@ -279,7 +268,7 @@ def _of_asked(state: _Answering) -> dict[WorkerId, Status]:
 
 
 def await_network(state: states.Fencing, _given: states.Input, now_s: float) -> states.Step:
-    """Give no node up: this many do not fail at once, and what they hold lives. Say so when it begins or changes."""
+    # No node is given up: this many do not fail at once, and what they hold is alive.
     recovery, control, finding = state.recovery, state.recovery.control, state.finding
     assert finding is not None
     since_s = min(recovery.cut_since_s, now_s)
@@ -289,11 +278,8 @@ def await_network(state: states.Fencing, _given: states.Input, now_s: float) -> 
     if finding.cut_off != recovery.cut_off:
         effects.append(_explained(state, finding, now_s))
     if not recovery.awaits_network:
-        text = (
-            "more nodes are cut off than the run can lose: the network is waited for, for up to"
-            f" {control.network_timeout_s:g} s"
-        )
-        effects.append(notice(now_s, "warning", text))
+        text = "more nodes are cut off than the run can lose: the network is waited for, for up to"
+        effects.append(notice(now_s, "warning", f"{text} {control.network_timeout_s:g} s"))
     if now_s >= gives_up_s:
         effects.append(states.NetworkDown(nodes=finding.cut_off, waited_s=now_s - since_s))
     recovery = replace(recovery, cut_off=finding.cut_off, cut_since_s=since_s)

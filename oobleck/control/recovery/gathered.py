@@ -11,14 +11,12 @@ V = TypeVar("V")
 
 
 class Gathered(Mapping[K, V], Generic[K, V]):
-    """Reports so far, in the order in which they came. To add some makes another one, and leaves this as it is.
+    """Immutable reports, in the order of their arrival."""
 
-    The two share one dict, to which keys are only appended: each is its first `len(self)` items. Appending to the
-    newest version is O(1); with a copy for each report, a fence of 10,000 workers would copy for a second. Reading or
-    extending an older version, and replacing a value, copies once, O(n). A trie would make these O(log n) and reading
-    several times slower, and they are rare.
-    """
-
+    # A version shares its dict with the versions made from it, and is the first `_length` items: keys are only
+    # appended. So adding to the newest version is O(1); with a copy for each report, a fence of 10,000 workers would
+    # copy for a second. Reading or extending an older version, and replacing a value, copies once, O(n). Rejected: a
+    # trie makes these rare cases O(log n), and all reading several times slower.
     __slots__ = ("_length", "_shared")
 
     def __init__(self, known: Mapping[K, V] | None = None) -> None:
@@ -26,7 +24,7 @@ class Gathered(Mapping[K, V], Generic[K, V]):
         self._length = len(self._shared)
 
     def adding(self, keys: Iterable[K], value: V) -> Gathered[K, V]:
-        """Return this with the same value for each of these keys; O(keys), unless others hold this, too: see above."""
+        """Return a version with the same value for each of these keys; O(keys) for the newest version."""
         more = dict.fromkeys(keys, value)
         known = self._own()
         next_one = Gathered[K, V]()
@@ -39,11 +37,11 @@ class Gathered(Mapping[K, V], Generic[K, V]):
         return next_one
 
     def has_all(self, keys: Collection[K]) -> bool:
-        """Whether all of these are among the keys; O(1) as long as too few are."""
+        """Whether all of these are among the keys; O(1) while too few are."""
         return len(self) >= len(keys) and all(map(self._own().__contains__, keys))
 
     def copied(self) -> dict[K, V]:
-        """Return a dict of its own: where all items are looked at, that is quicker than each by itself."""
+        """Return a dict: quicker than item by item if all are looked at."""
         return dict(self._own())
 
     def __getitem__(self, key: K) -> V:
@@ -62,7 +60,7 @@ class Gathered(Mapping[K, V], Generic[K, V]):
         return f"Gathered({self._own()!r})"
 
     def _own(self) -> dict[K, V]:
-        """These items alone: once another one has been made from this, in a copy."""
+        """Return a dict of these items alone: a copy, once another version was made from this one."""
         if len(self._shared) > self._length:
             self._shared = dict(islice(self._shared.items(), self._length))
         return self._shared

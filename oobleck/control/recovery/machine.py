@@ -2,8 +2,8 @@
 
 `TRANSITIONS` is the machine: an input first changes what the state knows (`learn`), and then the first row whose guard
 holds says where it leads and what is done. An input without such a row does no more. The diagram in
-`docs/architecture.md` is made from the rows. Nothing outside of the state says where a recovery is; even the deadline
-is read from it, by `deadline`. What to do about a loss is decided elsewhere, and arrives as an input.
+`docs/architecture.md` is made from the rows. The state alone says where a recovery is; even the deadline follows from
+it. Decisions about a loss are made elsewhere: the machine asks for one by `Decide`, and the next input is the answer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ def always(_state: states.State, _given: states.Input, _now_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """In any of the states `before`, any of the inputs `given` leads to `target` if the guard holds."""
+    """In any of the states `before`, any of the inputs `given` leads to `target` if the guard holds.
+
+    Both functions take the state after it has learned of the input, the input and the time.
+    """
 
     before: _Kinds[states.State]
     given: _Kinds[states.Input]
     target: type[states.State] | None
-    """None: the state stays the same one. Its values may change, or there are effects."""
+    """None for the same state. Its values may change, or there are effects."""
     do: Callable[..., states.Step]
-    """Takes the state, once it has learned of the input, the input and the time."""
     why: str
     guard: Callable[..., bool] = always
-    """Takes the same."""
 
     @property
     def sources(self) -> tuple[type[states.State], ...]:
@@ -57,7 +58,6 @@ FENCED = (
     states.Fencing,
     states.Accusing,
     states.AwaitingNetwork,
-    states.Deciding,
     states.AwaitingWorkers,
     states.LocatingCheckpoint,
 )
@@ -66,7 +66,7 @@ _BEGUN = (*TRAINED, *FENCED)
 
 
 class Phase(StrEnum):
-    """What the run is doing, as seen from outside."""
+    """What the run is doing, for those outside."""
 
     PREPARING = "preparing"
     TRAINING = "training"
@@ -75,10 +75,9 @@ class Phase(StrEnum):
 
 
 _SUSPICION_S = 0.2
-"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup. All of these are at
-least so long, and longer where more workers report."""
+"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
 _FIND_S = 30.0
-"""How long workers may look for checkpoints."""
+"""How long workers may look for checkpoints. Both times are longer if more workers report."""
 
 _PHASES: Mapping[type[states.State], Phase] = {
     states.Preparing: Phase.PREPARING,
@@ -86,18 +85,17 @@ _PHASES: Mapping[type[states.State], Phase] = {
     **dict.fromkeys(FENCED, Phase.FENCING),
     states.Ended: Phase.ENDED,
 }
-"""A table, since the phase is asked for several times at every event."""
 
 
 def phase(state: states.State) -> Phase:
-    """Which phase a state belongs to."""
+    # Every event asks several times, so this is a look-up and not a match.
     return _PHASES[type(state)]
 
 
 def deadline(state: states.State) -> float:
     """When TimePassed changes a state; infinity for never."""
     match state:
-        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
+        case states.Preparing() | states.Training() | states.Adopting() | states.Ended():
             return math.inf
         case states.Suspecting() | states.Fencing() | states.Accusing() | states.AwaitingNetwork():
             return state.until_s
@@ -117,21 +115,20 @@ def step(state: states.State, given: states.Input, now_s: float) -> states.Step:
     if isinstance(given, states.TimePassed) and now_s < deadline(state):
         return state, ()
     known = learn(state, given, now_s)
-    row = None if known is None else transition(known, given, now_s)
-    if known is None or row is None:
-        return state if known is None else known, ()
-    after, effects = row.do(known, given, now_s)
-    return after, effects
+    if known is None:
+        return state, ()
+    row = transition(known, given, now_s)
+    return (known, ()) if row is None else row.do(known, given, now_s)
 
 
 def transition(known: states.State, given: states.Input, now_s: float) -> Transition | None:
-    """Return the row that says what an input does, of which the state has learned; None if it does no more."""
+    """Return the row for an input that the state has learned of; None if the input does no more."""
     rows = _ROWS.get((type(known), type(given)), ())
     return next((row for row in rows if row.guard(known, given, now_s)), None)
 
 
 def learn(state: states.State, given: states.Input, now_s: float) -> states.State | None:
-    """Return what a state knows with an input; None for an input that does not concern it, such as a late answer."""
+    """Add an input to what a state knows; None for an input that does not concern it, such as a late answer."""
     match given, state:
         case ((states.Answered() | states.MoreLost() | states.NodeDrained() | states.TimePassed()), states.Fencing()):
             return fencing.learn(state, given, now_s)
@@ -179,8 +176,11 @@ def time_is_up(state: states.Fencing, _given: states.Input, _now_s: float) -> bo
 
 
 def may_settle(state: states.Fencing, _given: states.Input, now_s: float) -> bool:
-    """Losses that belong together arrive within moments of each other."""
     return now_s < state.recovery.settles_s
+
+
+def all_answered(state: states.Deciding, _given: states.Input, _now_s: float) -> bool:
+    return not isinstance(state, states.Fencing) or state.is_complete
 
 
 def network_is_down(state: states.Fencing, _given: states.Input, _now_s: float) -> bool:
@@ -240,19 +240,17 @@ def _adopt(state: states.Deciding, ordered: states.PlanOrdered, now_s: float) ->
 
 
 def _await_workers(state: states.Deciding, _wanted: states.WorkersWanted, now_s: float) -> states.Step:
-    recovery = state.recovery
-    by_s = min(recovery.returns_by_s, now_s + recovery.control.start_timeout_s)
-    recovery = replace(recovery, returns_by_s=by_s)
-    return states.AwaitingWorkers(recovery=recovery, statuses=state.statuses, is_unexplained=state.is_unexplained), ()
+    answers, control = fencing.answers_in(state), state.recovery.control
+    by_s = min(state.recovery.returns_by_s, now_s + control.start_timeout_s)
+    recovery, said = replace(state.recovery, returns_by_s=by_s), answers.statuses
+    return states.AwaitingWorkers(recovery=recovery, statuses=said, is_unexplained=answers.is_unexplained), ()
 
 
 def _locate_checkpoint(state: states.Deciding, _wanted: states.CheckpointWanted, now_s: float) -> states.Step:
-    recovery = state.recovery
-    by_s = min(recovery.found_by_s, now_s + reading_s(_FIND_S, len(recovery.asked)))
-    recovery = replace(recovery, found_by_s=by_s)
-    return states.LocatingCheckpoint(
-        recovery=recovery, statuses=state.statuses, is_unexplained=state.is_unexplained
-    ), ()
+    answers, asked = fencing.answers_in(state), state.recovery.asked
+    by_s = min(state.recovery.found_by_s, now_s + reading_s(_FIND_S, len(asked)))
+    recovery, said = replace(state.recovery, found_by_s=by_s), answers.statuses
+    return states.LocatingCheckpoint(recovery=recovery, statuses=said, is_unexplained=answers.is_unexplained), ()
 
 
 def _resumed(adopting: states.Adopting, given: states.WorkersResumed) -> states.Adopting | None:
@@ -262,22 +260,16 @@ def _resumed(adopting: states.Adopting, given: states.WorkersResumed) -> states.
 
 
 def _train(state: states.Adopting | states.Suspecting, given: states.WorkersResumed, now_s: float) -> states.Step:
-    """The last worker that computes under the new plan ends the recovery."""
     if isinstance(state, states.Suspecting):
-        training, effects = _train(_adopting_of(state), given, now_s)
+        assert isinstance(state.training, states.Adopting)
+        training, effects = _train(state.training, given, now_s)
         assert isinstance(training, states.Training)
         return replace(state, training=training), effects
     ended = states.RecoveryEnded(recovery=state.recovery, adopting=state)
     return states.Training(generation=state.generation), (ended, states.PlanInForce())
 
 
-def _adopting_of(state: states.Suspecting) -> states.Adopting:
-    assert isinstance(state.training, states.Adopting)
-    return state.training
-
-
 def _waiting_until(state: states.State, until_s: float) -> states.State | None:
-    """This master reads first what was said while it was stopped."""
     match state:
         case states.Suspecting() | states.Fencing() | states.Accusing() | states.AwaitingNetwork():
             return replace(state, until_s=max(state.until_s, until_s))
@@ -285,7 +277,7 @@ def _waiting_until(state: states.State, until_s: float) -> states.State | None:
             return replace(state, recovery=replace(recovery, returns_by_s=max(recovery.returns_by_s, until_s)))
         case states.LocatingCheckpoint(recovery=recovery):
             return replace(state, recovery=replace(recovery, found_by_s=max(recovery.found_by_s, until_s)))
-        case states.Preparing() | states.Training() | states.Adopting() | states.Deciding() | states.Ended():
+        case states.Preparing() | states.Training() | states.Adopting() | states.Ended():
             return None
         case _:
             assert_never(state)
@@ -297,9 +289,8 @@ def _end(state: states.State, _ended: states.RunEnded, _now_s: float) -> states.
     if isinstance(state, states.Preparing | states.Training | states.Ended):
         return states.Ended(), ()
     adopting = state if isinstance(state, states.Adopting) else None
-    return states.Ended(), (
-        states.RecoveryEnded(recovery=state.recovery, adopting=adopting, overtaken_by="the run ended before"),
-    )
+    ended = states.RecoveryEnded(recovery=state.recovery, adopting=adopting, overtaken_by="the run ended before")
+    return states.Ended(), (ended,)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -307,6 +298,7 @@ def _end(state: states.State, _ended: states.RunEnded, _now_s: float) -> states.
 _PLANNED = (states.Training, states.Adopting)
 _ADOPTED = (states.Adopting, states.Suspecting)
 _WAITING = (states.Accusing, states.AwaitingWorkers, states.LocatingCheckpoint)
+_DECIDING = (states.Fencing, *_WAITING)
 _LESS_TO_ASK = (states.MoreLost, states.NodeDrained)
 _ANSWERS = (states.Answered, states.MoreLost, states.NodeDrained)
 _COMPLETED = (states.Answered, states.NodeDrained, states.TimePassed)
@@ -320,18 +312,13 @@ TRANSITIONS = (
     Transition(states.Suspecting, states.TimePassed, _SAME, _regroup, "nothing explains it: have all regroup"),
     # Asking where all stand
     Transition(
-        _BEGUN,
-        states.RecoveryBegun,
-        states.Fencing,
-        fencing.give_in,
-        "regrouping does not help",
-        regroups_in_vain,
+        _BEGUN, states.RecoveryBegun, states.Fencing, fencing.give_in, "regrouping does not help", regroups_in_vain
     ),
     Transition(
-        _BEGUN, states.RecoveryBegun, states.Deciding, fencing.begin_alone, "no worker is left to ask", nobody_to_ask
+        _BEGUN, states.RecoveryBegun, states.Fencing, fencing.begin_alone, "decide: no worker is left", nobody_to_ask
     ),
     Transition(_BEGUN, states.RecoveryBegun, states.Fencing, fencing.begin, "a loss, or another reason for a new plan"),
-    Transition(states.Fencing, _LESS_TO_ASK, states.Deciding, fencing.decide, "no worker is left", nobody_left),
+    Transition(states.Fencing, _LESS_TO_ASK, _SAME, fencing.decide, "decide: no worker is left", nobody_left),
     Transition(states.Fencing, _ANSWERS, _SAME, _stay, "others have still to answer", some_are_missing),
     Transition(
         states.Fencing, states.NodeReached, _SAME, fencing.ask_again, "ask its workers again", its_workers_are_awaited
@@ -342,56 +329,46 @@ TRANSITIONS = (
     ),
     Transition(states.Fencing, _ANSWERS, _SAME, _stay, "all have answered; more losses may follow", may_settle),
     Transition(
-        states.Fencing,
-        _COMPLETED,
-        states.AwaitingNetwork,
-        fencing.await_network,
-        "too many cut off",
-        network_is_down,
+        states.Fencing, _COMPLETED, states.AwaitingNetwork, fencing.await_network, "too many cut off", network_is_down
     ),
     Transition(
         states.Fencing, _COMPLETED, states.Accusing, fencing.accuse, "the answers explain a hang", hang_is_explained
     ),
-    Transition(states.Fencing, _COMPLETED, states.Deciding, fencing.decide, "all have answered, and losses settled"),
+    Transition(states.Fencing, _COMPLETED, _SAME, fencing.decide, "decide: all have answered, and losses settled"),
     Transition(
-        states.Accusing, states.TimePassed, states.Deciding, fencing.decide_and_end_again, "the accused are still there"
+        states.Accusing, states.TimePassed, _SAME, fencing.decide_and_end_again, "decide: the accused are still there"
     ),
     # Too many do not reach each other
-    Transition(
-        states.AwaitingNetwork,
-        states.TimePassed,
-        _SAME,
-        fencing.look_later,
-        "wait",
-        master_may_be_cut_off,
-    ),
+    Transition(states.AwaitingNetwork, states.TimePassed, _SAME, fencing.look_later, "wait", master_may_be_cut_off),
     Transition(states.AwaitingNetwork, states.TimePassed, _SAME, fencing.look_again, "ask all whom they reach"),
     Transition(states.AwaitingNetwork, states.NodeDrained, _SAME, fencing.look_at_once, "ask the others at once"),
     # What is decided
-    Transition(states.Deciding, states.PlanOrdered, states.Adopting, _adopt, "all have their orders"),
+    Transition(_DECIDING, states.PlanOrdered, states.Adopting, _adopt, "all have their orders", all_answered),
     Transition(
-        states.Deciding, states.WorkersWanted, states.AwaitingWorkers, _await_workers, "the others cannot do it alone"
+        _DECIDING,
+        states.WorkersWanted,
+        states.AwaitingWorkers,
+        _await_workers,
+        "the others cannot do it alone",
+        all_answered,
     ),
     Transition(
-        states.Deciding,
+        _DECIDING,
         states.CheckpointWanted,
         states.LocatingCheckpoint,
         _locate_checkpoint,
         "a layer has no living copy",
+        all_answered,
     ),
-    Transition(states.AwaitingWorkers, states.NodeGone, states.Deciding, fencing.decide, "it may be the awaited one"),
-    Transition(states.AwaitingWorkers, states.TimePassed, states.Deciding, fencing.decide, "none was ready in time"),
+    Transition(states.AwaitingWorkers, states.NodeGone, _SAME, fencing.decide, "decide: it may be the awaited one"),
+    Transition(states.AwaitingWorkers, states.TimePassed, _SAME, fencing.decide, "decide: none was ready in time"),
     Transition(
-        states.LocatingCheckpoint,
-        states.CheckpointReported,
-        states.Deciding,
-        fencing.decide,
-        "it may be the last",
+        states.LocatingCheckpoint, states.CheckpointReported, _SAME, fencing.decide, "decide: it may be the last"
     ),
     Transition(
-        states.LocatingCheckpoint, states.TimePassed, states.Deciding, fencing.decide, "not all have answered in time"
+        states.LocatingCheckpoint, states.TimePassed, _SAME, fencing.decide, "decide: not all have answered in time"
     ),
-    Transition(_WAITING, states.NodeDrained, states.Deciding, fencing.decide, "decide without it"),
+    Transition(_WAITING, states.NodeDrained, _SAME, fencing.decide, "decide without it"),
     # The new plan
     Transition(
         states.Adopting, states.WorkersResumed, states.Training, _train, "all compute under the new plan", all_resumed

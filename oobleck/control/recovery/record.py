@@ -14,7 +14,7 @@ from .states import Recovery, RecoveryEnded
 
 
 def recovery_done(ended: RecoveryEnded, now_s: float, members: Membership) -> RecoveryDone:
-    """Return a recovery's record; if another event overtook the recovery, what is known of it."""
+    """Return a recovery's record, as far as it got before another event overtook it."""
     recovery, adopting = ended.recovery, ended.adopting
     ordered = adopting.ordered if adopting is not None else None
     resumed = adopting.resumed.copied() if adopting is not None else {}
@@ -42,7 +42,7 @@ def _stall_s(recovery: Recovery, resumed: Mapping[WorkerId, Resumed], members: M
     """Seconds without useful computation, from the loss to the new plan's first computation."""
     if not resumed:
         return 0.0
-    # In a simulation thousands report the same: each message counts once for each clock.
+    # In a simulation thousands share one report: each message counts once for each clock.
     ahead_s = [members[worker_id.node].clock_offset_s for worker_id in resumed]
     reports = dict(zip(zip(ahead_s, map(id, resumed.values()), strict=True), resumed.values(), strict=True))
     ended_s = min(message.resumed_s + ahead_s for (ahead_s, _), message in reports.items())

@@ -18,52 +18,48 @@ from oobleck.planner import WorkerId
 from .gathered import Gathered
 
 _SETTLE_S = 0.01
-"""Losses within this are one: nodes that are killed together are seen to go within milliseconds."""
+"""Losses within this time count as one: nodes that are killed together disappear within milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a recovery is about. It is carried from state to state until the recovery is over.
+    """What a recovery is about. Each state hands it to the next until the recovery is over.
 
-    What comes before its orders belongs to it, however often all are fenced again: `fence`, `fenced_s`, `asked` and
-    what follows are those of the newest fence.
+    It lasts until its orders, however often all are fenced again. `fence`, `fenced_s` and `asked` are those of the
+    newest fence.
     """
 
     began_s: float
     detect_s: float
     cause: PlanCause
     loss: LossCause | None
-    """Of the nodes that were lost first; None where none was."""
+    """Why the first nodes were lost; None if none was."""
     nodes: tuple[str, ...]
     control: ControlSpec
     fault_threshold: int
-    """So many nodes may be lost at once."""
+    """How many nodes may be lost at once."""
     fence: Fence
     fenced_s: float
     lost_s: float
-    """When the newest of the losses that it is about was noticed."""
+    """When the newest loss was noticed."""
     asked: tuple[WorkerId, ...]
-    """Who is to answer, in the order of the nodes."""
+    """The workers that are to answer, in the order of the nodes."""
     explains: bool
-    """Nobody knows why nothing moves: all are asked what they wait for."""
+    """Nothing moves and the cause is unknown: all are asked what they wait for."""
     busy: tuple[WorkerId, ...] = ()
     """The workers that compute, whatever they answer."""
     cut_off: tuple[str, ...] = ()
-    """The nodes that their peers did not reach when all were asked last, where these are too many to give up."""
+    """The nodes that their peers could not reach at the last fence, if they are too many to give up."""
     cut_since_s: float = math.inf
-    """Since then the network between nodes is waited for; infinity where it is not."""
+    """Since when the run waits for the network between nodes; infinity if it does not."""
     found_by_s: float = math.inf
-    """Until then checkpoints are looked for; infinity before anybody is asked."""
+    """Until when workers may look for checkpoints; infinity before any is asked."""
     returns_by_s: float = math.inf
-    """Until then workers that are started again are waited for. No later fence extends it."""
+    """Until when the run waits for restarting workers. No later fence extends it."""
 
     @property
     def generation(self) -> int:
         return self.fence.generation
-
-    @property
-    def why(self) -> tuple[PlanCause, LossCause | None]:
-        return self.cause, self.loss
 
     @property
     def awaits_network(self) -> bool:
@@ -71,8 +67,18 @@ class Recovery:
 
     @property
     def settles_s(self) -> float:
-        """Until then complete answers wait: losses that belong together arrive within moments of each other."""
+        """Until when complete answers wait: losses with one cause arrive within moments of each other."""
         return self.lost_s + _SETTLE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a decision is made from."""
+
+    recovery: Recovery
+    statuses: Mapping[WorkerId, Status]
+    is_unexplained: bool = False
+    """No answer explains a hang: the groups themselves are not to be trusted."""
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
@@ -85,7 +91,7 @@ class Preparing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All train by the newest plan."""
+    """All workers train by the newest plan."""
 
     generation: int
 
@@ -101,7 +107,6 @@ class Adopting:
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
-        """Who has not reported yet."""
         return tuple(worker_id for worker_id in self.ordered.worker_ids if worker_id not in self.resumed)
 
     @property
@@ -120,42 +125,41 @@ class Suspecting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What all answers together say of a hang."""
+    """What the answers together reveal about a hang."""
 
     cut_off: tuple[str, ...]
     """The nodes that their peers do not reach."""
     stuck: tuple[WorkerId, ...]
-    """The workers that others wait for, and that wait for nobody."""
+    """The workers that others wait for, and that wait for none."""
     is_network_down: bool
     """More nodes are cut off than may be lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fencing:
-    """All are asked where they stand. Once they have answered, another loss of the same moment may be on its way."""
+    """All are asked where they stand. Complete answers wait for further losses, and then for a decision."""
 
     recovery: Recovery
     statuses: Gathered[WorkerId, Status]
     until_s: float
     is_overdue: bool = False
-    """The time for answers is over. Some may not be read yet, or the fence may not have arrived."""
+    """The time for answers is over. Some may still wait to be read, or the fence was lost."""
     finding: Finding | None = None
-    """None until all have answered, and where nothing is to be explained."""
+    """None until all have answered, and if there is no hang to explain."""
 
     @property
     def awaited(self) -> tuple[WorkerId, ...]:
-        """Who has not answered yet."""
         return tuple(worker_id for worker_id in self.recovery.asked if worker_id not in self.statuses)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have answered; O(1) as long as too few have."""
+        """Whether all have answered; O(1) while too few have."""
         return self.statuses.has_all(self.recovery.asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accusing:
-    """The answers name what holds all up: a node, which is given up, or workers, which are ended."""
+    """The answers name what holds all up: nodes, which are given up, or workers, which are ended."""
 
     recovery: Recovery
     statuses: Mapping[WorkerId, Status]
@@ -165,39 +169,21 @@ class Accusing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitingNetwork:
-    """More nodes do not reach each other than may be lost: the network is waited for, and nobody is given up."""
+    """More nodes are cut off than may be lost: the run waits for the network, and gives none of them up."""
 
     recovery: Recovery
     until_s: float
-    """Then all are asked again."""
+    """When to ask all again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deciding:
-    """A decision is being made. The state is left within the event that led to it."""
-
-    recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
-    is_unexplained: bool = False
-    """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
+class AwaitingWorkers(Answers):
+    """The remaining workers need others, which are restarting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitingWorkers:
-    """The workers that are left need others, which are being started again."""
-
-    recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
-    is_unexplained: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocatingCheckpoint:
+class LocatingCheckpoint(Answers):
     """A layer has no living copy: workers are asked which checkpoints they can read."""
-
-    recovery: Recovery
-    statuses: Mapping[WorkerId, Status]
-    is_unexplained: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +199,12 @@ State = (
     | Fencing
     | Accusing
     | AwaitingNetwork
-    | Deciding
     | AwaitingWorkers
     | LocatingCheckpoint
     | Ended
 )
+Deciding = Fencing | Accusing | AwaitingWorkers | LocatingCheckpoint
+"""The states that ask for a decision. Its answer follows within the same event, so no state waits for it."""
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -225,43 +212,38 @@ State = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBegun:
-    """The first plan is ordered, or was by an earlier master."""
+    """The first plan is ordered, by this master or by an earlier one."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryBegun:
-    """Another plan is needed, under a new generation: a loss, or whatever else `cause` says."""
+    """The run needs another plan, under a new generation."""
 
-    nodes: tuple[str, ...]
-    cause: PlanCause
-    loss: LossCause | None
-    detect_s: float
+    wanted: BeginRecovery
     control: ControlSpec
     fault_threshold: int
     fence: Fence
-    """With the address of every worker where `cause` may need them, whether or not they are to be asked for."""
+    """Contains the addresses of all workers if the cause may need them."""
     asked: tuple[WorkerId, ...]
     heard_s: float
-    """When something was last heard of any of them. A master that takes over has to reach them first."""
+    """When a message from any of them last arrived. A master that takes over has to reach them first."""
     num_regroups: int
-    """How often all regrouped since the newest committed step because nothing moved, this time included."""
-    busy: tuple[WorkerId, ...] = ()
-    """They compute, whatever they answer."""
+    """How often all regrouped without a known cause since the newest committed step, including this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreLost:
     """Other nodes are lost while all are asked where they stand.
 
-    Nobody is asked again. What the others have answered, or will, stays true until their next orders, whatever other
-    node is lost; and their orders tell those who still wait for the lost ones.
+    No survivor is asked again: each answer stays true until that worker's next orders, whichever other node is lost,
+    and the orders tell those who still wait for the lost nodes.
     """
 
     nodes: tuple[str, ...]
     fence: Fence
-    """As it would be asked now."""
+    """The fence as it would be sent now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,15 +260,14 @@ class FailureSuspected:
 
     generation: int
     num_workers: int
-    """Of the plan: all of them may be reporting the same."""
+    """The size of the plan: all of its workers may report the same failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOrdered:
-    """The decision: a plan, and all have their orders."""
+    """Decision: all have their orders for a new plan."""
 
     worker_ids: tuple[WorkerId, ...]
-    """Of the plan."""
     action: Action
     layers_moved: int
     microbatches_redone: int
@@ -295,12 +276,12 @@ class PlanOrdered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersWanted:
-    """The decision: nothing can be done until more workers are ready."""
+    """Decision: wait until more workers are ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWanted:
-    """The decision: only a checkpoint can help, and workers are asked which ones there are."""
+    """Decision: only a checkpoint can help, and workers are asked which ones they can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,19 +299,19 @@ class WorkersResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReached:
-    """A node is reached again: what was last sent to it may be lost."""
+    """A node is reached again: the last messages to it may be lost."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGone:
-    """A node without a part in the plan is given up. Its workers may be waited for."""
+    """A node without a part in the plan is given up. The run may be waiting for its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDrained:
-    """A drained node is gone. A master that took over since may be waiting for its answer to a fence."""
+    """A drained node has left. A master that took over since may be waiting for its answer to a fence."""
 
     node: str
 
@@ -340,19 +321,19 @@ class TimePassed:
     """Time has passed, perhaps past the state's deadline."""
 
     is_suspicious: bool
-    """Most nodes are silent: it may be this master that hears nothing."""
+    """Most nodes are silent: this master itself may be cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldUp:
-    """This master itself was stopped for a while: it reads the messages that came meanwhile until `until_s`."""
+    """This master itself was stopped for a while. It reads the messages of that time until `until_s`."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """Nothing is left to do, or there is no way on."""
+    """The run is finished, or cannot continue."""
 
 
 Input = (
@@ -385,17 +366,16 @@ class BeginRecovery:
     cause: PlanCause
     nodes: tuple[str, ...] = ()
     loss: LossCause | None = None
-    """Why the nodes were lost, if they were."""
     detect_s: float = 0.0
     busy: tuple[WorkerId, ...] = ()
-    """The workers whose processes use the processor, as far as their agents have said."""
+    """The workers whose processes use the processor, as far as their agents have reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decide:
-    """Decide what to do, and answer with PlanOrdered, WorkersWanted or CheckpointWanted, or end the run."""
+    """Decide, and give PlanOrdered, WorkersWanted or CheckpointWanted as the next input, or end the run."""
 
-    deciding: Deciding
+    answers: Answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +388,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkDown:
-    """The network between these nodes and their peers did not come back in time: end the run."""
+    """End the run: the network between these nodes and their peers did not come back in time."""
 
     nodes: tuple[str, ...]
     waited_s: float
@@ -416,11 +396,11 @@ class NetworkDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryEnded:
-    """Record a recovery that is over, or that `overtaken_by` something will never be."""
+    """Record a recovery that is over, or that another event has overtaken."""
 
     recovery: Recovery
     adopting: Adopting | None
-    """None where it got no orders."""
+    """None if it got no orders."""
     overtaken_by: str = ""
 
 
@@ -435,4 +415,4 @@ RecoveryEffect = (
 """Journal entries and messages are the coordinator's own commands; the others concern its parts."""
 
 Step = tuple[State, tuple[RecoveryEffect, ...]]
-"""The next state, and what is to be done, in that order."""
+"""The next state, and the effects in their order."""

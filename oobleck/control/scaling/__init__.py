@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .scaling import Scaling, first_target, with_resting
+from .scaling import Scaling, first_target
 
-__all__ = ["Scaling", "first_target", "with_resting"]
+__all__ = ["Scaling", "first_target"]

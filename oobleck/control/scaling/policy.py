@@ -1,12 +1,12 @@
-"""How many nodes a run should train on: a pure decision that says its reason.
+"""How many nodes a run should train on: a pure decision that gives its reason.
 
     all         every node there is
-    efficient   as many as give enough for what they cost: a further node has to add at least `WORTHWHILE` of what
-                one node gives on average
-    deadline    the fewest that end the run in time; where none do, as many as are fastest
+    efficient   as many as are worth their cost: a further node has to add at least `WORTHWHILE` of what a node
+                contributes on average
+    deadline    the fewest that end the run in time; if none do, as many as are fastest
 
-Never fewer than hold the model f + 1 times. A change has to gain more, over the time for which it is likely to last,
-than changes were measured to cost.
+Never fewer than hold the model f + 1 times. A change has to gain more, while it is likely to last, than changes have
+cost so far.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from oobleck.job import ScalingSpec
 
 WORTHWHILE = 0.2
 _SLACK = 1.1
-"""A deadline is planned for with this much more time than is expected: failures come on top."""
+"""The margin of a deadline, which leaves time for failures."""
 _EVERY_COUNT_UP_TO = 64
-"""Above, one count in 64 is looked at: a node more or less makes no difference there."""
+"""Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingState:
-    """What the decision depends on."""
+    """The inputs of the decision."""
 
     spec: ScalingSpec
     num_available: int
-    """Nodes that are ready to train, or do."""
+    """Nodes that train, or are ready to."""
     num_used: int
-    """Nodes that train, or would if they were all there."""
+    """Nodes that train, or would if they were all ready."""
     fewest: int
-    """Nodes that hold the model f + 1 times; all of them where they do not."""
+    """Nodes that hold the model f + 1 times; all of them if they do not."""
     step_s: Callable[[int], float]
-    """Expected seconds of a step on so many nodes."""
+    """Returns the expected seconds of a step on a number of nodes."""
     steps_left: int
     elapsed_s: float
     horizon_s: float
-    """For how long nothing else is likely to change."""
+    """How long the set of nodes is likely to stay as it is."""
     change_s: float
-    """What a change costs: seconds in which nothing is trained."""
+    """The seconds without training that a change costs."""
 
     def left_s(self, num_nodes: int) -> float:
-        """Expected seconds to the end of the run on so many nodes."""
+        """Return the expected seconds to the end of the run."""
         return self.steps_left * self.step_s(num_nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingTarget:
-    """The number of nodes to train on, and why, as a clause."""
+    """The number of nodes to train on, and the reason, as a clause."""
 
     num_nodes: int
     reason: str
@@ -79,7 +79,7 @@ def scaling_target(state: ScalingState) -> ScalingTarget:
 
 
 def _counts(state: ScalingState) -> Iterator[int]:
-    """Yield the numbers of nodes to look at, increasing; the fewest, those in use and all are among them."""
+    """Yield the numbers of nodes to consider, increasing, with the fewest, those in use and all of them."""
     special = {state.num_used, state.num_available}
     number = state.fewest
     while number <= state.num_available:
@@ -123,11 +123,11 @@ def _fewest_in_time(state: ScalingState) -> ScalingTarget:
 
 
 def _pays(state: ScalingState, num_nodes: int) -> bool:
-    """Return whether a change gains more than it costs: training time where nodes come, node time where they go."""
+    """Whether a change gains more than it costs: in training time if it adds nodes, else in node time."""
     if num_nodes > state.num_used:
         now_s, then_s = state.step_s(state.num_used), state.step_s(num_nodes)
         lasts_s = state.left_s(state.num_used)
-        if state.spec.policy != "deadline":  # what is late is late to the end
+        if state.spec.policy != "deadline":  # A run that is late stays late to its end.
             lasts_s = min(lasts_s, state.horizon_s)
         return lasts_s * (1 - then_s / now_s) > state.change_s
     lasts_s = min(state.horizon_s, state.left_s(num_nodes))

@@ -1,11 +1,11 @@
-"""How fast links are: which of them are timed before the first plan, and what the times say.
+"""How fast links are: which of them are timed before the first plan, and what the times mean.
 
     looked up ── found ──────────────────────────────────────> known
         └─ not found: some pairs time theirs ── answers ─────> known, and cached
                             └─ failures alone, or none in time > assumed
 
-A link is cached under what its two ends are, so that the next run on such nodes need not time it. One that cannot be
-timed keeps the speed that the profile assumes: no run is kept from its start by this.
+A speed is cached by the kinds of the link's two ends, so that the next run on such nodes need not time it. A link that
+cannot be timed keeps the speed that the profile assumes, and does not keep the run from its start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import Command, LinkFound, LookUpLink, Send, StoreLink, notice
+from oobleck.control.events import LinkFound, LookUpLink, StoreLink, Turn
 from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
@@ -24,16 +24,16 @@ from oobleck.job import JobSpec
 from oobleck.planner import NetworkProfile, Profile, WorkerId, profiles
 
 LINK_KEYS = "link-"
-"""What the keys of cached links begin with, and those of profiles do not."""
+"""The prefix of the keys of cached links, which the keys of profiles do not have."""
 
 _NUM_PAIRS = 3
-"""One link may be a bad one; the median of three is not."""
+"""One link may be a bad one, but not the median of three."""
 _TIMEOUT_S = 5.0
-"""For a pair, whatever its network. Two processes of one machine need 0.1 s."""
+"""The limit for a pair on any network. Two processes of one machine need 0.1 s."""
 _SLACK_S = 2.0
 _LEAST_SIZES, _MOST_SIZES = 2, 16
 _MEASURES = 1
-"""Raised when links are timed otherwise."""
+"""Raise it when links are timed otherwise."""
 
 Pair = tuple[WorkerId, WorkerId]
 
@@ -46,13 +46,13 @@ class _Asked:
     pairs: tuple[Pair, ...]
     key: str
     awaited: set[WorkerId] = field(default_factory=set)
-    """The first of each pair that has not answered."""
+    """The first workers of the pairs that have not answered."""
     speeds: list[profiles.LinkSpeed] = field(default_factory=list)
     failure: str = ""
 
 
 class LinkTiming:
-    """Has one of `LINKS` after the other timed, until all that can be known is."""
+    """Has the `LINKS` timed one after the other."""
 
     def __init__(self, job: JobSpec, members: Membership) -> None:
         self._job = job
@@ -60,98 +60,100 @@ class LinkTiming:
         self._device_names: dict[WorkerId, str] = {}
         self._asked: _Asked | None = None
         self._known: dict[str, profiles.LinkSpeed | None] = {}
-        """None for what stays assumed."""
+        """None for a speed that stays assumed."""
         self.deadline_s = math.inf
 
     def note_ready(self, worker_id: WorkerId, device_name: str) -> None:
-        """Take in what a worker computes on."""
         self._device_names[worker_id] = device_name
 
     def is_needed(self, network: NetworkProfile) -> bool:
-        """Whether a plan should wait for what is timed: where nobody knows the links between nodes."""
+        """Whether a plan should wait for the times, because the speed between nodes is unknown."""
         return "inter_node" in network.assumed and len(self._known) < len(profiles.LINKS)
 
-    def go_on(self, network: NetworkProfile) -> tuple[Command, ...]:
-        """Begin with the next link, once it is known what there is to know of the one before."""
+    def go_on(self, turn: Turn, network: NetworkProfile) -> None:
+        """Begin with the next link, once the one before is known."""
         for link in profiles.LINKS if self.is_needed(network) and self._asked is None else ():
             if link in self._known:
                 continue
             if pairs := tuple(_pairs(link, self._members.living)):
                 self._asked = _Asked(link, pairs, self._key(pairs[0]))
-                return (LookUpLink(key=self._asked.key),)
+                turn.do((LookUpLink(key=self._asked.key),))
+                return
             self._known[link] = None
-        return ()
 
-    def take_found(self, event: LinkFound, now_s: float) -> tuple[Command, ...]:
+    def take_found(self, turn: Turn, event: LinkFound) -> None:
         """Use a cached speed, or have some pairs time their links."""
         asked = self._asked
         if asked is None or asked.key != event.key:
-            return ()
+            return
         if event.link_json is not None:
             try:
                 _, speed = profiles.link_from_json(event.link_json)
-                return self._conclude(asked, speed, now_s, "timed in an earlier run")
             except ConfigError:
-                pass  # torn: timed again, and overwritten
-        self.deadline_s = now_s + _TIMEOUT_S + _SLACK_S
+                pass  # It is torn: the link is timed again, and the cached speed overwritten.
+            else:
+                self._conclude(turn, asked, speed, "timed in an earlier run")
+                return
+        self.deadline_s = turn.now_s + _TIMEOUT_S + _SLACK_S
         asked.awaited = {leader for leader, _ in asked.pairs}
-        return tuple(command for pair in asked.pairs for command in self._questions(pair))
+        for pair in asked.pairs:
+            for index, worker_id in enumerate(pair):
+                peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address
+                assert peer is not None
+                message = TimeLink(device=worker_id.device, peer=peer, leads=index == 0, timeout_s=_TIMEOUT_S)
+                turn.send(worker_id.node, message)
 
-    def take(self, worker_id: WorkerId, message: LinkTimed, now_s: float) -> tuple[Command, ...]:
-        """Take the answer of the first of a pair; one that comes too late says nothing. Raises PeerError."""
+    def take(self, turn: Turn, worker_id: WorkerId, message: LinkTimed) -> None:
+        """Take the answer of the first worker of a pair, unless it is late. Raises PeerError."""
         seconds = _checked(message)
         asked = self._asked
         if asked is None or worker_id not in asked.awaited:
-            return ()
+            return
         if seconds:
             asked.speeds.append(profiles.fit_link(seconds))
         else:
             asked.failure = message.error
         asked.awaited.discard(worker_id)
-        return () if asked.awaited else self._decide(asked, now_s)
+        if not asked.awaited:
+            self._decide(turn, asked)
 
-    def handle_deadline(self, now_s: float) -> tuple[Command, ...]:
-        """Wait no more for those that have not answered."""
-        if now_s < self.deadline_s or self._asked is None:
-            return ()
+    def handle_deadline(self, turn: Turn) -> bool:
+        """Stop waiting for missing answers; returns whether any were missing."""
+        if turn.now_s < self.deadline_s or self._asked is None:
+            return False
         if self._asked.awaited:
             self._asked.failure = f"{min(self._asked.awaited)} has not answered within {_TIMEOUT_S + _SLACK_S:g} s"
-        return self._decide(self._asked, now_s)
+        self._decide(turn, self._asked)
+        return True
 
     def applied_to(self, profile: Profile) -> Profile:
-        """Return the profile with what is known in place of what it assumes."""
+        """Replace the speeds that a profile assumes by the known ones."""
         network = profile.network
         for link, speed in self._known.items():
             if speed is not None:
                 network = network.with_link(link, speed)
         return replace(profile, network=network)
 
-    def _questions(self, pair: Pair) -> Iterator[Command]:
-        for index, worker_id in enumerate(pair):
-            peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address
-            assert peer is not None
-            message = TimeLink(device=worker_id.device, peer=peer, leads=index == 0, timeout_s=_TIMEOUT_S)
-            yield Send(node=worker_id.node, message=message)
-
-    def _decide(self, asked: _Asked, now_s: float) -> tuple[Command, ...]:
+    def _decide(self, turn: Turn, asked: _Asked) -> None:
         if not asked.speeds:
-            return self._conclude(asked, None, now_s, asked.failure)
+            self._conclude(turn, asked, None, asked.failure)
+            return
         speed = profiles.median_link(asked.speeds)
-        store = StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed))
+        turn.do((StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed)),))
         pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
-        return (store, *self._conclude(asked, speed, now_s, f"timed between {pairs}"))
+        self._conclude(turn, asked, speed, f"timed between {pairs}")
 
-    def _conclude(self, asked: _Asked, speed: profiles.LinkSpeed | None, now_s: float, how: str) -> tuple[Command, ...]:
+    def _conclude(self, turn: Turn, asked: _Asked, speed: profiles.LinkSpeed | None, how: str) -> None:
         self._known[asked.link] = speed
         self._asked, self.deadline_s = None, math.inf
         where = profiles.LINKS_IN_WORDS[asked.link]
         if speed is None:
-            text = f"the speed of links {where} stays assumed; they could not be timed: {how}"
-            return (notice(now_s, "warning", text),)
-        return (notice(now_s, "info", f"links {where}: {speed} ({how})"),)
+            turn.note("warning", f"the speed of links {where} stays assumed; they could not be timed: {how}")
+        else:
+            turn.note("info", f"links {where}: {speed} ({how})")
 
     def _key(self, pair: Pair) -> str:
-        """What a link's two ends are: equal keys mean that a cached speed may be used."""
+        """Return the key of a link's two ends: equal keys mean that a cached speed may be used."""
         one, other = (self._members[worker_id.node] for worker_id in pair)
         depends_on = [
             self._job.device,
@@ -164,7 +166,7 @@ class LinkTiming:
 
 
 def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
-    """A few pairs of workers with such a link between them, of which no two disturb each other."""
+    """Yield a few pairs of workers with such a link between them, which do not disturb each other."""
     ready = [
         (member, devices)
         for member in members
@@ -177,7 +179,7 @@ def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
         return
     apart = _one_for_each_machine(ready)
     if len(apart) == 1:
-        apart = ready[:2]  # nodes of one machine
+        apart = ready[:2]  # All nodes are on one machine.
     ends = [WorkerId(node=member.spec.name, device=devices[0]) for member, devices in apart[: 2 * _NUM_PAIRS]]
     yield from zip(ends[::2], ends[1::2], strict=False)
 
@@ -187,7 +189,7 @@ def _one_for_each_machine(members: Sequence[tuple[Member, list[int]]]) -> list[t
 
 
 def _checked(message: LinkTimed) -> dict[int, float]:
-    """The seconds by size; empty where the answer is an error. Raises PeerError for what makes no sense."""
+    """Return the seconds by size; empty if the answer is an error. Raises PeerError for nonsense."""
     seconds = dict(message.seconds)
     if message.error and not seconds:
         return {}

@@ -1,8 +1,7 @@
-"""Slow nodes that a plan has left out: when each gets another chance.
+"""When a slow node that a plan has left out gets another chance.
 
-Most slow-downs pass, and nothing measures a node that rests. So it is taken for a node of usual speed again after a
-while. One that is still slow says so by its reports, is left out again, and waits twice as long: all its tries together
-cost the others little.
+Most slow-downs pass, and nothing measures a node that rests. So after a while it counts as a node of usual speed. If it
+is still slow, its reports show it, it is left out again, and waits twice as long: all tries together cost little.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 _FIRST_WAIT = 20
-"""A first try comes after so many times the time in which a slow node is found out."""
+"""The wait before the first try, as a multiple of the time in which a slow node is found out."""
 _LONGEST_WAIT = 160
 
 
@@ -24,18 +23,18 @@ class _Waiting:
 
 
 class SlowNodeRetry:
-    """The nodes that rest for being slow, and those that were tried again."""
+    """The nodes that rest because they are slow, and those that were tried again."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
 
     @property
     def due_s(self) -> float:
-        """When the next node is to be tried; infinity for never."""
+        """When to try the next node; infinity for never."""
         return min((each.due_s for each in self._waiting.values() if not each.is_tried), default=math.inf)
 
     def leave_out(self, nodes: Collection[str], now_s: float, *, found_out_s: float) -> None:
-        """These nodes rest now, and no others; `found_out_s` is the time in which a slow one is found out."""
+        """Let exactly these nodes rest; `found_out_s` is the time in which a slow one is found out."""
         back = [node for node, each in self._waiting.items() if not each.is_tried and node not in nodes]
         for node in back:
             del self._waiting[node]
@@ -44,16 +43,16 @@ class SlowNodeRetry:
             if before is not None and not before.is_tried:
                 continue
             wait_s = _FIRST_WAIT * found_out_s
-            if before is not None and now_s < before.due_s + before.wait_s:  # it was tried too early
+            if before is not None and now_s < before.due_s + before.wait_s:  # It was tried too early.
                 wait_s = min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)
             self._waiting[node] = _Waiting(wait_s, now_s + wait_s)
 
     def forget(self, node: str) -> None:
-        """A node is lost, or starts again: nothing is held against it."""
+        """Forget that a node was slow: it is lost, or starts again."""
         self._waiting.pop(node, None)
 
     def take_due(self, now_s: float) -> list[str]:
-        """The nodes to try now."""
+        """Return the nodes to try now."""
         due = [node for node, each in self._waiting.items() if not each.is_tried and each.due_s <= now_s]
         for node in due:
             self._waiting[node].due_s, self._waiting[node].is_tried = now_s, True

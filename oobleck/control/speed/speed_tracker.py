@@ -1,9 +1,9 @@
-"""How fast each node computes, against what its stage should take and against the others.
+"""How fast each node computes, compared to its stage's prediction and to the others.
 
-A node counts as slow when, for some time, it has taken clearly longer than its peers: those that hold the same layers,
-or all where there are few of them. What slows all of them down alike is no reason to replan. How much longer is
-clear depends on how much the reports of one worker vary. A node is taken for normal again only once it is clearly
-faster than that, so that no node is moved back and forth.
+A node counts as slow if it has taken clearly longer than its peers for some time. Its peers are those that hold the
+same layers, or all if these are few. A slow-down of all alike is no reason to replan. How much longer is clear depends
+on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, so
+that no node is moved back and forth.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from oobleck.control.protocol import Pace
 from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
 REPORTS_NEEDED = 5
-"""Reports that have to agree."""
+"""How many reports have to agree."""
 _FEWEST = 3
 """Among fewer workers it is not clear which is the slow one."""
 _SLOW = 1.5
-"""So many times the usual time is slow whatever the noise, and whatever it is compared with."""
+"""This multiple of the usual time is slow, whatever the noise and the comparison."""
 _SLOWER_THAN_PEERS = 1.25
-"""Slow where reports hardly vary, and peers do the same work."""
+"""This multiple is slow if reports hardly vary, and peers do the same work."""
 _NOISES = 3.0
-"""Slow beyond so many times the variation of one worker's reports."""
+"""A slow node exceeds this multiple of the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
-"""Of what makes a node slow: less is normal again; a slow node that changed by more is replanned for."""
+"""Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
 _SHORTEST_INTERVAL_S = 1.0
 _REPORTS_PER_S = 1000.0
-"""Of all workers together: each report costs the master some of its time, for no two are equal."""
+"""Of all workers together: each report costs the master time, because no two are equal."""
 
 
 class SpeedTracker:
@@ -41,17 +41,17 @@ class SpeedTracker:
         self._ratios: dict[WorkerId, deque[float]] = {}
         """Measured over expected seconds for a microbatch, by worker."""
         self.slow: Mapping[str, float] = {}
-        """The slow nodes, as planned for: 2.0 takes twice as long as normal."""
+        """The slow nodes that are planned for; 2.0 takes twice the usual time."""
         self._heard: set[WorkerId] = set()
-        """Who has reported in this round."""
+        """The workers that have reported in this round."""
         self._is_round_over = False
 
     def restore(self, slow: Mapping[str, float]) -> None:
-        """Continue with the slow nodes that an earlier master knew."""
+        """Continue with an earlier master's slow nodes."""
         self.slow = slow
 
     def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
-        """Take in what a worker's latest microbatches took, where the profile expects something of it."""
+        """Note the time of a worker's latest microbatches, if the profile predicts one."""
         located = plan.locate(worker_id)
         if located is None or not pace.microbatches or not 0 < pace.compute_s < math.inf:
             return
@@ -63,13 +63,15 @@ class SpeedTracker:
         self._is_round_over |= len(self._heard) >= len(plan.worker_ids)
 
     def forget(self, node: str) -> None:
-        """A node is lost, or its worker starts again: it is taken for normal."""
+        """Take a node for normal: it is lost, or its worker starts again."""
         self._ratios = {worker_id: ratios for worker_id, ratios in self._ratios.items() if worker_id.node != node}
         self.slow = {name: factor for name, factor in self.slow.items() if name != node}
 
     def take_change(self, plan: ExecutionPlan) -> bool:
-        """Look at the reports, once in a round of them; returns whether the slow nodes are others now, or much
-        slower or faster. O(workers log workers) for a look.
+        """Judge the reports, once in a round of them; returns whether the slow nodes have changed, or their speeds have
+        much.
+
+        O(workers log workers) once in a round.
         """
         if not self._is_round_over:
             return False
@@ -82,7 +84,7 @@ class SpeedTracker:
             if len(ratios := self._ratios.get(worker_id, ())) == REPORTS_NEEDED
         }
         if len(known) < len(worker_ids) or len(known) < _FEWEST:
-            return False  # without all of them it is not known what is normal
+            return False  # Without all reports it is not clear what is normal.
         slow = self._judge(_compare(known, plan))
         if slow == self.slow:
             return False
@@ -90,7 +92,7 @@ class SpeedTracker:
         return True
 
     def _judge(self, seen: Mapping[str, _Seen]) -> dict[str, float]:
-        """Return the slow nodes. What is known of nodes that nothing was seen of, for they rest, stays."""
+        # Nodes that rest send no reports, and stay as slow as they were.
         slow = {node: factor for node, factor in self.slow.items() if node not in seen}
         for node, worst in seen.items():
             before, now = self.slow.get(node), round(worst.middle, 2)
@@ -105,12 +107,12 @@ class SpeedTracker:
 
 
 def report_interval_s(num_workers: int) -> float:
-    """Seconds from one report of a worker to its next, at least: they are made between steps."""
+    """Return the least seconds between two reports of a worker, which are sent between steps."""
     return max(_SHORTEST_INTERVAL_S, num_workers / _REPORTS_PER_S)
 
 
 class PaceMeter:
-    """Adds up computation, and hands out a report when it is due."""
+    """Adds up computation, and makes a report when one is due."""
 
     def __init__(self, device: int, now_s: float) -> None:
         self._device = device
@@ -120,16 +122,15 @@ class PaceMeter:
         self._interval_s = report_interval_s(1)
 
     def adopt(self, num_workers: int) -> None:
-        """Note how many workers a plan has."""
         self._interval_s = report_interval_s(num_workers)
 
     def add(self, compute_s: float, num_microbatches: int) -> None:
-        """Note what so many microbatches took, waiting left out."""
+        """Note the time of some microbatches, without waits."""
         self._compute_s += compute_s
         self._microbatches += num_microbatches
 
     def take(self, now_s: float) -> Pace | None:
-        """The report that is due, and begin the next one; None where the one before was just now."""
+        """Return a report if one is due, and begin the next."""
         if now_s < self._since_s + self._interval_s or not self._microbatches:
             return None
         pace = Pace(device=self._device, compute_s=self._compute_s, microbatches=self._microbatches)
@@ -138,7 +139,7 @@ class PaceMeter:
 
 
 class _Seen(NamedTuple):
-    """The reports of a node's slowest workers, as multiples of what is usual."""
+    """The reports of a node's slowest workers, as multiples of the usual time."""
 
     middle: float
     least: float
@@ -146,7 +147,7 @@ class _Seen(NamedTuple):
     limit: float
 
     def beyond(self, share: float) -> float:
-        """Some of the way from the usual to slow."""
+        """Return a time that is part of the way from usual to slow."""
         return 1 + share * (self.limit - 1)
 
 
@@ -161,8 +162,8 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
     ]
     for stage, worker_id in stages:
         peers[stage.chunks].append(middles[worker_id])
-    # The lower of the two in the middle: half of them slow are found then, and found still when the others are left out
-    # or lost. Between the two, each plan would change the verdict that it was made from.
+    # The lower of the two in the middle finds a slow half, and still does when the others are left out or lost. With
+    # the mean of the two, each plan would change the verdict that it was made from.
     usual = {layers: median_low(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
     usual_of_all = median_low(middles.values())
     seen: dict[str, _Seen] = {}
@@ -177,7 +178,7 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
 
 
 def found_out_s(step_s: float, num_workers: int) -> float:
-    """Seconds in which a node that has become slow is found out: workers report between steps, and not too often."""
+    """Return the seconds in which a node that has become slow is found out."""
     interval_s = report_interval_s(num_workers)
     if step_s:
         interval_s = step_s * math.ceil(interval_s / step_s)
@@ -185,7 +186,7 @@ def found_out_s(step_s: float, num_workers: int) -> float:
 
 
 def microbatch_s(profile: Profile, stage: Stage) -> float:
-    """Seconds in which a stage's devices compute a microbatch, forward and backward, as the profile says."""
+    """Return the profile's seconds for a microbatch, forward and backward, on a stage's devices."""
     devices = len(stage.worker_ids)
     layers = [profile.layers[layer] for layer in stage.layers]
     return math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)

@@ -1,20 +1,15 @@
-"""One worker's part in what all of a committee agree on: parts go up the tree (`commit_tree`), the total comes down.
+"""One worker's part in an agreement of its committee: parts go up the tree (`commit_tree`), the total comes down.
 
     own part is posted, and all children have sent theirs ──> their sum to the parent
     at the root                                           ──> the total, to the children
     the total comes from the parent                       ──> the same total, to the children
 
-The driver carries the messages, in whatever time they take; it calls `receive` on whatever thread they arrive. None of
-them waits for the training thread but the worker's own part, so a step is agreed on in as many hops as the tree is
-deep, there and back.
+The driver carries the messages, and calls `receive` on whatever thread they arrive. Only the worker's own part waits
+for the training thread, so an agreement takes as many hops as the tree is deep, up and down.
 
 What makes it a commit: a worker posts its part of a step after `note_reduced`. The root adds up all parts or none, and
-every total is the root's. So who has a total knows that all have passed `note_reduced`, and all have the same bits. A
-total is passed on before it is looked at, and by a worker that is fenced as well: it says what is so, and any worker
-that is fenced refuses it in `begin_apply`.
-
-What belongs to a generation before the newest in which this worker has posted is dropped: nobody waits for it, since
-all have answered a fence since. Parts of a newer one are kept until this worker posts its own.
+every total is the root's. So a worker with a total knows that all have passed `note_reduced`, and all have the same
+bits. Fenced workers pass a total on, too, because it is a fact; any fenced worker refuses it in `begin_apply`.
 """
 
 from __future__ import annotations
@@ -39,41 +34,38 @@ class Letter:
 
 @dataclass(slots=True)
 class _Round:
-    """What is known of one agreement."""
-
     neighbours: Neighbours | None = None
-    """Once the own part is posted: the tree follows from the committee."""
+    """None until the worker's own part is posted: the tree follows from the committee."""
     own: Totals | None = None
     parts: dict[WorkerId, Totals] = field(default_factory=dict)
-    """Of the children, each with all below it."""
+    """The children's parts, each the sum of all parts below it."""
     total: Totals | None = None
 
     @property
     def missing(self) -> tuple[WorkerId, ...]:
-        """The children that have not sent their parts."""
         assert self.neighbours is not None
         return tuple(child for child in self.neighbours.children if child not in self.parts)
 
 
 class Agreements:
-    """Every method is atomic under `lock`: real threads bring a real one, virtual ones need none."""
+    """This worker's part in agreements. Every method is atomic under `lock`; virtual threads need none."""
 
     def __init__(self, worker_id: WorkerId, *, lock: AbstractContextManager[object]) -> None:
         self._worker_id = worker_id
         self._lock = lock
         self._generation = 0
-        """The newest in which this worker has posted."""
+        """The newest generation in which this worker has posted."""
         self._rounds: dict[tuple[int, Subject], _Round] = {}
         self._known: tuple[Committee, Neighbours] | None = None
 
     def neighbours(self, committee: Committee) -> Neighbours:
-        """Return whom this worker tells, and who tells it, in a committee."""
+        """Return the worker's neighbours in a committee."""
         if self._known is None or self._known[0] is not committee:
             self._known = committee, neighbours_in_tree(committee.members, self._worker_id)
         return self._known[1]
 
     def post(self, committee: Committee, subject: Subject, part: Totals) -> tuple[Letter, ...]:
-        """Bring this worker's part; returns what is to be sent."""
+        """Post this worker's part; returns what to send."""
         neighbours = self.neighbours(committee)
         with self._lock:
             assert committee.generation >= self._generation, (committee.generation, self._generation)
@@ -85,8 +77,10 @@ class Agreements:
             return self._move(committee.generation, subject, known)
 
     def receive(self, source: WorkerId, message: CommitMessage) -> tuple[Letter, ...]:
-        """Take a message of another worker; returns what is to be sent. Never waits for the training thread."""
+        """Take a message of another worker; returns what to send. Never waits for the training thread."""
         with self._lock:
+            # No worker waits for an older generation, because all have answered a fence since. Parts of a newer one are
+            # kept until this worker posts its own.
             if message.generation < self._generation:
                 return ()
             known = self._rounds.setdefault((message.generation, message.subject), _Round())
@@ -98,7 +92,7 @@ class Agreements:
                     return self._pass_on(message.generation, message.subject, known, total)
 
     def take(self, committee: Committee, subject: Subject) -> Totals | None:
-        """Take what all have brought, if it is here: it is forgotten then."""
+        """Return the total if it has arrived, and forget it."""
         key = committee.generation, subject
         with self._lock:
             known = self._rounds.get(key)
@@ -108,13 +102,13 @@ class Agreements:
             return known.total
 
     def is_here(self, committee: Committee, subject: Subject) -> bool:
-        """Return whether `take` would return something."""
+        """Whether `take` would return something."""
         with self._lock:
             known = self._rounds.get((committee.generation, subject))
             return known is not None and known.total is not None
 
     def awaited(self, committee: Committee, subject: Subject) -> tuple[WorkerId, ...]:
-        """The workers that have to send something next: children that have not, else the parent."""
+        """Return the workers whose messages come next: children that have not sent, else the parent."""
         with self._lock:
             known = self._rounds.get((committee.generation, subject))
             if known is None or known.neighbours is None or known.total is not None:
@@ -123,11 +117,10 @@ class Agreements:
             return known.missing or (() if parent is None else (parent,))
 
     def _move(self, generation: int, subject: Subject, known: _Round) -> tuple[Letter, ...]:
-        """Tell the parent once all parts are here; at the root, that is the total."""
         if known.neighbours is None or known.own is None or known.missing:
             return ()
         part = known.own
-        for child in known.neighbours.children:  # in one order: sums of the same parts are the same bits
+        for child in known.neighbours.children:  # In a fixed order, so that equal parts have equal sums, to the bit.
             part += known.parts[child]
         parent = known.neighbours.parent
         if parent is None:
@@ -135,8 +128,7 @@ class Agreements:
         return (Letter(parent, PartUp(generation=generation, subject=subject, part=part)),)
 
     def _pass_on(self, generation: int, subject: Subject, known: _Round, total: Totals) -> tuple[Letter, ...]:
-        """The total is here: tell the children. One that comes before the own part is another worker's, of a place
-        that this one has taken."""
+        # A total before the worker's own part belongs to another worker, whose place in the tree this one has taken.
         if known.neighbours is None or known.total is not None:
             return ()
         known.total = total

@@ -1,10 +1,10 @@
-"""Who tells whom in a commit: a tree over all who commit together, the same on all without talking.
+"""The tree over all workers that commit together. Each worker derives the same tree without talking.
 
-What counts up and down is the number of hops, and how many edges a loss changes: each is a connection to be made in
-the middle of a recovery. So a node's place follows from its name alone, not from where the plan puts it. Every name has
-a number, as random as a hash. Of the nodes in a cell (at first, all of them) the one with the smallest second number is
-the parent; the others are divided into four cells by the next two bits of their numbers, and so on. Inside a node, its
-devices are a binary heap below the first.
+Two numbers matter: the hops up and down, and the edges that a loss changes, since each is a connection to be made in
+the middle of a recovery. So a node's place follows from its name alone, not from its place in the plan. Every name has
+two numbers, from a hash. In a cell (at first, all nodes) the node with the smallest second number is the parent; the
+others are divided into four cells by the next two bits of their first numbers, and so on. Inside a node, its devices
+are a binary heap below the first.
 
     hops     A node is d hops from the root only if it shares bits with d others: expected N^d · 4^(-d(d-1)/2) times,
              which is below 1/(64 N²) for d = ceil(log2 N) + 3. So there are at most ceil(log2 N) + 2 hops up between
@@ -32,7 +32,7 @@ _HASH_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Whom a worker tells in a commit, and who tells it."""
+    """The workers with which one exchanges messages in a commit."""
 
     parent: WorkerId | None
     """None for the root."""
@@ -49,7 +49,7 @@ class _Key:
 
 
 def commit_tree(members: Iterable[WorkerId]) -> Mapping[WorkerId, Neighbours]:
-    """Return everybody's neighbours; O(N log N)."""
+    """Return all workers' neighbours; O(N log N)."""
     devices = _devices_by_node(members)
     parents: dict[str, str | None] = {}
     cells: list[tuple[str | None, list[_Key], int]] = [(None, list(map(_key_of, devices)), 0)]
@@ -70,7 +70,7 @@ def commit_tree(members: Iterable[WorkerId]) -> Mapping[WorkerId, Neighbours]:
 
 
 def hops_up(members: Iterable[WorkerId]) -> int:
-    """Return the most hops from a worker to the root, which are half of what a commit takes; O(N log N)."""
+    """Return the most hops from a worker to the root, half of what a commit takes; O(N log N)."""
     tree = commit_tree(members)
     hops, level = -1, [worker_id for worker_id, each in tree.items() if each.parent is None]
     while level:
@@ -99,7 +99,7 @@ def _devices_by_node(members: Iterable[WorkerId]) -> dict[str, list[WorkerId]]:
 
 
 def _divide(cell: Sequence[_Key], level: int) -> tuple[_Key, list[list[_Key]]]:
-    """Return the parent of a cell, and the others by the digit of a level; all alike once there are no more digits."""
+    """Return the parent of a cell, and the others by their digit at a level; by none once the digits are used up."""
     head = min(cell)
     shift = max(0, _HASH_BITS - (level + 1) * _DIGIT_BITS)
     parts: dict[int, list[_Key]] = {}
@@ -112,7 +112,7 @@ def _divide(cell: Sequence[_Key], level: int) -> tuple[_Key, list[list[_Key]]]:
 def _neighbours(
     devices: Mapping[str, Sequence[WorkerId]], worker_id: WorkerId, above: str | None, below: Iterable[str]
 ) -> Neighbours:
-    """Put a node's neighbours and its own devices together: the first speaks with other nodes."""
+    # The first device alone exchanges messages with other nodes.
     own = devices[worker_id.node]
     position = own.index(worker_id)
     children = own[2 * position + 1 : 2 * position + 3]

@@ -1,4 +1,4 @@
-"""What a worker does with its orders: the protocol of all workers, as effects that a driver carries out.
+"""How a worker follows its orders: the protocol of all workers, as effects that a driver carries out.
 
     an order ──> catch up ──> give back ──> finish the step, or forget it ──> adopt the plan ──> train, step by step
        ^                                                                                             │
@@ -6,15 +6,15 @@
 
     a step:  compute ──> settle sections ──> reduce ──> note_reduced ──> agree ──> begin_apply ──> apply ──> save
     a plan:  form groups ──> receive layers ──> CommitState.adopt ──> hold the layers ──> drop old groups
-                └ those for sums: beside all that follows, up to the first sum ──> note_formed
+                └ those for sums: in the background, up to the first sum ──> note_formed
 
-The order of things is written here, once. The driver knows how, never when:
-`training/step/engine.py` carries effects out with torch and sockets, `sim/cluster/worker.py` with virtual time and a
-fabric whose faults are chosen. So what is proved of the order of things in the simulator holds of workers on real
-machines.
+The sequence is written here, once. The driver knows how, never when: `training/step/engine.py` carries effects out with
+torch and sockets, `sim/cluster/worker.py` with virtual time and a fabric with chosen faults. So what the simulator
+shows about the sequence holds for workers on real machines.
 
-`CommitState` says what a worker's answers to fences promise; the follower tells it each moment that it passes. Between
-a moment and the effect that it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits or may fail."""
+`CommitState` says what a worker's answers to fences promise; the follower calls it at each moment that it passes.
+Between a moment and the effect that it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits or may
+fail."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_keys
 from .partial_commit import PartialCommit
 
+_Asking = Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]
+
 
 class RecordBoard(Protocol):
-    """What is known of the records that steps take. The control thread fills it."""
+    """The records that steps take, as far as they are known. The control thread fills it."""
 
     def is_told(self, step: int) -> bool:
         """Whether a step's records are known."""
 
     def over_after(self, step: int) -> protocol.RecordsOver | None:
-        """The message that no step comes after this one, if it has come."""
+        """Return the message that no step follows this one, if it has arrived."""
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after this one."""
+        """Whether no step follows this one."""
 
 
 class Follower:
-    """The training thread's course. `run` never ends; the driver looks after `partial_commit` during programs.
+    """The course of the training thread. Its state is the plan in force and the work on the step in flight.
 
-    Its state is the plan in force, and what is done of the step in flight.
+    During programs the driver advances `partial_commit`.
     """
 
     def __init__(
         self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
     ) -> None:
-        """`records` is None where data is in no shards; `evaluates` if there are samples to evaluate the model on."""
+        """`records` is None if the data is not in shards; `evaluates` says whether there are samples to evaluate."""
         self._job = job
         self._worker_id = commit_state.worker_id
         self._device = commit_state.worker_id.device
@@ -65,14 +67,14 @@ class Follower:
         self._whole = protocol.Tally.of(range(job.num_microbatches))
         self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
-        """In the plan in force; None for a spare."""
+        """The place in the plan in force; None for a spare."""
         self._committee: Committee | None = None
         self._saves_first = False
-        """The state with which the plan begins is to be saved."""
+        """Whether to save the state with which the plan begins."""
         self._resumed: int | None = None
-        """The generation whose resumption is still to be told."""
+        """The generation whose resumption is not reported yet."""
         self._transferred: tuple[GroupKey, ...] | None = None
-        """Groups in which layers have moved; None once a step is committed under the plan."""
+        """Groups in which layers moved; None once a step is committed under the plan."""
         self._step: int | None = None
         """The step in flight, once it is begun."""
         self._share_done = False
@@ -99,7 +101,6 @@ class Follower:
                 yield worker_effects.Say(self._corrupt(update, error))
 
     def _follow(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
-        """Carry an order out up to the point where its plan is in force."""
         if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
             yield from self._apply(update.catch_up)
         if update.catch_up_section is not None:
@@ -111,7 +112,7 @@ class Follower:
             yield from self._finish(update, update.finish)
         yield from self._adopt(update)
 
-    def _train(self) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
+    def _train(self) -> _Asking:
         """Run steps to the job's last one, or to the one whose commit agrees to stop; False for a spare."""
         seat, committee = self._seat, self._committee
         if seat is None or committee is None:
@@ -119,7 +120,7 @@ class Follower:
         stop = False
         if self._saves_first:
             yield worker_effects.Save(self._commit_state.applied, committee.generation, committee)
-        if not self.partial_commit.before:  # else in the middle of a step, before which it was done
+        if not self.partial_commit.before:  # In the middle of a step, its evaluation is done already.
             yield from self._evaluate(seat, committee)
         while not stop and (yield from self._has_next(committee)):
             yield from self._compute(seat, committee, self._commit_state.applied + 1, ends_under_plan=True)
@@ -131,10 +132,8 @@ class Follower:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def _has_next(
-        self, committee: Committee
-    ) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
-        """Whether another step comes; wait until that is known. At the end, save what is not saved yet."""
+    def _has_next(self, committee: Committee) -> _Asking:
+        """Wait until it is known whether another step follows. At the end, save what is not saved yet."""
         step, records = self._commit_state.applied, self._records
         if records is None or step >= self._job.max_steps:
             return step < self._job.max_steps
@@ -152,7 +151,6 @@ class Follower:
     def _compute(
         self, seat: PlaceInPlan, committee: Committee, step: int, *, ends_under_plan: bool
     ) -> worker_effects.WorkerEffects:
-        """Compute the pipeline's own share of a step, unless it is done already."""
         if self._step != step:
             yield from self._begin(step)
         if self._share_done:
@@ -177,8 +175,8 @@ class Follower:
 
     def _execute(self, program: worker_effects.Compute) -> worker_effects.WorkerEffects:
         if self._commit_state.is_broken:
-            # It failed after the fence was answered, so the coordinator counts on this pipeline. Say it again, now
-            # under the order's generation; what was computed cannot be continued.
+            # It failed after the fence was answered, so the coordinator relies on this pipeline. Report it again, now
+            # under the order's generation: what was computed cannot be continued.
             raise PeerLost("a program of this step failed half-way before")
         yield from self._resume()
         try:
@@ -187,15 +185,14 @@ class Follower:
             self._commit_state.note_broken()
             raise
 
-    def _end_step(
-        self, committee: Committee
-    ) -> Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]:
+    def _end_step(self, committee: Committee) -> _Asking:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         step = self._step
         assert step is not None
         yield from self.partial_commit.settle()
         yield from self.partial_commit.await_groups()
-        self._commit_state.begin_sums()  # not once fenced: it may have left out a section, for which others wait
+        # This fails once fenced: the worker may have left out a section, for which others wait.
+        self._commit_state.begin_sums()
         yield worker_effects.Reduce(step, committee)
         self._commit_state.note_reduced(step)
         stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
@@ -215,11 +212,11 @@ class Follower:
     def _check(self, step: int, counted: protocol.Tally) -> None:
         """Check that each microbatch of a step counts once. Raises AssertionError: a wrong sum is never applied."""
         partial = protocol.Tally.of(self.partial_commit.microbatches)
-        what = f"step {step}: {counted.count} microbatches were counted, beside {partial.count}"
+        what = f"step {step}: {counted.count} microbatches were counted in addition to {partial.count}"
         assert counted + partial == self._whole, f"{what}; they are not all {self._whole.count}, each once"
 
     def _apply(self, record: protocol.CommitRecord) -> worker_effects.WorkerEffects:
-        """Apply the reduced gradients. Nothing can interrupt this: the step is committed."""
+        # The step is committed, so nothing can interrupt this.
         yield worker_effects.Apply(record)
         self.partial_commit.end_step()
         yield from self._forget()
@@ -227,13 +224,12 @@ class Follower:
             yield worker_effects.Say(protocol.StepCommitted(device=self._device, record=record))
 
     def _evaluate(self, seat: PlaceInPlan, committee: Committee) -> worker_effects.WorkerEffects:
-        """Evaluate the model if it is due."""
         step = self._commit_state.applied
         if not self._evaluates or not self._job.is_evaluated(step):
             return
         yield from self._resume()
-        # An evaluation may be given up half-way, with messages and sums that nobody completes. So it has groups of its
-        # own, which end with the plan.
+        # An evaluation may be given up half-way, with messages and sums that no worker completes. So it has groups of
+        # its own, which end with the plan.
         stage_key = GroupKey("evaluation", committee.generation, seat.stage_key.members)
         lane_key = GroupKey("forward", committee.generation, seat.lane_key.members)
         yield worker_effects.FormGroups((stage_key, lane_key), None)
@@ -251,7 +247,7 @@ class Follower:
             )
 
     def _resume(self) -> worker_effects.WorkerEffects:
-        """Report, once after each adoption, that the first computation under the new plan begins."""
+        # Reported once after each adoption, when the first computation under the new plan begins.
         generation, self._resumed = self._resumed, None
         if generation is not None:
             yield worker_effects.ReportResumed(generation)
@@ -261,12 +257,12 @@ class Follower:
     def _finish(self, update: protocol.PlanUpdate, step: int) -> worker_effects.WorkerEffects:
         """Finish the step in flight under the old plan, without its lost nodes.
 
-        Members of whole pipelines complete their share and the extra segments; the others contribute zeros, and
-        so receive the sums and stay current.
+        Members of whole pipelines complete their share and the extra segments. The others contribute zeros, and so
+        receive the sums and stay current.
         """
         seat, in_force = self._seat, self._committee
         if seat is None or in_force is None:
-            return  # a spare, or a newcomer: it takes no part in the old plan
+            return  # Spares and newcomers take no part in the old plan.
         committee = self._committee_of(update, in_force.plan, update.lost)
         yield from self._form((), committee)
         if any(node in update.lost for node in seat.pipeline.nodes):
@@ -280,7 +276,6 @@ class Follower:
         yield from self._end_step(committee)
 
     def _adopt(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
-        """Form the plan's groups, exchange the layers that change hands, and put the plan in force."""
         seat = PlaceInPlan.find(update, self._worker_id)
         committee = None if seat is None else self._committee_of(update, update.plan)
         self._transferred = keys = transfer_keys(update.transfers, update.generation, self._worker_id)
@@ -304,7 +299,6 @@ class Follower:
         yield worker_effects.KeepGroups(keys, committee, update.generation)
 
     def _form(self, keys: tuple[GroupKey, ...], committee: Committee | None) -> worker_effects.WorkerEffects:
-        """Form groups; those for sums are formed beside what follows, and awaited before the first sum."""
         if (yield worker_effects.FormGroups(keys, committee)):
             self._commit_state.begin_forming()
 
@@ -318,12 +312,9 @@ class Follower:
         return Committee(plan, update.generation, lost, kept=kept, regrouped=frozenset(update.regrouped))
 
     def _to_keep(self, update: protocol.PlanUpdate, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """The layers that others are to receive and that this worker no longer holds.
-
-        They may not have arrived, from here or from elsewhere: if a target or another source is lost, a later plan
-        has them read from here. A worker that was left out, and missed steps or sections since, has nothing
-        worth keeping.
-        """
+        """Return the moving layers to keep for others, although the plan takes them from this worker."""
+        # They may not have arrived: if a target or another source is lost, a later plan has them read from here. But a
+        # worker that was left out, and missed steps or sections since, has nothing worth keeping.
         if not self.partial_commit.is_at(update.partial):
             return ()
         kept = self._commit_state.kept
@@ -331,8 +322,6 @@ class Follower:
             kept = tuple(item.layer for item in update.transfers if item.source == self._worker_id)
         moving = frozenset(update.moving).difference(layers)
         return tuple(sorted(moving.intersection((*self._commit_state.layers, *kept))))
-
-    # --- failures that are reported --------------------------------------------------------------------------
 
     def _unreadable(self, update: protocol.PlanUpdate, error: ShardUnreadable) -> protocol.RecordsFailed:
         return protocol.RecordsFailed(

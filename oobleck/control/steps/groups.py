@@ -1,6 +1,6 @@
-"""What a plan gives one worker to do, and the groups in which it does it.
+"""A worker's place in a plan, and the groups in which it works.
 
-Pure functions of plans and plan updates: all workers come to the same groups without talking.
+Pure functions of plans and plan updates: all workers derive the same groups without talking.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Members = tuple[WorkerId, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
-    """What the members of a group agree on without talking."""
+    """A group, as its members know it without talking."""
 
     purpose: Literal["pipeline", "stage", "evaluation", "forward", "reduce", "transfer", "link"]
     generation: int
-    """The one whose plan update had it formed; a group may outlive that."""
+    """The generation whose plan update had it formed; the group may outlive that."""
     members: tuple[WorkerId, ...]
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Keys are looked up far more often than they are made.
+        # Keys are looked up far more often than they are created.
         object.__setattr__(self, "_hash", hash((self.purpose, self.generation, self.members)))
 
     def __hash__(self) -> int:
@@ -42,30 +42,27 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class Committee:
-    """Those who sum gradients and commit together: all workers of a plan, but for those of lost nodes."""
+    """The workers that sum gradients and commit together: all of a plan, except those of lost nodes."""
 
     plan: ExecutionPlan
     generation: int
     lost: tuple[str, ...] = ()
     kept: Mapping[Members, GroupKey] = field(default_factory=dict, compare=False, repr=False)
-    """The groups in which gradients were summed under the plan before, by their members."""
+    """The groups for sums of gradients under the plan before, by their members."""
     regrouped: frozenset[WorkerId] = field(default=frozenset(), compare=False, repr=False)
     """Workers whose groups are all formed again, as the plan update says."""
     members: Members = field(init=False)
-    """Sorted."""
     keys: dict[Members, GroupKey] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """Those that were asked for, by their members: what is kept for the committee after this one."""
+    """The groups in use, by their members. The next committee may keep them."""
 
     def __post_init__(self) -> None:
         members = tuple(worker_id for worker_id in self.plan.worker_ids if worker_id.node not in self.lost)
         object.__setattr__(self, "members", members)
 
     def key_of(self, members: Members) -> GroupKey:
-        """The group in which some of them sum gradients: the one that is there already, where none is `regrouped`.
-
-        All members come to the same key: who is not regrouped has adopted the plan before, so either all of them have
-        such a group, or none.
-        """
+        """Return the group in which `members` sum gradients: the existing one, unless one of them is `regrouped`."""
+        # All members derive the same key: those that are not regrouped have adopted the plan before, so either all of
+        # them have such a group, or none.
         if members not in self.keys:
             kept = self.kept.get(members) if self.regrouped.isdisjoint(members) else None
             self.keys[members] = kept or GroupKey("reduce", self.generation, members)
@@ -77,7 +74,6 @@ class PlaceInPlan:
     """A worker's place in its pipeline."""
 
     index: int
-    """Of the pipeline in its plan."""
     stage: int
     pipeline: Pipeline
     schedule: ScheduleKind
@@ -88,7 +84,7 @@ class PlaceInPlan:
 
     @classmethod
     def find(cls, update: PlanUpdate, worker_id: WorkerId) -> PlaceInPlan | None:
-        """The place of a worker in an update's plan; None for a spare."""
+        """Return a worker's place in an update's plan; None for a spare."""
         located = update.plan.locate(worker_id)
         if located is None:
             return None
@@ -118,22 +114,20 @@ class PlaceInPlan:
 
     @property
     def is_first(self) -> bool:
-        """Its stage has the model's first layer."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Its stage is the last one, which knows of losses."""
         return self.stage == self.num_stages - 1
 
 
 def transfer_key(item: LayerTransfer, generation: int) -> GroupKey:
-    """The group in which a layer moves: the two workers alone."""
+    """Return the group in which a layer moves: the two workers alone."""
     return GroupKey("transfer", generation, tuple(sorted((item.source, item.target))))
 
 
 def transfer_keys(transfers: Iterable[LayerTransfer], generation: int, worker_id: WorkerId) -> tuple[GroupKey, ...]:
-    """The groups in which a worker sends or receives layers."""
+    """Return the groups in which a worker sends or receives layers."""
     mine = (transfer_key(item, generation) for item in transfers if worker_id in (item.source, item.target))
     return tuple(dict.fromkeys(mine))
 
@@ -141,11 +135,9 @@ def transfer_keys(transfers: Iterable[LayerTransfer], generation: int, worker_id
 def regrouped(
     worker_ids: Collection[WorkerId], statuses: Mapping[WorkerId, Status], newest: int
 ) -> tuple[WorkerId, ...]:
-    """Return whose groups cannot be kept; `newest` is the newest generation that was ordered, 0 for none.
-
-    Newcomers have none. A worker that has not adopted the newest plan has perhaps formed some of its groups, and so has
-    one that forms them beside its first step. One with open sums may have sent a part that the others never asked for.
-    """
+    """Return the workers whose groups cannot be kept; `newest` is the newest ordered generation, 0 for none."""
+    # Newcomers have none. A worker that has not adopted the newest plan may have formed some of its groups, and so has
+    # one that forms them during its first step. One with open sums may have sent a part that the others never read.
     return tuple(
         [
             worker_id

@@ -1,10 +1,10 @@
-"""Who blocks the others: read from what all survivors wait for, and from whom they can reach.
+"""Which nodes or workers block the others, by what all survivors wait for and which of them they reach.
 
-Two kinds of trouble leave no process dead. Between two nodes the network may be cut: both reach the master, and not
-each other. If too many are cut off, the network has failed and not the nodes, and it comes back. Or a worker computes,
-or sleeps, for ever: all wait for it, and it waits for none. One that is only slow, on a machine that is busy or was
-suspended, comes on within seconds: to end it would help nobody. Nor would it help to end one whose process uses the
-processor, or has compilers that do.
+Two kinds of trouble leave no process dead. The network between two nodes may be cut: both reach the master, but not
+each other. If too many are cut off, the network has failed and not the nodes, and it comes back. Or a worker computes
+or sleeps endlessly: all wait for it, and it waits for none. But one that is only slow, on a machine that is busy or was
+suspended, makes progress within seconds, and one whose process or compilers use the processor does so later. Ending
+those would help no one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from oobleck.planner import WorkerId
 
 
 def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
-    """The fewest nodes, greedily, without which all that are left reach each other; O(pairs²).
-
-    Of two that do not reach each other the one with more such peers goes, then the later by name.
-    """
+    """Return few nodes without which all remaining ones reach each other, chosen greedily; O(pairs²)."""
     pairs = {
         frozenset((worker_id.node, other.node))
         for worker_id, status in statuses.items()
@@ -30,6 +27,7 @@ def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
     cut_off: list[str] = []
     while pairs:
         counts = Counter(node for pair in pairs for node in pair)
+        # Of two that do not reach each other, the one with more such peers leaves, or else the later by name.
         worst = max(counts, key=lambda node: (counts[node], node))
         cut_off.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
@@ -37,11 +35,9 @@ def cut_off_nodes(statuses: Mapping[WorkerId, Status]) -> tuple[str, ...]:
 
 
 def is_network_down(statuses: Mapping[WorkerId, Status], cut_off: Collection[str], fault_threshold: int) -> bool:
-    """Whether the network is to be suspected, rather than the nodes that are cut off; O(workers · layers).
-
-    It is where more of those that hold layers are cut off than may be lost at once, or where the others do not hold all
-    layers. Before anybody holds any, all nodes count.
-    """
+    """Whether to suspect the network, and not the nodes that are cut off; O(workers · layers)."""
+    # The network, if more holders of layers are cut off than may be lost at once, or if the others do not hold all
+    # layers. Before any worker holds one, all nodes count.
     holders = {worker_id.node for worker_id, status in statuses.items() if status.layers}
     concerned = (holders or {worker_id.node for worker_id in statuses}).intersection(cut_off)
     others = {
@@ -54,7 +50,7 @@ def is_network_down(statuses: Mapping[WorkerId, Status], cut_off: Collection[str
 def stuck_workers(
     answers: Mapping[WorkerId, Status | Activity], busy: Collection[WorkerId] = ()
 ) -> tuple[WorkerId, ...]:
-    """The workers that others wait for, and that neither wait for any nor come on; O(workers²).
+    """Return the workers that others wait for, but that neither wait nor make progress; O(workers²).
 
     The processes of `busy` workers use the processor.
     """

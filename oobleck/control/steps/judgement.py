@@ -7,19 +7,12 @@ in which all took part, each with its gradients of k fully reduced. Hence, once 
     applied k, some         -> k is committed; the others hold its reduced gradients, and catch up
     applied k - 1, all      -> k is not committed; it is finished by the whole pipelines, or forgotten
 
-The dead may have reported a step that no survivor has applied: it is committed all the same. And a worker that
-was left out of the plan in force, but has not heard of it yet, still holds the layers of the plan before; it
-took no part in what was committed since, as its lack of reduced gradients shows.
+A dead worker may have reported a step that no survivor has applied: it is committed all the same. Sections follow the
+same rule, except that a section which no survivor has committed does not count, because nothing depends on it yet.
 
-Rejected: a commit in two phases, with the master as the one who decides. It costs every step a round trip to the
-master, and stops all workers when the master is gone. Here no step waits for the master: the answers to a fence are
-enough to find out what was decided without it, since the agreement itself is the vote.
-
-Until the first step under a plan is committed, or the first section of one is committed, workers keep what they sent
-away for it. A worker that has still to do that keeps those layers at the version before, so they do not count.
-
-Sections follow the same rule: what some survivor has committed counts, and the others who hold its reduced gradients
-commit it too. A section that no survivor has committed does not count, since nothing was made of it.
+Rejected: a commit in two phases, decided by the master. It costs every step a round trip to the master, and stops all
+workers when the master is lost. Here no step waits for the master: the answers to a fence show what was decided without
+it, since the agreement itself is the vote.
 """
 
 from __future__ import annotations
@@ -29,22 +22,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from oobleck.control.plans import apportion, shares_of
+from oobleck.control.plans import apportion
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.planner import ExecutionPlan, WorkerId
 
 _Value = TypeVar("_Value")
 
 SectionId = tuple[int, int]
-"""What is committed of a step: the generation of the plan under which its newest section was run, and its number."""
+"""The committed part of a step: the generation of its newest section's plan, and that section's number."""
 
 NO_SECTION: SectionId = (0, 0)
-
-
-def _as_it_is(generation: int, step: int, number: int) -> SectionId:
-    """What a worker has committed of a step, where no plan came into force in the middle of one."""
-    del step
-    return (generation, number) if number else NO_SECTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +41,40 @@ class Verdict:
     applied: int
     """The newest committed step."""
     catch_up: CommitRecord | None
-    """Set when some survivor has still to apply that step."""
+    """That step's record, if some survivor has still to apply it."""
     adopted: int | None
-    """The generation whose plan all who hold layers have in force; None when they differ."""
+    """The generation whose plan all holders of layers have in force; None if they differ."""
     held: Mapping[WorkerId, frozenset[int]]
-    """The layers that each survivor holds whole, at the version of `applied`, with committed sections of the next."""
+    """The layers that each survivor holds whole, at the version of `applied` and of the committed sections after it."""
     section: SectionId = NO_SECTION
-    """What is committed of the step after."""
+    """The committed part of the next step."""
     partial: SectionRecord | None = None
-    """What those say of it who have committed it; None where that was before the plan that they have adopted."""
+    """The record of that section; None if it was committed before the plan that its holders have adopted."""
     is_section_behind: bool = False
-    """Some survivor has still to commit it."""
+    """Some survivor has still to commit that section."""
 
 
 def judge(
     statuses: Mapping[WorkerId, Status],
     committed: CommitRecord | None,
     plans: Mapping[int, ExecutionPlan],
-    section_of: Callable[[int, int, int], SectionId] = _as_it_is,
+    section_of: Callable[[int, int, int], SectionId],
 ) -> Verdict:
     """Read the survivors' answers; O(workers).
 
-    `committed` is the newest step that was ever reported as committed, `plans` the plans by generation; `section_of`
-    says what is committed of a step after so many of its sections under the plan of a generation.
-    Spares and newcomers hold no layers: they are ignored here.
+    `committed` is the newest step that was ever reported as committed, and `plans` are the plans by generation.
+    `section_of` says what is committed of a step after a number of its sections under a generation's plan. Spares and
+    newcomers hold no layers, and do not count.
     """
     alike = {id(status): status for status in distinct(statuses.values()) if status.layers}
     records = [status.last_record for status in alike.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
     applied = max([newest.step if newest else 0, *(status.applied for status in alike.values())])
-    # They catch up from their own sums instead of copying layers: the sums are the same bits on all workers, and the
-    # layers with their optimizer state would have to cross the network, from the few that have applied the step.
+    # Workers that are behind catch up from their own sums instead of copying layers: the sums are the same bits on all
+    # workers, and the layers with their optimizer state would have to cross the network.
     behind = {key for key, status in alike.items() if status.reduced == applied}
+    # Late workers took no part in the commit, as their lack of reduced gradients shows: the plan in force left them
+    # out, they do not know it yet, and hold the layers of the plan before.
     late = {key for key, status in alike.items() if status.applied != applied and key not in behind}
     alike = {key: status for key, status in alike.items() if key not in late}
     sections = {key: _newest_section(status, applied, section_of) for key, status in alike.items()}
@@ -103,8 +92,10 @@ def judge(
     layers = {key: sets[status.layers] for key, status in alike.items() if key not in missed}
     whole = zip(statuses, map(layers.get, map(id, statuses.values())), strict=True)
     held = {worker_id: mine for worker_id, mine in whole if mine is not None}
+    # Until the first step or section under a plan is committed, workers keep the layers that they sent away for it. One
+    # that has still to catch up has those at the version before, so only its planned layers count.
     held |= {
-        worker_id: held[worker_id] & planned_layers(plans[status.adopted], worker_id)
+        worker_id: held[worker_id] & plans[status.adopted].layers_at.get(worker_id, frozenset())
         for worker_id, status in (statuses.items() if behind or behind_section else ())
         if worker_id in held and (id(status) in behind or id(status) in behind_section)
     }
@@ -121,24 +112,18 @@ def judge(
 
 
 def _newest_section(status: Status, applied: int, section_of: Callable[[int, int, int], SectionId]) -> SectionId:
-    """What a worker has committed of the step after `applied`."""
     if status.applied < applied:
-        return NO_SECTION  # it has still to apply that step, which all others have to do before they commit
+        return NO_SECTION  # It has still to apply that step, as all others do before they commit a section.
     return section_of(status.adopted, applied + 1, 0 if status.partial is None else status.partial.number)
 
 
 def distinct(values: Collection[_Value]) -> Collection[_Value]:
-    """Return values without those that are the same object: thousands of workers answer with one between them."""
+    """Return each object once: thousands of workers share one answer."""
     return dict(zip(map(id, values), values, strict=True)).values()
 
 
-def planned_layers(plan: ExecutionPlan, worker_id: WorkerId) -> frozenset[int]:
-    """The layers that a plan gives a worker; none for a spare."""
-    return plan.layers_at.get(worker_id, frozenset())
-
-
 def broken_pipelines(plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
-    """Indices of the pipelines that lost a node."""
+    """Return the indices of the pipelines that lost a node."""
     return tuple(sorted({plan.pipeline_of[node] for node in lost if node in plan.pipeline_of}))
 
 
@@ -148,25 +133,24 @@ def reassign_microbatches(
     segments: Sequence[Segment],
     *,
     next_segment: int,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
     partial: Collection[int] = (),
 ) -> tuple[Segment, ...] | None:
-    """Give what broken pipelines leave of a step to the whole ones, on top of the segments assigned before.
+    """Assign the rest of the broken pipelines' step to the whole ones, in addition to the segments assigned before.
 
-    `shares` are the microbatches that each pipeline takes of it (the planned ones, by default), of which those
-    `partial` are done for good.
-    Returns all segments of the step, or None when no pipeline is whole. Segments are never taken back from a
-    whole pipeline; those of a pipeline that broke since are assigned again. Whole pipelines take shares in
-    proportion to their planned ones, which are in proportion to their speeds; the largest remainder rounds.
+    `shares` are the microbatches of each pipeline; those in `partial` are committed.
+    Returns all segments of the step, or None if no pipeline is whole. Whole pipelines take shares in proportion to
+    their planned ones, and so to their speeds; the largest remainder rounds.
     """
     broken = broken_pipelines(plan, lost)
     whole = [index for index in range(len(plan.pipelines)) if index not in broken]
     if not whole:
         return None
+    # A whole pipeline keeps its segments, which it may have done already; those of a pipeline that broke since are
+    # assigned again.
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
     done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(partial)
-    own = shares_of(plan) if shares is None else shares
-    left = [microbatch for index in broken for microbatch in own[index] if microbatch not in done]
+    left = [microbatch for index in broken for microbatch in shares[index] if microbatch not in done]
     counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
     dealt: list[Segment] = []
     for index, share in zip(whole, counts, strict=True):
@@ -183,13 +167,11 @@ def rests_of(
     statuses: Mapping[WorkerId, Status],
     *,
     step: int,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
 ) -> dict[int, tuple[int, int]]:
-    """Return what whole pipelines have left of a step: (of their own microbatches, of segments), by pipeline.
+    """Return what each whole pipeline has left of a step: (of its own microbatches, of segments).
 
-    `shares` are the microbatches that each pipeline takes of it: the planned ones, by default. A pipeline is as far as
-    the worker in it that has taken the fewest microbatches backward; one that has still to apply the step before has
-    taken none.
+    `shares` as in `reassign_microbatches`.
     """
     broken = broken_pipelines(plan, lost)
     dealt: Counter[int] = Counter()
@@ -199,9 +181,10 @@ def rests_of(
     rests = {}
     for index, pipeline in enumerate(plan.pipelines):
         if index not in broken:
+            # A pipeline is as far as its slowest worker; one that has still to apply the step before has done nothing.
             said = map(statuses.__getitem__, pipeline.worker_ids)
             done = min([status.microbatches_done if status.applied == before else 0 for status in said])
-            own = pipeline.num_microbatches if shares is None else len(shares[index])
+            own = len(shares[index])
             rests[index] = (max(0, own - done), max(0, dealt[index] - max(0, done - own)))
     return rests
 
@@ -211,31 +194,30 @@ def microbatches_redone(
     lost: Collection[str],
     statuses: Mapping[WorkerId, Status],
     *,
-    shares: Sequence[Sequence[int]] | None = None,
+    shares: Sequence[Sequence[int]],
     partial: Collection[int] = (),
 ) -> int:
-    """How many microbatches the broken pipelines had begun to take backward, as far as survivors know.
+    """Count the microbatches that the broken pipelines had begun to take backward, as far as survivors know.
 
-    Of their `shares` in the step (the planned ones, by default), those `partial` are not done again.
+    `shares` as in `reassign_microbatches`. Those in `partial` are not done again.
     """
     total = 0
     for index in broken_pipelines(plan, lost):
         pipeline = plan.pipelines[index]
         known = [statuses[worker_id].microbatches_done for worker_id in pipeline.worker_ids if worker_id in statuses]
-        own = plan.microbatches_of(index) if shares is None else shares[index]
-        total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in own))
+        total += max(0, max(known, default=0) - sum(microbatch in partial for microbatch in shares[index]))
     return total
 
 
 def without(interval_s: tuple[float, float], gap_s: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """What is left of an interval once `gap_s` is cut out of it: up to two intervals, in order."""
+    """Cut `gap_s` out of an interval; returns the remaining intervals in order, at most two."""
     (began_s, ended_s), (from_s, until_s) = interval_s, gap_s
     parts = ((began_s, min(ended_s, from_s)), (max(began_s, until_s), ended_s))
     return tuple((start_s, stop_s) for start_s, stop_s in parts if stop_s > start_s)
 
 
 def uncovered(began_s: float, ended_s: float, intervals: Sequence[tuple[float, float]]) -> float:
-    """The time between `began_s` and `ended_s` that lies in none of the intervals, which are sorted by their starts."""
+    """Return the time between `began_s` and `ended_s` outside the intervals, which are sorted by their starts."""
     total_s = 0.0
     for start_s, stop_s in intervals:
         total_s += max(0.0, min(start_s, ended_s) - began_s)

@@ -1,13 +1,13 @@
-"""What of a step is committed: sums of its sections' gradients, which all owners have and no failure can take.
+"""The committed part of a step: sums of its sections' gradients, which all owners have and no failure can take.
 
-A section is summed and agreed on beside the computation, which does not stop for it:
+A section is summed and agreed on in the background of the computation, which does not stop for it:
 
     nothing ── begin ──> reducing ── all sums are here ──> committing ── all have theirs ──> committed: nothing again
                             └──────── a fence or a failure: given back, and nothing is committed any more ────┘
 
-A section is begun only after the one before it is committed, and the step's own reduction only after the last, so all
-members of a group post its sums in one order. Like the follower, of which this is a part, it knows the order of things
-alone: its methods are generators of effects, and a driver has them carried out while a program runs.
+A section begins only after the one before it is committed, and the step's own reduction only after the last, so all
+members of a group post its sums in one order. Like the follower, of which this is a part, it knows the sequence alone:
+its methods are generators of effects, which a driver carries out while a program runs.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from .commit_state import CommitState, Interrupted, PeerLost
 
 @dataclass(slots=True)
 class Section:
-    """A section whose gradients are on their way."""
+    """A section whose gradients are being summed."""
 
     number: int
     step: int
     has_sums: bool = False
-    """All of its sums are here."""
     failure: PeerLost | None = None
 
 
 class PartialCommit:
-    """What is committed of the step in flight, and the section that is about to be."""
+    """The committed part of the step in flight, and the section on its way."""
 
     def __init__(self, commit_state: CommitState) -> None:
         self._commit_state = commit_state
         self._update: PlanUpdate | None = None
-        """The one whose plan is in force; None for a spare."""
+        """The update of the plan in force; None for a spare."""
         self._before = NOTHING
         self._number = 0
         self.section: Section | None = None
         self._unformed: PeerLost | None = None
         """Why the groups for sums could not be formed."""
         self.loss = 0.0
-        """The part of the step's loss that what is committed makes, as in `SectionRecord`."""
+        """The committed part of the step's loss, as in `SectionRecord`."""
         self.num_items = 0
         """The tokens that count in it."""
 
@@ -58,53 +57,51 @@ class PartialCommit:
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """All that are committed of the step in flight."""
+        """All committed microbatches of the step in flight."""
         return self._microbatches_after(self._number)
 
     @property
     def num_sections(self) -> int:
-        """Into how many sections the step in flight is cut under the plan in force."""
+        """The number of sections of the step in flight under the plan in force."""
         update = self._update
         return 1 if update is None else num_sections_of(update.plan, self.before, update.num_sections)
 
     def is_at(self, partial: PartialStep) -> bool:
-        """Return whether just this is committed here."""
+        """Whether exactly this is committed here."""
         generation = 0 if self._update is None else self._update.generation
         here = (generation, self._number) if self._number else (self._before.generation, self._before.number)
         return here == (partial.generation, partial.number)
 
     def adopt(self, update: PlanUpdate, *, is_spare: bool) -> None:
-        """A plan comes into force, with what the update says is committed of the step in flight."""
-        assert self.section is None, "what was on its way is given back before"
+        """Take over what the update says is committed of the step in flight."""
+        assert self.section is None, "the section on its way is given back before"
         self._update = None if is_spare else update
         self._before = NOTHING if is_spare else update.partial
         self._number, self.loss, self.num_items = 0, self._before.loss, self._before.num_items
 
     def end_step(self) -> None:
-        """The step is applied: nothing is committed of the next."""
         self._before, self._number, self.loss, self.num_items = NOTHING, 0, 0.0, 0
 
     # --- a section -----------------------------------------------------------------------------------------
 
     def begin_step_sums(self) -> bool:
-        """Return whether the step's own sums may be posted: their groups are formed, nothing is on its way, nor was and
-        failed, and no fence came. They are open from then on."""
+        """Open the step's own sums if they may be posted, and return whether they may."""
         return self.section is None and not self._commit_state.is_forming and self._begin_sums()
 
     @property
     def is_busy(self) -> bool:
-        """A section is on its way, and may still arrive."""
+        """Whether a section is on its way and may still arrive."""
         return self.section is not None and self.section.failure is None and not self._commit_state.is_fenced()
 
     def begin(self, step: int) -> worker_effects.WorkerEffects:
-        """Have what is done of a step committed, beside what follows; nothing is, once a section failed or was fenced.
+        """Have the work on a step so far committed in the background; do nothing once a section failed or was fenced.
 
-        Waits for the groups of its sums, and for the section before. Raises Interrupted where the pipeline is stopped.
+        Waits for the groups of its sums, and for the section before. Raises Interrupted if the pipeline is stopped.
         """
         try:
             yield from self._be_ready()
         except PeerLost:
-            return  # it is reported: the pipeline's own work is sound
+            return  # The failure is reported, and the pipeline's own work is sound.
         except Interrupted:
             if self._commit_state.is_pipeline_stopped():
                 raise
@@ -115,7 +112,7 @@ class PartialCommit:
         yield worker_effects.PostSection(step, self.section.number)
 
     def look(self) -> worker_effects.WorkerEffects:
-        """Move on as far as the others let us. Never waits, raises nothing."""
+        """Advance the section as far as the others allow. Never waits, raises nothing."""
         section = self.section
         if section is None or not self.is_busy:
             return
@@ -124,10 +121,10 @@ class PartialCommit:
         except PeerLost as error:
             yield from self._fail(section, error)
         except Interrupted:
-            pass  # a fence came first: its sender decides what becomes of the section
+            pass  # A fence came first, and its sender decides what becomes of the section.
 
     def settle(self) -> worker_effects.WorkerEffects:
-        """Wait until the section on its way is committed. Raises Interrupted or PeerLost; it is still there then."""
+        """Wait until the section on its way is committed. Raises Interrupted or PeerLost, and keeps it then."""
         while (section := self.section) is not None:
             if section.failure is not None:
                 raise section.failure
@@ -141,12 +138,10 @@ class PartialCommit:
             yield from self.look()
 
     def await_groups(self) -> worker_effects.WorkerEffects:
-        """Wait until the groups are formed in which sums are posted next. Raises Interrupted or PeerLost.
-
-        What failed or was fenced once fails again, up to the next order: the driver has given these groups up.
-        """
+        """Wait until the groups are formed in which sums are posted next. Raises Interrupted or PeerLost."""
         if not self._commit_state.is_forming:
             return
+        # After a failure or a fence this fails up to the next order: the driver has given these groups up.
         if self._unformed is not None:
             raise self._unformed
         if self._commit_state.is_fenced():
@@ -159,12 +154,12 @@ class PartialCommit:
         self._commit_state.note_formed()
 
     def catch_up(self, record: SectionRecord) -> worker_effects.WorkerEffects:
-        """Commit what is reduced, as the plan update says, if it is not committed yet."""
+        """Commit the reduced section, as the plan update says, if it is not committed yet."""
         if self._commit_state.catch_up_section(record):
             yield from self._fold(record)
 
     def give_back(self) -> worker_effects.WorkerEffects:
-        """Give up the section on its way: it counts as work that was done of the step, not committed."""
+        """Give up the section on its way: its work counts as done of the step, but not as committed."""
         self._unformed = None
         section, self.section = self.section, None
         if section is not None:
@@ -174,7 +169,7 @@ class PartialCommit:
     # --- how it moves --------------------------------------------------------------------------------------
 
     def _be_ready(self) -> worker_effects.WorkerEffects:
-        """Wait until a section can be begun. Raises Interrupted, or PeerLost once that is reported."""
+        """Wait until a section can begin. Raises Interrupted, or PeerLost once that is reported."""
         is_reported = self._unformed is not None
         try:
             yield from self.await_groups()
@@ -185,7 +180,6 @@ class PartialCommit:
         yield from self.settle()
 
     def _move(self, section: Section) -> worker_effects.WorkerEffects:
-        """Take the next moves that can be made. Raises Interrupted or PeerLost."""
         if not section.has_sums:
             if not (yield worker_effects.TakeSums(section.number)):
                 return
@@ -209,23 +203,21 @@ class PartialCommit:
         yield from self._fold(record)
 
     def _check(self, section: Section, counted: Tally) -> None:
-        """Hold a section to what it should sum. Raises AssertionError: a wrong sum is never committed."""
+        """Check that a section sums what it should. Raises AssertionError: a wrong sum is never committed."""
         fresh = set(self._microbatches_after(section.number)).difference(self.microbatches)
         what = f"section {section.number} of step {section.step}: {counted.count} microbatches were counted"
         assert counted == Tally.of(fresh), f"{what}; they are not the {len(fresh)} of the section, each once"
 
     def _fold(self, record: SectionRecord) -> worker_effects.WorkerEffects:
-        """Put a section's sums to those that are committed. Nothing can interrupt this."""
-        section = self.section
-        what = f"section {record.number} of step {record.step}"
-        assert section is not None, what
-        assert section.has_sums, f"{what} is claimed to be reduced"
+        # The section is committed, so nothing can interrupt this.
+        assert self.section is not None
+        assert self.section.has_sums, f"section {record.number} of step {record.step} is claimed to be reduced"
         yield worker_effects.Fold(record)
         self.section = None
         self._number, self.loss, self.num_items = record.number, record.loss, record.num_items
 
     def _fail(self, section: Section, error: PeerLost) -> worker_effects.WorkerEffects:
-        """Report at once that a section failed: others wait for it, and this pipeline's own work continues."""
+        # At once: others wait for the section, and this pipeline's own work continues.
         section.failure = error
         yield self._report_of(error)
 

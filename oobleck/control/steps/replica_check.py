@@ -1,10 +1,7 @@
-"""Copies of a layer must be equal to the last bit after a step; where they are not, hardware has computed wrongly.
+"""Copies of a layer must be equal to the last bit after a step; if they are not, hardware has computed wrongly.
 
-Every so many steps workers report a digest of each layer that they hold. With three copies or more the odd one out is
-wrong; of two that differ nobody can tell, and both are named. A part of the coordinator's machine.
-
-Copies are compared among nodes with equal devices. All apply the same reduced gradients, but devices of different kinds
-may round the optimizer's arithmetic differently, each of them rightly.
+At regular intervals workers report a digest of each layer that they hold. Of three copies or more the odd one out is
+wrong; of two that differ either may be, and both are named.
 """
 
 from __future__ import annotations
@@ -12,22 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from oobleck.control.events import Record, notice
+from oobleck.control.events import Turn
 from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
-Compared = tuple[tuple[Record, ...], Mapping[WorkerId, frozenset[int]]]
-"""What is to be recorded, and the layers that are to take the other copies' values, by holder."""
-
 _MOST_IN_A_ROW = 3
-"""Checks that fail one after the other, before machines are taken to compute differently by nature."""
+"""Failed checks in a row, after which machines are taken to compute differently by nature."""
 
 
 def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool]:
-    """The copies that are to take the others' values, and whether it is sure that it is they who are wrong.
+    """Return the copies to replace, and whether it is certain that they are the wrong ones.
 
-    The digest of most counts; of several that are as frequent, that of the first place.
+    The most frequent digest counts as right, and among equally frequent ones that of the first worker.
     """
     counts = Counter(digests.values())
     trusted = max(sorted(digests), key=lambda worker_id: counts[digests[worker_id]])
@@ -36,62 +30,59 @@ def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool
 
 
 class ReplicaCheck:
-    """The digests of the newest step that was reported."""
+    """The digests of the newest reported step."""
 
     def __init__(self, *, degree: int = 1, device_of: Callable[[str], str] = lambda node: "") -> None:
-        """Where `degree` devices share each stage, those of like rank have copies of the same part.
-
-        `device_of` says what the devices of a node are.
-        """
+        """`device_of` names the devices of a node. If `degree` devices share each stage, those of like rank have copies
+        of the same part."""
         self._degree = degree
         self._device_of = device_of
         self._key = (0, 0)
-        self._told: dict[WorkerId, dict[int, int]] = {}
+        self._digests: dict[WorkerId, dict[int, int]] = {}
         self._in_a_row = 0
 
     def take(
-        self, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId], now_s: float
-    ) -> Compared:
-        """Take a worker's digests in; once all of `worker_ids` have sent theirs, return what follows from them."""
+        self, turn: Turn, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
+    ) -> Mapping[WorkerId, frozenset[int]]:
+        """Note a worker's digests; once all of `worker_ids` have sent theirs, compare them.
+
+        Returns the layers that are to be replaced by the other copies, by holder.
+        """
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
-            return (), {}
+            return {}
         if key > self._key:
-            self._key, self._told = key, {}
-        self._told[worker_id] = dict(zip(message.layers, message.digests, strict=True))
-        return self._compare(now_s) if self._told.keys() >= set(worker_ids) else ((), {})
+            self._key, self._digests = key, {}
+        self._digests[worker_id] = dict(zip(message.layers, message.digests, strict=True))
+        return self._compare(turn) if self._digests.keys() >= set(worker_ids) else {}
 
-    def _compare(self, now_s: float) -> Compared:
-        told, self._told = self._told, {}
-        differing: list[Record] = []
+    def _compare(self, turn: Turn) -> Mapping[WorkerId, frozenset[int]]:
+        digests_of, self._digests = self._digests, {}
         distrusted: dict[WorkerId, set[int]] = {}
-        for layer in sorted({layer for digests in told.values() for layer in digests}):
+        for layer in sorted({layer for digests in digests_of.values() for layer in digests}):
             comparable: dict[tuple[int, str], dict[WorkerId, int]] = {}
-            for worker_id, digests in told.items():
+            for worker_id, digests in digests_of.items():
                 if layer in digests:
+                    # All apply the same gradients, but devices of different kinds may round the optimizer's arithmetic
+                    # differently, each of them rightly.
                     alike = worker_id.device % self._degree, self._device_of(worker_id.node)
                     comparable.setdefault(alike, {})[worker_id] = digests[layer]
             for _, copies in sorted(comparable.items()):
                 odd, is_sure = odd_ones(copies)
                 if odd:
-                    trusted = sorted(copies.keys() - odd)
-                    differing.append(Record(entry=self._entry(layer, sorted(odd), trusted, now_s, is_sure=is_sure)))
+                    entry = ReplicasDiffer(
+                        t_s=turn.now_s,
+                        step=self._key[1],
+                        layer=layer,
+                        odd=tuple(sorted(odd)),
+                        trusted=tuple(sorted(copies.keys() - odd)),
+                        is_sure=is_sure,
+                    )
+                    turn.record(entry)
                 for worker_id in odd:
                     distrusted.setdefault(worker_id, set()).add(layer)
         self._in_a_row = self._in_a_row + 1 if distrusted else 0
         if self._in_a_row >= _MOST_IN_A_ROW:
-            text = "copies keep differing: their machines compute differently, and are compared no more"
-            return (*differing, notice(now_s, "error", text)), {}
-        return tuple(differing), {each: frozenset(layers) for each, layers in sorted(distrusted.items())}
-
-    def _entry(
-        self, layer: int, odd: list[WorkerId], trusted: list[WorkerId], now_s: float, *, is_sure: bool
-    ) -> ReplicasDiffer:
-        return ReplicasDiffer(
-            t_s=now_s,
-            step=self._key[1],
-            layer=layer,
-            odd=tuple(odd),
-            trusted=tuple(trusted),
-            is_sure=is_sure,
-        )
+            turn.note("error", "copies keep differing: their machines compute differently, and are compared no more")
+            return {}
+        return {each: frozenset(layers) for each, layers in sorted(distrusted.items())}

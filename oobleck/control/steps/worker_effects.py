@@ -1,7 +1,7 @@
-"""What the follower asks of its driver, and what it gets back.
+"""The effects that the follower asks its driver for, and their outcomes.
 
 A driver carries out one effect after the other and resumes the follower with the outcome. If a fence ends a wait
-(`Interrupted`), a peer is gone (`PeerLost`), or data cannot be read (`ShardUnreadable`, `CorruptCheckpoint`), it throws
+(`Interrupted`), a peer is lost (`PeerLost`), or data cannot be read (`ShardUnreadable`, `CorruptCheckpoint`), it throws
 that into the follower instead. Each effect says whether it can fail; the others are always carried out.
 """
 
@@ -17,7 +17,7 @@ from .commit_state import Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan
 
 FAILURES = (Interrupted, PeerLost, ShardUnreadable, CorruptCheckpoint)
-"""What a driver throws into the follower."""
+"""What a driver may throw into the follower."""
 
 
 # --- orders and words ----------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ class AwaitPlanUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Tell the master."""
+    """Send the master a message."""
 
     message: (
         protocol.StepCommitted
@@ -65,34 +65,34 @@ class AwaitRecords:
 
 @dataclass(frozen=True, slots=True)
 class ForgetStep:
-    """Drop what was computed of the step in flight and is not committed."""
+    """Drop the uncommitted work on the step in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """Begin a step, with nothing done of it. Ends early if its records never come and the pipeline is stopped."""
+    """Begin a step with nothing done of it. Ends early if its records never come and the pipeline is stopped."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run this stage's program for some microbatches of the step; what comes of it is added to what is done.
+    """Run this stage's program for some microbatches of the step, and add the results to what is done.
 
     Raises Interrupted once the pipeline is stopped, PeerLost and ShardUnreadable. At the end of each section but the
-    last, and in between, the driver looks after the partial commit.
+    last, and in between, the driver advances the partial commit.
     """
 
     step: int
     microbatches: tuple[int, ...] | range
     num_sections: int = 1
     posts_sums: bool = False
-    """The step's own reduction comes next: what is final may be posted while the last backward pass runs."""
+    """The step's own reduction comes next: final sums may be posted during the last backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the gradients of a step over their owners. May be interrupted, or fail; own gradients stay whole."""
+    """Sum the gradients of a step over their owners. May be interrupted, or fail; the worker's own stay whole."""
 
     step: int
     committee: Committee
@@ -114,29 +114,29 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all learn from a commit; equal everywhere."""
+    """The outcome of a commit, equal on all workers."""
 
     record: protocol.CommitRecord
     counted: protocol.Tally
-    """The microbatches that went into the sum, as often as they did; those that were committed left out."""
+    """The microbatches in the sum, except those that were committed before."""
     stop: bool
     save: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply the sums of a step to the layers, and let go of those that were kept for others."""
+    """Apply the sums of a step to the layers, and release the layers that were kept for others."""
 
     record: protocol.CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save this worker's share of the state after a step, among all whose nodes are not lost."""
+    """Save this worker's share of the state after a step, shared among the nodes that are not lost."""
 
     step: int
     generation: int
-    """In which it is saved: it tells saves of one step apart."""
+    """The generation tells saves of one step apart."""
     committee: Committee
 
 
@@ -157,7 +157,7 @@ class SaveEnd:
 
 @dataclass(frozen=True, slots=True)
 class CompareReplicas:
-    """Tell the master the digests of this worker's layers after a step."""
+    """Send the master the digests of this worker's layers after a step."""
 
     record: protocol.CommitRecord
 
@@ -169,9 +169,9 @@ class Evaluate:
     step: int
     committee: Committee
     stage_key: GroupKey
-    """Where the devices that share the stage sum."""
+    """The group of the devices that share the stage."""
     lane_key: GroupKey
-    """What links the pipeline's stages meanwhile."""
+    """The group that links the pipeline's stages."""
 
     @property
     def subject(self) -> protocol.Subject:
@@ -180,7 +180,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The outcome of one evaluation, equal on every rank."""
+    """The outcome of an evaluation, equal on all workers."""
 
     loss: float
     num_samples: int
@@ -192,9 +192,9 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FormGroups:
-    """Form the groups that are not there yet, and link a committee for its commits. May be interrupted, or fail.
+    """Form the missing groups, and link a committee for its commits. May be interrupted, or fail.
 
-    Those in which the committee sums are formed beside what follows. The outcome says whether there are any.
+    Groups for the committee's sums form in the background. The outcome says whether there are any.
     """
 
     keys: tuple[GroupKey, ...]
@@ -203,12 +203,12 @@ class FormGroups:
 
 @dataclass(frozen=True, slots=True)
 class AwaitGroups:
-    """Wait until the groups are formed in which a committee sums. May be interrupted by a fence, or fail."""
+    """Wait until the groups for a committee's sums are formed. May be interrupted by a fence, or fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepGroups:
-    """Put all groups aside but these, and those in which a committee sums: a generation is in force."""
+    """Discard all groups but these and those for a committee's sums: a generation is in force."""
 
     keys: tuple[GroupKey, ...]
     committee: Committee | None
@@ -217,14 +217,14 @@ class KeepGroups:
 
 @dataclass(frozen=True, slots=True)
 class EndTransfers:
-    """Put aside the groups in which layers moved: a step is committed under the plan, so all of them have arrived."""
+    """Discard the groups in which layers moved: a step is committed under the plan, so all layers have arrived."""
 
     keys: tuple[GroupKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCheckpoint:
-    """Read from a checkpoint what this worker is to hold, and what it is to send. Raises CorruptCheckpoint."""
+    """Read from a checkpoint the layers that this worker is to hold or to send. Raises CorruptCheckpoint."""
 
     update: protocol.PlanUpdate
     layers: tuple[int, ...]
@@ -234,7 +234,7 @@ class ReadCheckpoint:
 class Exchange:
     """Send the layers that others lack, and receive those that this worker lacks. May be interrupted, or fail.
 
-    What was received is set aside; the own layers are as they were.
+    Received layers are set aside, and the worker's own do not change.
     """
 
     update: protocol.PlanUpdate
@@ -245,19 +245,19 @@ class ShareLossScale:
     """Send newcomers the loss scale of the others. May be interrupted, or fail."""
 
     committee: Committee | None
-    """None for a spare, which is not there to hear it."""
+    """None for a spare, which takes no part."""
     is_current: bool
     """This worker holds the state from which training continues."""
 
     @property
     def subject(self) -> protocol.Subject:
-        """Once in a generation; newcomers have applied no step."""
+        # There is one in a generation, and newcomers have applied no step that could tell it apart.
         return protocol.Subject(protocol.Topic.LOSS_SCALE, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Put a plan in force: hold its layers, received or here, and keep some for others."""
+    """Put a plan in force: hold its layers, and keep some for others."""
 
     update: protocol.PlanUpdate
     seat: PlaceInPlan | None
@@ -272,7 +272,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class PostSection:
-    """Set aside what is done of a step, and post its sums."""
+    """Set aside the work on a step so far, and post its sums."""
 
     step: int
     number: int
@@ -280,39 +280,39 @@ class PostSection:
 
 @dataclass(frozen=True, slots=True)
 class TakeSums:
-    """Take the sums of the section, if they are all here: the outcome says whether. Fails with a peer; never waits."""
+    """Take the section's sums if all have arrived: the outcome says whether. Fails with a peer; never waits."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class PostTotals:
-    """Bring this worker's part to the agreement that commits the section. Fails with a peer; never waits."""
+    """Post this worker's part to the agreement that commits the section. Fails with a peer; never waits."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeTotals:
-    """Take what all brought to that, if it is here: the outcome is a `SectionTotals`, or None. Never waits either."""
+    """Take the total of that agreement, a `SectionTotals`, or None if it is not here. Fails with a peer; never
+    waits."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SectionTotals:
-    """What all learn from the agreement that commits a section."""
+    """The outcome of the agreement that commits a section, equal on all workers."""
 
     loss: float
     counted: protocol.Tally
-    """The microbatches that are in the section, as often as they are."""
     num_items: int = 0
-    """The tokens that count in them."""
+    """The tokens that count in the section."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Add the section's sums to those that are committed, and let go of layers that were kept for others."""
+    """Add the section's sums to the committed ones, and release the layers that were kept for others."""
 
     record: protocol.SectionRecord
 
@@ -326,7 +326,7 @@ class AwaitSection:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Give up the section: what was set aside counts as done of the step again, and as not committed."""
+    """Give up the section: the work set aside counts as done of the step again, and as not committed."""
 
     number: int
 
@@ -364,7 +364,7 @@ WorkerEffects = Generator[WorkerEffect, EffectOutcome, None]
 
 
 def drive(effects: WorkerEffects, carry_out: Callable[[WorkerEffect], EffectOutcome]) -> None:
-    """Have a driver carry out effects in order; it waits where it has to. Raises what they raise."""
+    """Have a driver carry out effects in order. Raises what they raise."""
     outcome: EffectOutcome = None
     failure: Exception | None = None
     while True:

@@ -1,9 +1,8 @@
-"""The coordinator of `oobleck up`: what all nodes train, from the start over every plan to the end.
+"""The coordinator of `oobleck up`: what all nodes train, from the start through every plan to the end.
 
-A report goes to the part that it concerns (`reports.py`): `startup` leads to the first plan, `reconfiguration` from one
-plan to the next, `progress` knows the steps, `saving` the checkpoints. Parts are given what they may call; `parts.py`
-says which that is. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in
-`docs/architecture.md`.
+`reports.py` passes each report on to the part that it concerns: `startup` leads to the first plan, `reconfiguration`
+from one plan to the next, `progress` knows the steps, `saving` the checkpoints. `parts.py` says which part may call
+which. The phase of a run follows from the state in `recovery/`, whose transitions are drawn in `docs/architecture.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .takeover import take_over
 
 
 class Coordinator(BaseCoordinator):
-    """Makes all decisions of one run. Only `start`, `handle` and `handle_deadline` change it."""
+    """Makes all decisions of one run."""
 
     work: ClassVar[str] = "training"
 
@@ -40,9 +39,9 @@ class Coordinator(BaseCoordinator):
         replayed: ReplayedRun | None = None,
         resume: str = "auto",
     ) -> None:
-        """With `replayed`, take over a run that continues without a master: its job is `job`.
+        """Begin a run, or take over the run `replayed`, which continues without a master.
 
-        `resume` says what a run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
+        `resume` says what the run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.
         """
         members = replayed.members if replayed else Membership(nodes)
@@ -97,7 +96,7 @@ class Coordinator(BaseCoordinator):
         return self._parts.reconfiguration.is_in_plan(node)
 
     def configure(self, turn: Turn, node: str) -> None:
-        turn.do(self._parts.preparation.configure(node))
+        self._parts.preparation.configure(turn, node)
 
     def node_back(self, turn: Turn, event: events.NodeUp) -> None:
         self._parts.workers.meet(turn, event)
@@ -106,25 +105,24 @@ class Coordinator(BaseCoordinator):
         parts = self._parts
         if is_again:
             parts.shutdown.ask_again()
-            turn.do(parts.restoring.ask_again(node))
+            parts.restoring.ask_again(turn, node)
             parts.reconfiguration.give(turn, states.NodeReached(node=node))
-        turn.do(parts.sharding.tell(parts.reconfiguration.training_places(node)))
+        parts.sharding.send_again(turn, parts.reconfiguration.training_places(node))
 
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         parts = self._parts
         parts.replanning.forget_pace(node)
-        profiling = parts.preparation.node_lost(node)
-        if not self.is_begun:
+        if not self.is_begun:  # The run ends in a moment, so no other worker has to measure a profile.
             parts.startup.node_failed(node, loss, turn.now_s)
             return
-        turn.do(profiling)
-        turn.do(parts.saving.node_lost(node, turn.now_s))
+        parts.preparation.node_lost(turn, node)
+        parts.saving.node_lost(turn, node)
         parts.sharding.lost(node)
 
     def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
         """Plan without a node that may have a part in the plan in force."""
         recovery, node = self._parts.reconfiguration, member.spec.name
-        if not member.is_ready:
+        if not member.is_ready:  # It holds nothing, but the run may be waiting for its workers.
             recovery.give(turn, states.NodeGone())
         elif not recovery.can_spare(node):
             cause = journal.PlanCause.LOSS
@@ -134,28 +132,25 @@ class Coordinator(BaseCoordinator):
         self._parts.reconfiguration.begin(turn, BeginRecovery(cause=journal.PlanCause.DRAINED, nodes=(node,)))
 
     def node_left(self, turn: Turn, node: str) -> None:
-        turn.do(self._parts.saving.node_left(node, turn.now_s))
+        self._parts.saving.node_left(turn, node)
         self._parts.reconfiguration.give(turn, states.NodeDrained(node=node))
 
     def worker_raised(self, worker_id: WorkerId, error: protocol.Raised) -> None:
         self._parts.shutdown.note_error(worker_id, error)
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
-        """Ask another worker what this one was asked, or the one that is started in its place.
-
-        If no worker survives, the run waits for those that are started again, unless one error ended them all: it would
-        do so again.
-        """
+        """Have another worker, or its successor, do what this one was asked to."""
         parts = self._parts
         parts.replanning.forget_pace(worker_id.node)
-        turn.do(parts.preparation.worker_lost(worker_id))
-        if not self.is_begun:
+        parts.preparation.worker_lost(turn, worker_id)
+        if not self.is_begun:  # Its successor is asked for checkpoints again, with all others.
             parts.restoring.forget()
             return
-        turn.do(parts.saving.worker_lost(worker_id.node, turn.now_s))
+        parts.saving.worker_lost(turn, worker_id.node)
         parts.sharding.lost(worker_id.node)
         living = {member.spec.name for member in parts.members.living}
         training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
+        # The run waits for the workers that are started again, unless one error ended them all: it would do so again.
         if not parts.members.ready and parts.shutdown.is_same_error(training):
             turn.end("the same error ended all workers")
 
@@ -164,18 +159,18 @@ class Coordinator(BaseCoordinator):
     def take(self, turn: Turn, event: events.Event) -> None:
         match event:
             case events.BatchReceived():
-                self._reports.all_said(turn, event)
+                self._reports.take_batch(turn, event)
             case events.ProfileFound():
-                turn.do(self._parts.preparation.take_profile(event))
+                self._parts.preparation.take_profile(turn, event)
                 self._reports.profile_known(turn)
             case events.LinkFound():
-                turn.do(self._parts.link_timing.take_found(event, turn.now_s))
+                self._parts.link_timing.take_found(turn, event)
                 self._reports.train_when_ready(turn)
             case _:
                 raise AssertionError(f"{type(event).__name__} is not of training")
 
     def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
-        self._reports.said(turn, member, message)
+        self._reports.take(turn, member, message)
 
     def heard_again(self, turn: Turn) -> None:
         self._parts.progress.give_time(turn.now_s)
@@ -200,12 +195,12 @@ class Coordinator(BaseCoordinator):
 
     @property
     def reviews_s(self) -> float:
-        """When it next reviews which nodes should train: a part of `next_deadline`, for callers that skip time."""
+        """When to review next which nodes should train. A part of `next_deadline`, for callers that skip time."""
         return math.inf if self.is_over else min(self._parts.scaling.due_s, self._retries_s)
 
     @property
     def _retries_s(self) -> float:
-        """When a slow node that was left out is to be tried again; infinity for never."""
+        """When to try a slow node again that was left out; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
     def act(self, turn: Turn, held_up_s: float) -> None:
@@ -215,18 +210,17 @@ class Coordinator(BaseCoordinator):
         recovery, progress = parts.reconfiguration, parts.progress
         if self.is_begun:
             self._give_up_silent(turn)
-        if late := parts.link_timing.handle_deadline(now_s):
-            turn.do(late)
+        if parts.link_timing.handle_deadline(turn):
             self._reports.train_when_ready(turn)
         parts.startup.handle_deadline(turn)
         is_suspicious = self._silence.is_suspicious
         recovery.give(turn, TimePassed(is_suspicious=is_suspicious))
         if now_s >= parts.hang_watch.due_s and self._silence.is_suspicious:
-            progress.give_time(now_s)  # steps may be committed that nobody can report to us
+            progress.give_time(now_s)  # Most nodes are silent: steps may be committed that none can report.
         elif now_s >= parts.hang_watch.due_s:
             recovery.begin_if(turn, parts.hang_watch.handle_deadline(turn, recovery.training_places()))
         if now_s >= parts.saving.due_s:
-            turn.do(parts.saving.handle_deadline(now_s))
+            parts.saving.handle_deadline(turn)
         if now_s >= parts.scaling.due_s:
             self._rescale(turn)
         if now_s >= self._retries_s:
@@ -236,14 +230,13 @@ class Coordinator(BaseCoordinator):
         self._lifecycle.retry_lost(turn)
 
     def _hold(self, turn: Turn, late_s: float) -> None:
-        """This master itself was held up: nothing is overdue until the messages that came meanwhile are read."""
+        """Wait for the messages that arrived while this master itself was held up, before anything is overdue."""
         soon_s = turn.now_s + self._job.control.heartbeat_interval_s
         self._parts.startup.forgive(late_s, soon_s)
         self._parts.reconfiguration.give(turn, HeldUp(until_s=soon_s))
         self._parts.progress.give_time(turn.now_s)
 
     def _rescale(self, turn: Turn) -> None:
-        """Review how many nodes should train."""
         recovery, replanning = self._parts.reconfiguration, self._parts.replanning
         if recovery.is_fencing:
             self._parts.scaling.look_later(turn.now_s)
@@ -253,10 +246,8 @@ class Coordinator(BaseCoordinator):
     def follow_up(self, turn: Turn) -> None:
         parts, generations = self._parts, self._parts.reconfiguration.generations
         if self.phase is Phase.TRAINING:
-            turn.do(parts.sharding.go_on(generations.current, turn.now_s, save=parts.saving.is_behind))
+            parts.sharding.go_on(turn, generations.current, save=parts.saving.is_behind)
         parts.shutdown.follow_up(turn, generations, is_training=self.phase is Phase.TRAINING)
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def stop(self, turn: Turn, event: events.StopRequested) -> None:
         if event.now or not self.is_begun:
@@ -267,7 +258,7 @@ class Coordinator(BaseCoordinator):
         turn.note("info", "stopping after the step in flight")
 
     def end(self, turn: Turn, end: events.EndRun) -> None:
-        parts, exit_code = self._parts, int(end.exit_code)  # what journals and processes know
+        parts, exit_code = self._parts, int(end.exit_code)  # Journals and processes have plain numbers.
         error = parts.shutdown.error_behind(end) if self.is_begun else None
         reason = end.reason if error is None else error.text
         for member in parts.members.living:

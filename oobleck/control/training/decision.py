@@ -1,6 +1,6 @@
-"""What to do once all survivors have answered: a new plan, a checkpoint, or what has to be known first.
+"""What to do once all survivors have answered: a new plan, a checkpoint, or another question first.
 
-It decides, and orders nothing. `recovery/` holds the state that a recovery is in.
+This decides, and orders nothing. `recovery/` holds the state that a recovery is in.
 """
 
 from __future__ import annotations
@@ -14,33 +14,29 @@ from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.events import Turn
 from oobleck.control.journal import Action
 from oobleck.control.nodes import Membership, NodeLifecycle
-from oobleck.control.protocol import CommitRecord, Status
-from oobleck.control.recovery import CheckpointWanted, Deciding, Recovery, WorkersWanted
-from oobleck.control.steps import PlanHistory, Progress, Verdict, distinct, judge, microbatches_redone
+from oobleck.control.protocol import Status
+from oobleck.control.recovery import Answers, CheckpointWanted, Recovery, WorkersWanted
+from oobleck.control.steps import PlanHistory, Progress, Verdict, judge, microbatches_redone
 from oobleck.errors import ExitCode, PlanningError, Unrecoverable
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 
 from .replanning import Aftermath, Replanning
 
-_NOBODY: frozenset[str] = frozenset()
-"""The nodes whose state is lost when all go back: none, for all can read what they go back to."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan to order, and how the survivors come to it."""
+    """A plan to order, and the way to it."""
 
     decision: Decision
     verdict: Verdict
     finish: int | None = None
-    """The step in flight, where it is finished before."""
+    """The step in flight, if all finish it before."""
     goes_back: bool = False
-    """All go back to a checkpoint, or, without a candidate, to the model's initial values."""
+    """All go back to the candidate's checkpoint, or, if there is none, to the model's initial values."""
     candidate: Candidate | None = None
     steps_lost: int = 0
     microbatches_redone: int = 0
     warning: str = ""
-    """What people should know of it."""
 
 
 def to_checkpoint(decision: Decision, candidate: Candidate, *, steps_lost: int = 0) -> Choice:
@@ -51,22 +47,20 @@ def to_checkpoint(decision: Decision, candidate: Candidate, *, steps_lost: int =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Where what is trained comes from."""
+    """The origin of the state that is trained."""
 
     restored_generation: int = 0
-    """The generation in which the run last went back; what was adopted before is ignored."""
+    """The generation in which the run last went back; the state that workers adopted before is ignored."""
     is_from_scratch: bool = True
-    """What is trained comes from the model's initial values, not from a checkpoint."""
+    """The state comes from the model's initial values, not from a checkpoint."""
     began_from_scratch: bool = True
-    """So the run began. Then nothing is lost for good if all start from those values again."""
+    """The run began with those values, so it can begin again with them if nothing else is left."""
 
     def since_restored(self, statuses: Mapping[WorkerId, Status]) -> Mapping[WorkerId, Status]:
         """Ignore what workers hold from before the run went back to a checkpoint."""
-        if not self.restored_generation:
-            return statuses
+        since = self.restored_generation
         return {
-            worker_id: status if status.adopted >= self.restored_generation else _emptied(status)
-            for worker_id, status in statuses.items()
+            worker_id: status if status.adopted >= since else _emptied(status) for worker_id, status in statuses.items()
         }
 
 
@@ -76,42 +70,34 @@ def _emptied(status: Status) -> Status:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Decider:
     """Decides, and asks workers for what it needs to know."""
 
-    def __init__(
-        self,
-        members: Membership,
-        lifecycle: NodeLifecycle,
-        progress: Progress,
-        saving: Saving,
-        restoring: Restoring,
-        replanning: Replanning,
-    ) -> None:
-        self._members = members
-        self._lifecycle = lifecycle
-        self._progress = progress
-        self._saving = saving
-        self._restoring = restoring
-        self._replanning = replanning
+    _members: Membership
+    _lifecycle: NodeLifecycle
+    _progress: Progress
+    _saving: Saving
+    _restoring: Restoring
+    _replanning: Replanning
 
     @property
     def exit_code(self) -> int:
-        """Of a run that cannot go on now: it can be resumed with a checkpoint, or if its nodes were taken away."""
+        """The exit code of a run that cannot continue now, but can be resumed if it saved or its nodes were taken."""
         can_resume = bool(self._saving.complete) or self._members.are_taken_away
         return ExitCode.RESUMABLE if can_resume else ExitCode.FAILED
 
     def decide(
-        self, turn: Turn, deciding: Deciding, generations: PlanHistory, lineage: Lineage
+        self, turn: Turn, answers: Answers, generations: PlanHistory, lineage: Lineage
     ) -> Choice | WorkersWanted | CheckpointWanted:
-        """Find what is committed, and a plan for the nodes that are left, or what a plan needs first."""
-        recovery = deciding.recovery
+        """Find what is committed, and a plan for the remaining nodes, or what a plan needs first."""
+        recovery = answers.recovery
         may_wait = bool(self._members.returning) and turn.now_s < recovery.returns_by_s
         if not recovery.asked:
             if may_wait or (bool(self._members.connecting) and turn.now_s < recovery.returns_by_s):
                 return WorkersWanted()
             self._end_without_nodes(turn, recovery.control.start_timeout_s)
-        statuses = lineage.since_restored(deciding.statuses)
+        statuses = lineage.since_restored(answers.statuses)
         found = judge(statuses, self._progress.last_record, generations.plans, generations.section_of)
         verdict = self._confirm(found, statuses, generations)
         in_force = generations.in_force(verdict)
@@ -121,16 +107,17 @@ class Decider:
             base=generations.plans[in_force],
             lost=frozenset(self._members.without_part(in_force)),
             is_from_scratch=lineage.is_from_scratch,
-            is_unexplained=deciding.is_unexplained,
+            is_unexplained=answers.is_unexplained,
         )
         try:
             decision, finish = self._replanning.choose(after, generations)
         except (PlanningError, Unrecoverable) as error:
             if may_wait:
-                return WorkersWanted()  # each of them that is ready begins the recovery again
+                return WorkersWanted()  # Each worker that becomes ready begins the recovery again.
+            # Without the nodes that are leaving there is no plan: keep them.
             if draining := [member.spec.name for member in self._members.ready if member.is_draining]:
                 self._lifecycle.keep(turn, draining)
-                return self.decide(turn, deciding, generations, lineage)
+                return self.decide(turn, answers, generations, lineage)
             if isinstance(error, PlanningError):
                 self._end(turn, recovery, error)
             return self._go_back(turn, after.base, error, recovery, lineage)
@@ -143,7 +130,7 @@ class Decider:
         )
 
     def _confirm(self, verdict: Verdict, statuses: Mapping[WorkerId, Status], generations: PlanHistory) -> Verdict:
-        """Treat a plan as in force only if all its living workers have adopted it."""
+        """Take a plan for adopted only if all of its living workers have adopted it."""
         if verdict.adopted is None:
             return verdict
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
@@ -166,22 +153,20 @@ class Decider:
     def _end(self, turn: Turn, recovery: Recovery, error: Exception, more: str = "") -> NoReturn:
         turn.end(f"cannot continue after losing {', '.join(recovery.nodes)}: {error}{more}", self.exit_code)
 
-    # --- a layer has no living copy ----------------------------------------------------------------------------
-
     def _go_back(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice | CheckpointWanted:
-        """Go back to the newest checkpoint, once workers have reported what they can read."""
+        """Go back to the newest checkpoint, once workers have reported which they can read."""
         if not self._saving.is_enabled:
             return self._begin_again(turn, base, error, recovery, lineage)
         if not self._restoring.is_answered(recovery.asked):
             if math.isinf(recovery.found_by_s):
-                turn.do(self._restoring.ask(recovery.asked))
+                self._restoring.ask(turn, recovery.asked)
                 return CheckpointWanted()
             if turn.now_s < recovery.found_by_s:
                 return CheckpointWanted()
         candidate = self._restoring.newest_of_this_run(base.num_layers)
-        turn.do(self._restoring.report_problems(turn.now_s))
+        self._restoring.report_problems(turn)
         if candidate is None:
             return self._begin_again(turn, base, error, recovery, lineage)
         held = {worker_id: layers for worker_id, layers in candidate.held.items() if worker_id in recovery.asked}
@@ -194,10 +179,9 @@ class Decider:
     def _begin_again(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice:
-        """Nothing is saved: start from the model's initial values, if the state was lost with workers only.
+        """Start again from the model's initial values, as nothing is saved.
 
-        The run ends if a lost node held the last copy of a layer, or if the run began from a checkpoint that is
-        gone.
+        End the run instead if a lost node held the last copy of a layer, or if the run began from a checkpoint.
         """
         living = {member.spec.name for member in self._members.living}
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
@@ -221,24 +205,13 @@ class Decider:
         self, turn: Turn, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], recovery: Recovery
     ) -> Decision:
         try:
-            return self._replanning.replan(base, held, lost=_NOBODY)
+            # No node's state is lost, because all can read what they go back to.
+            return self._replanning.replan(base, held, lost=frozenset())
         except (PlanningError, Unrecoverable) as error:
             self._end(turn, recovery, error)
 
 
-def committed_records(statuses: Mapping[WorkerId, Status]) -> tuple[CommitRecord, ...]:
-    """Return the newest committed steps that answers name, in their order.
-
-    They are noted once all have answered. By then everything that was reported earlier has arrived, so no step is noted
-    out of turn.
-    """
-    said = distinct(statuses.values())
-    records = {status.last_record.step: status.last_record for status in said if status.last_record}
-    return tuple(record for _, record in sorted(records.items()))
-
-
 def _redone(after: Aftermath, finish: int | None, generations: PlanHistory) -> int:
-    """How many microbatches of the step in flight are run again."""
     verdict, base = after.verdict, after.base
     if verdict.adopted is None:
         return 0

@@ -1,15 +1,14 @@
-"""Whether the workers of a step that takes too long come on. It asks them before anything is interrupted.
+"""Whether the workers of a late step make progress. It asks them before anything is interrupted.
 
-    quiet ── some time before it is a hang ──> asked ── nobody comes on, or some are stuck ──> all are fenced
+    quiet ── some time before it is a hang ──> asked ── none makes progress, or some are stuck ──> all are fenced
       ^                                          │
-      └──── as long again, at most ten minutes ── workers come on
+      └──── as long again, at most ten minutes ── workers make progress
 
-A worker comes on if it gets from what it computes to its next wait, or from a wait by what that was for, or if its
-process uses the processor: one that compiles does nothing else for minutes. So no clock ends a run that is only slow;
-clocks say when to look.
+A worker makes progress if it reaches its next wait or gets what it waited for, or if its process uses the processor: a
+worker that compiles does nothing else for minutes. So clocks only say when to ask, and never end a run that is slow.
 
-Rejected: to end a step that takes longer than any limit. A first step with compilation on a busy machine takes longer
-than each limit that finds a hang in useful time.
+Rejected: a limit for the time of a step. With compilation, on a busy machine, a first step takes longer than any limit
+that finds a hang in useful time.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
 _BUSY_SHARE = 0.1
-"""A process that uses this share of a core computes. One that sleeps, and looks around now and then, uses far less."""
+"""A process that uses this share of a core computes. One that sleeps, and polls now and then, uses far less."""
 _LONGEST_S = 600.0
-"""Between two looks: a worker may get stuck after it has computed for hours."""
+"""The longest time between two inquiries: a worker may get stuck after it has computed for hours."""
 
 
 class HangWatch:
@@ -50,11 +49,11 @@ class HangWatch:
 
     @property
     def _lead_s(self) -> float:
-        """So long before the deadline all are asked, so that asking delays nothing that is to be found then."""
+        """How long before the deadline to ask, so that asking delays no finding."""
         return min(self._control.lease_s, (self._progress.hangs_s - self._progress.progressed_s) / 2)
 
     def answered(self, worker_id: WorkerId, message: Activity | ProcessorUse) -> None:
-        """Note an answer to the newest inquiry; others are dropped."""
+        """Note an answer to the newest inquiry, and drop others."""
         if message.inquiry != self._number:
             return
         match message:
@@ -65,13 +64,13 @@ class HangWatch:
                     self._busy.add(worker_id)
 
     def handle_deadline(self, turn: Turn, asked: Sequence[WorkerId]) -> BeginRecovery | None:
-        """Ask these workers, or judge what they have answered; returns what a hang leads to. Early calls do nothing."""
+        """Ask these workers, or judge their answers and return the recovery that a hang leads to."""
         if turn.now_s < self.due_s:
             return None
         if self._progress.hangs_s == self._hangs_s or not asked:
             return self._judge(turn)
         left_s = self._progress.hangs_s - turn.now_s
-        if left_s <= 0:  # nobody looked in time
+        if left_s <= 0:  # This call is late.
             left_s = self._lead_s
         self._number += 1
         self._hangs_s = max(self._progress.hangs_s, turn.now_s + left_s)
@@ -89,6 +88,7 @@ class HangWatch:
             return BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy)))
         computing = tuple(sorted(each for each in comes_on if each not in answers or not answers[each].waits_for))
         first = answers.get(computing[0]) if computing else None
+        # A step that has taken long may take as long again before all are asked once more.
         self._progress.allow(turn.now_s + min(max(running_s, HANG_FLOOR_S), _LONGEST_S))
         turn.record(
             StepRunsLong(

@@ -1,4 +1,4 @@
-"""The parts of the coordinator, wired together. Only here does it say which part knows which."""
+"""The parts of the coordinator, wired together. Only this module says which part knows which."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from oobleck.control.data import Sharding
 from oobleck.control.nodes import EpochLikeness, Membership, NodeLifecycle, WorkerLifecycle, WorkerProgram
 from oobleck.control.scaling import Scaling
 from oobleck.control.speed import LinkTiming
-from oobleck.control.steps import Progress, ReplicaCheck
+from oobleck.control.steps import PlanHistory, Progress, ReplicaCheck
 from oobleck.job import JobSpec, NodeSpec
 
+from .decision import Decider
 from .hang_watch import HangWatch
 from .planning import planner_for
 from .preparation import Preparation
@@ -22,7 +23,7 @@ from .startup import Startup
 
 
 class Parts:
-    """Each decides one thing, and knows those parts alone that it reads or calls."""
+    """Each part decides one thing, and knows only the parts that it reads or calls."""
 
     def __init__(
         self,
@@ -39,40 +40,25 @@ class Parts:
         self.members = members
         self.lifecycle = lifecycle
         self.workers = WorkerLifecycle(members, lifecycle, program)
-        self.progress = Progress(job)
-        self.hang_watch = HangWatch(job.control, self.progress)
+        progress = self.progress = Progress(job)
+        self.hang_watch = HangWatch(job.control, progress)
         self.likeness = EpochLikeness()
         self.replica_check = ReplicaCheck(degree=job.tensor_parallel, device_of=lambda node: members[node].spec.device)
-        self.preparation = Preparation(job, members, run=run)
-        self.link_timing = LinkTiming(job, members)
-        self.restoring = Restoring(run=run, directory=None if resume in ("auto", "never") else resume)
-        self.sharding = Sharding(job, self.progress, worker_ids=lambda: self.reconfiguration.training_places())
-        self.saving = Saving(job, members, run=run, reads_to_the_end=self.sharding.has_read_all)
-        self.scaling = Scaling(job, members, self.progress)
+        preparation = self.preparation = Preparation(job, members, run=run)
+        link_timing = self.link_timing = LinkTiming(job, members)
+        directory = None if resume in ("auto", "never") else resume
+        restoring = self.restoring = Restoring(run=run, directory=directory)
+        sharding = self.sharding = Sharding(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
+        saving = self.saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
+        scaling = self.scaling = Scaling(job, members, progress)
         make_planner = partial(planner_for, job, kind_of=members.kinds)
-        self.replanning = Replanning(members, self.progress, self.scaling, self.sharding, make_planner=make_planner)
-        self.reconfiguration = Reconfiguration(
-            job,
-            members,
-            lifecycle,
-            self.progress,
-            self.saving,
-            self.restoring,
-            self.sharding,
-            self.scaling,
-            self.replanning,
+        replanning = self.replanning = Replanning(members, progress, scaling, sharding, make_planner)
+        decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
+        history = PlanHistory(max_steps=job.max_steps)
+        recovery = self.reconfiguration = Reconfiguration(
+            job, members, lifecycle, progress, saving, restoring, sharding, scaling, replanning, decider, history
         )
         self.startup = Startup(
-            job,
-            nodes,
-            members,
-            self.preparation,
-            self.link_timing,
-            self.saving,
-            self.restoring,
-            self.sharding,
-            self.replanning,
-            self.reconfiguration,
-            resume=resume,
+            job, nodes, members, preparation, link_timing, saving, restoring, sharding, replanning, recovery, resume
         )
-        self.shutdown = Shutdown(job, members, self.progress, self.saving, self.sharding)
+        self.shutdown = Shutdown(job, members, progress, saving, sharding)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str] | None = None) -> Planner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
-    `kind_of` names the kind of each node where there are several, and may grow. The first call of a process loads
-    numpy, which takes longer than a new master may take to find its nodes.
+    `kind_of` names each node's kind if there are several, and may grow. The first call of a process loads numpy, which
+    takes longer than a new master may take to find its nodes.
     """
     from oobleck.planner import Planner
     from oobleck.schedule.interleaving import make_cutter
@@ -29,14 +29,14 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
         fault_threshold=job.fault_threshold,
         num_pipelines=job.num_pipelines,
     )
-    # Of plans that are as fast the first one found is taken: it is not to depend on which profile was known first.
+    # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
     return Planner(by_name, settings, kind_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter)
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:
-    """Raise PlanningError where no plan of these kinds of nodes, or of so many layers, has what a job asks for."""
+    """Raise PlanningError if no plan of these kinds of nodes, or of this many layers, can do what a job asks for."""
     least = 2 * job.num_chunks
     if job.schedule == "interleaved" and num_layers is not None and num_layers < least:
         raise PlanningError(
@@ -58,23 +58,22 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
 
 
 def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
-    """Return the schedule of all pipelines of a job; None where each plan chooses.
+    """Return the schedule of all pipelines of a job; None if each plan chooses.
 
-    Interleaved are those of several chunks a stage; a pipeline that has too few layers for that, or too little memory,
-    runs 1F1B.
-    Devices that share stages, and compiled blocks, take a backward pass whole: there is nothing to choose.
+    A pipeline of an interleaved job that has too few layers or too little memory for several chunks a stage runs 1F1B.
     """
     if job.schedule != "auto":
         return ScheduleKind(job.schedule)
+    # Devices that share stages, and compiled blocks, take a backward pass whole, which leaves no choice.
     return ScheduleKind.ONE_F_ONE_B if job.tensor_parallel > 1 or job.compile else None
 
 
 def schedules_for(
     job: JobSpec, profile: Profile, plan: ExecutionPlan, *, profile_of: Callable[[str], Profile] | None = None
 ) -> tuple[ScheduleKind, ...]:
-    """Return the schedule of each pipeline of a plan; O(instructions of the distinct ones) where plans choose.
+    """Return the schedule of each pipeline of a plan; O(instructions of the distinct ones) if the plan chooses.
 
-    Where nodes are of several kinds, `profile_of` returns the profile of each node's.
+    `profile_of` returns the profile of each node's kind if there are several.
     """
     kind = fixed_schedule(job)
     if kind is ScheduleKind.INTERLEAVED:

@@ -1,15 +1,16 @@
-"""From one plan to the next: all survivors are fenced, what they answer is decided on, and orders are given.
+"""From one plan to the next: it fences all survivors, has a decision made from their answers, and gives orders.
 
-It holds the state of the recovery and the generations; nothing else says where a recovery is. `recovery/` says what
-each input leads to, and `decision.py` what to do about a loss.
+It alone holds the state of the recovery and the plans. `recovery/` says what each input leads to, and `decision.py`
+what to do about a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from oobleck.control import events, recovery
 from oobleck.control.checkpoints import Restoring, Saving
@@ -27,46 +28,32 @@ from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
 
-from .decision import Choice, Decider, Lineage, committed_records
+from .decision import Choice, Decider, Lineage
 from .planning import schedules_for
 from .replanning import Replanning
 
-if TYPE_CHECKING:
-    from oobleck.planner import Planner
 
-
+@dataclass(slots=True, eq=False)
 class Reconfiguration:
-    """Knows the generations, and the state of the recovery that is under way, if there is one."""
+    """Knows the plans, and the state of the recovery under way, if there is one."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        members: Membership,
-        lifecycle: NodeLifecycle,
-        progress: Progress,
-        saving: Saving,
-        restoring: Restoring,
-        sharding: Sharding,
-        scaling: Scaling,
-        replanning: Replanning,
-    ) -> None:
-        self._job = job
-        self._members = members
-        self._lifecycle = lifecycle
-        self._progress = progress
-        self._saving = saving
-        self._restoring = restoring
-        self._sharding = sharding
-        self._scaling = scaling
-        self._replanning = replanning
-        self._decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
-        self.generations = PlanHistory(max_steps=job.max_steps)
-        self._lineage = Lineage()
-        self._regroups = (0, 0)
-        """(newest step, how often all regrouped since it was committed)."""
-        self._state: states.State = states.Preparing()
-        self._newest: SendOrders | None = None
-        """The newest plan's orders; None where an earlier master gave them."""
+    _job: JobSpec
+    _members: Membership
+    _lifecycle: NodeLifecycle
+    _progress: Progress
+    _saving: Saving
+    _restoring: Restoring
+    _sharding: Sharding
+    _scaling: Scaling
+    _replanning: Replanning
+    _decider: Decider
+    generations: PlanHistory
+    _lineage: Lineage = field(default_factory=Lineage)
+    _regroups: tuple[int, int] = (0, 0)
+    """(newest step, how often all regrouped since it was committed)"""
+    _state: states.State = field(default_factory=states.Preparing)
+    _newest: SendOrders | None = None
+    """The newest plan's orders; None if an earlier master gave them."""
 
     # --- where it is -----------------------------------------------------------------------------------------
 
@@ -76,21 +63,20 @@ class Reconfiguration:
 
     @property
     def is_begun(self) -> bool:
-        """The first plan is ordered, by us or by an earlier master."""
+        """Whether the first plan is ordered, by this master or by an earlier one."""
         return self.phase is not recovery.Phase.PREPARING
 
     @property
     def is_fencing(self) -> bool:
-        """Nothing is committed before the next orders."""
+        """Whether nothing is committed before the next orders."""
         return isinstance(self._state, recovery.FENCED)
 
     @property
     def deadline_s(self) -> float:
-        """When the state machine needs to know that time has passed."""
         return recovery.deadline(self._state)
 
     def training_places(self, node: str | None = None) -> list[WorkerId]:
-        """The reachable workers of the newest plan, or those of one node; none before the first plan."""
+        """Return the reachable workers of the newest plan, or those of one node; none before the first plan."""
         if not self.generations.is_begun:
             return []
         plan = self.generations.plan
@@ -101,23 +87,18 @@ class Reconfiguration:
         return sorted(each for each in plan.pipelines[plan.pipeline_of[node]].worker_ids if each.node == node)
 
     def is_in_plan(self, node: str) -> bool:
-        """Whether a node has a part in the newest plan."""
         return self.is_begun and node in self.generations.plan.pipeline_of
 
     def can_spare(self, node: str) -> bool:
-        """Whether a node rests and nothing waits for it any more: all others train by the plan that left it out."""
+        """Whether a node rests, and all others train by the plan that left it out, so that nothing waits for it."""
         last = self._progress.last_record
-        trains = (
-            isinstance(self._state, recovery.TRAINED)
-            and last is not None
-            and last.generation == self.generations.current
-        )
-        return trains and node not in self.generations.plan.pipeline_of
+        is_followed = last is not None and last.generation == self.generations.current
+        return isinstance(self._state, recovery.TRAINED) and is_followed and not self.is_in_plan(node)
 
     # --- what happens ----------------------------------------------------------------------------------------
 
     def give(self, turn: Turn, given: states.Input) -> None:
-        """Make a transition, and do what it asks for, each with all that follows from it before the next."""
+        """Make a transition, and carry out its effects, each with all of its consequences before the next."""
         self._state, effects = recovery.step(self._state, given, turn.now_s)
         for effect in effects:
             match effect:
@@ -125,13 +106,13 @@ class Reconfiguration:
                     turn.do((effect,))
                 case states.BeginRecovery():
                     self.begin(turn, effect)
-                case states.Decide(deciding=deciding):
-                    self._decide(turn, deciding)
+                case states.Decide(answers=answers):
+                    self._decide(turn, answers)
                 case states.GiveUp(nodes=nodes, loss=loss):
                     for node in nodes:
                         self._lifecycle.give_up(turn, node, loss)
                 case states.NetworkDown(nodes=nodes, waited_s=waited_s):
-                    # What the nodes have saved is there when the network is.
+                    # The run can be resumed if it has saved a state: that is there when the network is back.
                     between = f"the network between {', '.join(nodes)} and their peers"
                     turn.end(f"{between} has been down for {waited_s:.0f} s", self._decider.exit_code)
                 case states.PlanInForce():
@@ -145,23 +126,21 @@ class Reconfiguration:
                     assert_never(effect)
 
     def restore(self, turn: Turn, generations: PlanHistory, lineage: Lineage) -> None:
-        """Continue from the plans in a journal, which earlier masters have ordered."""
+        """Continue from the plans that earlier masters have ordered."""
         self.generations, self._lineage = generations, lineage
         self.give(turn, states.TrainingBegun(generation=generations.current))
 
     def begin(self, turn: Turn, wanted: states.BeginRecovery) -> None:
-        """Fence all survivors under a new generation.
-
-        Nodes that are lost while all are asked need no new question: those of a rack are one recovery, and each
-        survivor is fenced once. Losses later in a recovery begin it again.
-        """
+        """Fence all survivors under a new generation."""
         self._restoring.forget()
-        self._progress.expect_none()
+        self._progress.allow(math.inf)  # No step can be committed now, so none can hang.
+        # Nodes lost while all are asked need no new fence: a lost rack is one recovery, which fences each survivor
+        # once. A later loss begins the recovery again.
         is_one_more = isinstance(self._state, states.Fencing) and wanted.cause is PlanCause.LOSS
         if not is_one_more:
             self.generations.begin()
         survivors = self._members.ready
-        # Only a regrouping may ask which worker reaches which: thousands of addresses are not gathered for each loss.
+        # Only a regrouping may ask which worker reaches which: a loss does not gather thousands of addresses.
         is_unexplained = (
             wanted.cause in (PlanCause.HANG, PlanCause.PEER_FAILED, PlanCause.NETWORK) or self._awaits_network
         )
@@ -178,22 +157,17 @@ class Reconfiguration:
             return
         self._regroups = _counted(self._regroups, self._progress.last_step, wanted.cause)
         begun = states.RecoveryBegun(
-            nodes=wanted.nodes,
-            cause=wanted.cause,
-            loss=wanted.loss,
-            detect_s=wanted.detect_s,
+            wanted=wanted,
             control=self._job.control,
             fault_threshold=self._job.fault_threshold,
             fence=fence,
             asked=self._members.ready_worker_ids,
             heard_s=max(map(self._members.heard_s.__getitem__, self._members.ready_names), default=turn.now_s),
-            busy=wanted.busy,
             num_regroups=self._regroups[1],
         )
         self.give(turn, begun)
 
     def begin_if(self, turn: Turn, wanted: states.BeginRecovery | None) -> None:
-        """Begin a recovery if one is wanted."""
         if wanted is not None:
             self.begin(turn, wanted)
 
@@ -202,77 +176,71 @@ class Reconfiguration:
         return isinstance(self._state, recovery.FENCED) and self._state.recovery.awaits_network
 
     def _lost(self) -> tuple[str, ...]:
-        """The nodes of plans that survivors may have adopted that are gone, or have new workers."""
+        """Return the nodes, of plans that survivors may have adopted, that are gone or have new workers."""
         concerned = {node for plan in self.generations.plans.values() for node in plan.nodes}
         return tuple(node for node in self._members.without_part(self.generations.newest) if node in concerned)
 
     def status(self, turn: Turn, worker_ids: Collection[WorkerId], status: Status) -> None:
-        """Workers answer a fence. Raises PeerError for an answer that cannot be."""
+        """Take workers' answer to a fence. Raises PeerError for an impossible one."""
         is_answer = self.is_fencing and status.generation == self.generations.current
-        if is_answer and status.adopted and not self.generations.has_plan(status.adopted):
+        if is_answer and status.adopted and status.adopted not in self.generations.ordered:
             raise PeerError(f"trains in generation {status.adopted}, which has no plan")
         self.give(turn, states.Answered(worker_ids=tuple(worker_ids), status=status))
 
     # --- from the answers to orders --------------------------------------------------------------------------
 
-    def _decide(self, turn: Turn, deciding: states.Deciding) -> None:
-        """Decide what to do from the answers of all survivors, once the steps are noted that they have committed."""
-        statuses = self._lineage.since_restored(deciding.statuses)
-        for record in committed_records(statuses):
-            turn.do(self._progress.commit(record, turn.now_s))
-        adopted = [said.adopted for said in distinct(statuses.values()) if said.adopted]
-        self.generations.forget_before(min(adopted, default=0))
-        match self._decider.decide(turn, deciding, self.generations, self._lineage):
+    def _decide(self, turn: Turn, answers: states.Answers) -> None:
+        statuses = self._lineage.since_restored(answers.statuses)
+        # Once all have answered, every earlier report has arrived, so this notes no step out of turn.
+        reports = distinct(statuses.values())
+        records = {said.last_record.step: said.last_record for said in reports if said.last_record}
+        for _, record in sorted(records.items()):
+            self._progress.commit(turn, record)
+        self.generations.forget_before(min([said.adopted for said in reports if said.adopted], default=0))
+        match self._decider.decide(turn, answers, self.generations, self._lineage):
             case Choice() as choice:
-                self.order(turn, choice)
+                update = self._order(turn, choice, answers)
+                self.give(turn, _plan_ordered(answers.recovery, choice, update, self._members))
             case wanted:
                 self.give(turn, wanted)
 
-    def begin_generation(self, *, from_scratch: bool) -> None:
-        """The first plan is about to be ordered; without `from_scratch` it begins with a checkpoint."""
+    def order_first(self, turn: Turn, choice: Choice) -> None:
+        """Order the first plan, which begins with the choice's checkpoint, or else from scratch."""
         self.generations.begin()
-        self._lineage = replace(self._lineage, began_from_scratch=from_scratch)
+        self._lineage = replace(self._lineage, began_from_scratch=choice.candidate is None)
+        self._order(turn, choice, None)
+        self.give(turn, states.TrainingBegun(generation=self.generations.current))
 
-    def order(self, turn: Turn, choice: Choice) -> None:
-        """Send everyone the orders of a new generation, and train."""
+    def _order(self, turn: Turn, choice: Choice, answers: states.Answers | None) -> PlanUpdate:
+        """Send all their orders of a new generation, and return the update that the orders follow from."""
         decision, candidate = choice.decision, choice.candidate
         self._go_back(choice)
-        update = self._update(choice, self._replanning.planner)
+        update = self._update(choice, answers)
         position = None if candidate is None else candidate.position
-        placed = self._sharding.follow(update, turn.now_s, position=position, goes_back=choice.goes_back)
-        turn.do(self._saving.order_made(update, turn.now_s))
+        self._saving.order_made(turn, update)
         saves = self._saving.begins_with_save(update)
+        # What this records comes before the order, so that a new master knows the records that workers follow.
+        self._sharding.follow(turn, update, position=position, goes_back=choice.goes_back)
         update = replace(update, assignment_version=self._sharding.assignment_version, saves=saves)
         worker_ids = self._members.ready_worker_ids
-        turn.do((*placed, self._orders(choice, update, worker_ids)))
-        turn.do(self._sharding.tell(worker_id for worker_id in worker_ids if worker_id in update.plan.layers_at))
+        self._newest = self._orders(choice, update, answers)
+        turn.do((self._newest,))
+        self._sharding.send_again(turn, (each for each in worker_ids if each in update.plan.layers_at))
         self._expect_adoption(turn, update, decision.predicted_step_s, is_quick=candidate is None)
         turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
         if not decision.redundant:
             threshold = self._job.fault_threshold
             text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
             turn.note("warning", text)
-        wanted = self._saving.plan_adopted(
-            decision.plan,
-            turn.now_s,
-            generation=update.generation,
-            boundary=update.boundary,
-            redundant=decision.redundant,
-            saves=saves,
-        )
-        turn.do(wanted)
+        self._saving.plan_adopted(turn, update.ordered, redundant=decision.redundant, saves=saves)
         self._replanning.plan_adopted(decision, turn.now_s)
         if candidate is not None:
-            turn.do(self._saving.keep(candidate, turn.now_s))
+            self._saving.keep(turn, candidate)
         if choice.warning:
             turn.note("warning", choice.warning)
-        if isinstance(self._state, states.Deciding):
-            self.give(turn, _plan_ordered(self._state.recovery, choice, update, self._members))
-        else:
-            self.give(turn, states.TrainingBegun(generation=self.generations.current))
+        return update
 
     def _go_back(self, choice: Choice) -> None:
-        """Note what the choice goes back to, if it does."""
         candidate = choice.candidate
         if Action(choice.decision.action) in (Action.CHECKPOINT, Action.BEGIN_AGAIN):
             self._saving.restored()
@@ -285,25 +253,25 @@ class Reconfiguration:
             self._lineage = replace(self._lineage, restored_generation=generation, is_from_scratch=candidate is None)
 
     def _expect_adoption(self, turn: Turn, update: PlanUpdate, step_s: float, *, is_quick: bool) -> None:
-        """Expect the first step of a plan; workers that have trained, and read no checkpoint, come to it quickly."""
+        """Expect the first step of a plan; workers that have trained, and read no checkpoint, reach it quickly."""
         num_workers = len(self._members.ready_worker_ids)
-        is_quick = is_quick and self._progress.last_step > 0
-        self._progress.foresee(step_s)
-        if is_quick:
+        if is_quick and self._progress.last_step > 0:
             limit_s = adopting_s(num_workers, self._progress.adoptions_s)
         else:
             limit_s = starting_s(self._job.control.start_timeout_s, num_workers)
+        self._progress.plan_ordered(update.generation, step_s, turn.now_s)
         self._progress.expect(limit_s, turn.now_s)
-        self._progress.plan_ordered(update.generation, turn.now_s)
 
-    def _update(self, choice: Choice, planner: Planner) -> PlanUpdate:
-        """Make a choice the newest plan, and return its orders."""
+    def _update(self, choice: Choice, answers: states.Answers | None) -> PlanUpdate:
         adopted, candidate, plan = choice.verdict.adopted, choice.candidate, choice.decision.plan
+        planner = self._replanning.planner
         first = planner.profile_of(plan.nodes[0])
         schedules = schedules_for(self._job, first, plan, profile_of=planner.profile_of)
         has_room = planner.has_room(plan, gradient_copies=PARTIAL_COMMIT_COPIES)
         sections = sections_wanted(self._job, plan, choice.decision.predicted_step_s, has_room=has_room)
-        statuses, newest = self._kept_by(), self.generations.newest if self.generations.is_begun else 0
+        # No group is kept after a hang that nothing explains: it may be the groups that hang.
+        statuses = answers.statuses if answers is not None and not answers.recovery.explains else {}
+        newest = self.generations.newest if self.generations.is_begun else 0
         update = self.generations.plan_update(
             choice.decision,
             choice.verdict,
@@ -316,29 +284,23 @@ class Reconfiguration:
         )
         return replace(update, regrouped=regrouped(self._members.ready_worker_ids, statuses, newest))
 
-    def _kept_by(self) -> Mapping[WorkerId, Status]:
-        """The answers of those whose groups may be kept: of none where it is not known what hangs."""
-        state = self._state
-        return state.statuses if isinstance(state, states.Deciding) and not state.recovery.explains else {}
-
-    def _orders(self, choice: Choice, update: PlanUpdate, worker_ids: Iterable[WorkerId]) -> SendOrders:
-        """Return what workers are told of an update, as a change of the plan that each of them says it has."""
-        answers = self._state.statuses if isinstance(self._state, states.Deciding) else {}
+    def _orders(self, choice: Choice, update: PlanUpdate, answers: states.Answers | None) -> SendOrders:
+        """Return the orders of an update, each as a change of the plan that its worker reports to have."""
+        statuses = {} if answers is None else answers.statuses
         adopted, generations = choice.verdict.adopted, self.generations
-        self._newest = SendOrders(
-            worker_ids=tuple(worker_ids),
+        return SendOrders(
+            worker_ids=tuple(self._members.ready_worker_ids),
             update=update,
-            bases={worker_id: said.knows for worker_id, said in answers.items() if said.knows is not None},
-            known=generations.ordered,
-            in_force=None if update.finish is None or adopted is None else generations.plans[adopted],
+            bases={worker_id: said.knows for worker_id, said in statuses.items() if said.knows is not None},
+            known=dict(generations.ordered),
+            in_force=None if update.finish is None or adopted is None else generations.ordered[adopted].plan,
             addresses=self._members.addresses,
         )
-        return self._newest
 
     def order_again(self, turn: Turn, worker_id: WorkerId, generation: int) -> None:
-        """A worker has another plan than the one that its order changes: tell it the whole plan.
+        """Send the whole plan to a worker that has another one than its order changes.
 
-        Where an earlier master has given the orders, all are asked again where they stand.
+        If an earlier master gave the orders, fence all instead.
         """
         if self.is_fencing or generation != self.generations.current:
             return
@@ -349,8 +311,8 @@ class Reconfiguration:
 
 
 def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tuple[int, int]:
-    """Return the newest step, and how often all have regrouped since it was committed for a reason nobody knows."""
-    if cause is PlanCause.NETWORK:
+    """Return the newest step, and how often all have regrouped since its commit for an unknown reason."""
+    if cause is PlanCause.NETWORK:  # While the network is down, all are asked again without a limit.
         return last_step, 0
     step, count = regroups
     return last_step, (count if step == last_step else 0) + (cause in (PlanCause.PEER_FAILED, PlanCause.HANG))
@@ -359,7 +321,6 @@ def _counted(regroups: tuple[int, int], last_step: int, cause: PlanCause) -> tup
 def _plan_ordered(
     recovery: states.Recovery, choice: Choice, update: PlanUpdate, members: Membership
 ) -> states.PlanOrdered:
-    """Return what the recovery needs to know of its orders."""
     action = Action(choice.decision.action)
     if recovery.cause is PlanCause.JOINED and any(members[node].restarts for node in recovery.nodes):
         action = Action.RESTART_WORKER
@@ -373,7 +334,7 @@ def _plan_ordered(
 
 
 def _plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float, *, oldest: int) -> PlanAdopted:
-    """Return what the journal says of a plan; workers may have plans in force that are as old as `oldest`."""
+    """Return the journal's entry for a plan; the oldest plan that a worker may have in force is `oldest`."""
     decision = choice.decision
     return PlanAdopted(
         t_s=now_s,
@@ -399,7 +360,6 @@ def _plan_adopted(job: JobSpec, choice: Choice, update: PlanUpdate, now_s: float
 
 
 def _with_schedules(job: JobSpec, reason: str, schedules: Sequence[ScheduleKind]) -> str:
-    """A plan's reason, with the schedules of its pipelines where it chose them."""
     if job.schedule != "auto":
         return reason
     for kind in (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED):

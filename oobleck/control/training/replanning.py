@@ -1,13 +1,13 @@
-"""What comes after a loss: a plan for the nodes that stay, and whether the step in flight is finished first.
+"""What follows a loss: a plan for the remaining nodes, and whether the step in flight is finished first.
 
-A part of the coordinator's machine. It knows the planner and how fast the nodes are, decides, and orders nothing.
+This knows the planner and how fast the nodes are, decides, and orders nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
@@ -17,138 +17,110 @@ from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
 from oobleck.control.protocol import Pace, Status
 from oobleck.control.recovery import BeginRecovery
-from oobleck.control.scaling import Scaling, with_resting
+from oobleck.control.scaling import Scaling
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
 from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId
+
+from .replayed_run import ReplayedRun
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
 
 _WORTH_FORGETTING_S = 1.0
-"""A step is forgotten only where that saves more: what is done of it is certain, times to come are estimates."""
+"""A step is run again only if that saves more than this, because finished work is certain and predictions are not."""
 _FINDING_S = 2.0
-"""How long a master that takes over finds its nodes: before, it has more urgent things to do than to plan."""
+"""How long a master that takes over looks for its nodes before it plans."""
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aftermath:
-    """Where a loss has left all workers, by the answers of the survivors."""
+    """The state in which a loss left the workers, by the survivors' answers."""
 
     verdict: Verdict
     statuses: Mapping[WorkerId, Status]
     base: ExecutionPlan
-    """The plan in force."""
     lost: frozenset[str]
-    """Nodes that have no part in it any more."""
+    """Nodes that have no part in the plan in force any more."""
     is_from_scratch: bool
     """The run began with the model's initial values, and has not gone back to a checkpoint."""
     is_unexplained: bool
-    """Nobody could tell what they wait for: the groups themselves are not to be trusted."""
+    """No answer explains a hang: the groups themselves are not to be trusted."""
 
 
+@dataclass(slots=True, eq=False)
 class Replanning:
-    """Knows the profiles, the planner made of them, the nodes' paces, and copies that are not to be trusted."""
+    """Knows the profiles and their planner, the nodes' paces, and the copies of layers that are not to be trusted."""
 
-    def __init__(
-        self,
-        members: Membership,
-        progress: Progress,
-        scaling: Scaling,
-        sharding: Sharding,
-        *,
-        make_planner: Callable[[Sequence[NodeKind]], Planner],
-    ) -> None:
-        """`make_planner` takes a while, so it is called when the first plan is wanted. It may raise PlanningError."""
-        self._members = members
-        self._progress = progress
-        self._scaling = scaling
-        self._sharding = sharding
-        self._make_planner = make_planner
-        self._kinds: tuple[NodeKind, ...] = ()
-        self._planner: Planner | None = None
-        self._paces = SpeedTracker()
-        self._slow_retry = SlowNodeRetry()
-        self._from_s = 0.0
-        self._distrusted: dict[WorkerId, frozenset[int]] = {}
-        """Layers that differ from their other copies, by holder, until they are replaced."""
+    _members: Membership
+    _progress: Progress
+    _scaling: Scaling
+    _sharding: Sharding
+    _make_planner: Callable[[Sequence[NodeKind]], Planner]
+    """May raise PlanningError. The first plan calls it, because it takes a while."""
+    kinds: tuple[NodeKind, ...] = ()
+    _planner: Planner | None = None
+    _paces: SpeedTracker = field(default_factory=SpeedTracker)
+    _slow_retry: SlowNodeRetry = field(default_factory=SlowNodeRetry)
+    _from_s: float = 0.0
+    _distrusted: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
+    """Layers that differ from their other copies, by holder, until they are replaced."""
 
-    def take_over(
-        self,
-        kinds: tuple[NodeKind, ...],
-        plan: ExecutionPlan,
-        now_s: float,
-        *,
-        step_s: float,
-        slow: Mapping[str, float],
-        target: int | None,
-    ) -> None:
-        """Plan by what an earlier master's journal knows: steps take `step_s`, on `target` nodes."""
-        self._kinds, self._from_s = kinds, now_s + _FINDING_S
-        self._paces.restore(slow)
-        self._leave_out(plan, step_s, now_s)
-        self._scaling.restore(target, now_s)
+    def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
+        """Continue from an earlier master's journal."""
+        self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
+        self._paces.restore(replayed.slow)
+        self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
+        self._scaling.restore(replayed.target, now_s)
 
     def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
-        """Plan by the profiles of these kinds, for these nodes. Raises PlanningError."""
-        self._kinds = kinds
-        turn.do(self._scaling.begin(self.planner, nodes, turn.now_s))
+        """Begin to plan with these profiles. Raises PlanningError."""
+        self.kinds = kinds
+        self._scaling.begin(turn, self.planner, nodes)
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
-        """Plan for these kinds too from now on; returns those that are new. Raises PlanningError, and changes nothing.
-
-        Links that a new kind's profile assumes are as fast as is known of the others'.
-        """
-        known, network = {kind.name for kind in self._kinds}, self._kinds[0].profile.network
+        """Plan for these kinds, too, and return the new ones. Raises PlanningError, and changes nothing then."""
+        known, network = {kind.name for kind in self.kinds}, self.kinds[0].profile.network
+        # A profile that only assumes its links' speed takes that of the others, which may have been measured.
         new = tuple(
             replace(kind, profile=replace(kind.profile, network=network)) if kind.profile.network.assumed else kind
             for kind in kinds
             if kind.name not in known
         )
         if new:
-            self._planner = self._make_planner((*self._kinds, *new))
-            self._kinds = (*self._kinds, *new)
+            self._planner = self._make_planner((*self.kinds, *new))
+            self.kinds = (*self.kinds, *new)
         return new
 
     def first_plan(self, nodes: Sequence[str]) -> Decision:
         """Return the first plan for these nodes. Raises PlanningError."""
         resting = self._scaling.resting(self.planner, nodes)
         decision = self.planner.initial_plan([node for node in nodes if node not in resting])
-        return with_resting(decision, resting)
+        return replace(decision, plan=replace(decision.plan, spares=(*decision.plan.spares, *resting)))
 
     def has_time(self, now_s: float) -> bool:
-        """Whether it may plan where nothing is lost."""
-        return bool(self._kinds) and now_s >= self._from_s
+        """Whether it may plan although nothing is lost."""
+        return bool(self.kinds) and now_s >= self._from_s
 
     def stop(self) -> None:
-        """Plan only for losses from now on: any other plan would delay the end that was asked for."""
+        """Plan only for losses from now on: any other plan would delay the requested end."""
         self._from_s = math.inf
 
     @property
-    def kinds(self) -> tuple[NodeKind, ...]:
-        """The kinds of nodes that it plans for."""
-        return self._kinds
-
-    @property
     def planner(self) -> Planner:
-        """Raises PlanningError where the profiles allow none."""
+        """Raises PlanningError if the profiles allow none."""
         if self._planner is None:
-            assert self._kinds
-            self._planner = self._make_planner(self._kinds)
+            assert self.kinds
+            self._planner = self._make_planner(self.kinds)
         return self._planner
 
     # --- paces ---------------------------------------------------------------------------------------------
 
-    @property
-    def slow(self) -> dict[str, float]:
-        """How many times the usual time slow nodes take."""
-        return dict(self._paces.slow)
-
     def note_pace(
         self, turn: Turn, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan
     ) -> BeginRecovery | None:
-        """Take in how fast workers compute; plan again where slow nodes make that pay."""
+        """Note how fast workers compute; plan again if slow nodes make that pay."""
         if not self.has_time(turn.now_s):
             return None
         profile_of, before = self.planner.profile_of, self._paces.slow
@@ -156,7 +128,7 @@ class Replanning:
             self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
         if not self._paces.take_change(plan):
             return None
-        after = self.slow
+        after = self._paces.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
         for node in changed:
             turn.record(PaceChanged(t_s=turn.now_s, node=node, factor=after.get(node, 1.0)))
@@ -164,31 +136,29 @@ class Replanning:
         return self._if_it_pays(changed, PlanCause.SLOW, plan)
 
     def forget_pace(self, node: str) -> None:
-        """Discard what was known of a node's pace."""
         self._slow_retry.forget(node)
         self._paces.forget(node)
 
     def plan_adopted(self, decision: Decision, now_s: float) -> None:
-        """A plan was ordered: slow nodes that it leaves out are tried again later."""
+        """Note an ordered plan: slow nodes that it leaves out are tried again later."""
         self._scaling.plan_adopted(decision)
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 
     def distrust(self, copies: Mapping[WorkerId, frozenset[int]]) -> None:
-        """These copies of layers differ from others: have them replaced."""
+        """Have these copies of layers replaced: they differ from the others."""
         self._distrusted.update(copies)
 
     def trust_all(self) -> None:
-        """All copies have been replaced that differed from others."""
         self._distrusted.clear()
 
     def _leave_out(self, plan: ExecutionPlan, step_s: float, now_s: float) -> None:
-        resting = [node for node in plan.spares if node in self.slow]
+        resting = [node for node in plan.spares if node in self._paces.slow]
         found_s = found_out_s(step_s, len(plan.worker_ids))
         self._slow_retry.leave_out(resting, now_s, found_out_s=found_s)
 
     @property
     def retries_s(self) -> float:
-        """When a slow node that was left out is to be tried again; infinity for never."""
+        """When to try a slow node again that was left out; infinity for never."""
         return self._slow_retry.due_s
 
     def retry_slow(self, plan: ExecutionPlan, now_s: float) -> BeginRecovery | None:
@@ -200,29 +170,25 @@ class Replanning:
         return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
 
     def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> BeginRecovery | None:
-        """Have all plan again because of nodes that have become slower or faster, if there are any."""
-        return BeginRecovery(cause=cause, nodes=tuple(nodes)) if nodes and self._pays(plan) else None
-
-    def _pays(self, plan: ExecutionPlan) -> bool:
-        """Whether another plan is better for the nodes as fast as they are."""
+        """Plan again if these nodes have changed their speed and another plan is better now."""
+        if not nodes:
+            return None
         staying = {member.spec.name for member in self._members.ready if not member.is_draining}
-        gone = [node for node in plan.spares if node not in staying]
-        choices = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
-        decisions = (self.planner.reconfigure(plan, lost=gone, slow=self.slow, resting=resting) for resting in choices)
-        return any(decision.plan.pipelines != plan.pipelines for decision in decisions)
-
-    # --- another number of nodes -----------------------------------------------------------------------------
+        gone, slow = [node for node in plan.spares if node not in staying], self._paces.slow
+        for resting in self._scaling.choices(self.planner, plan, lost=(), slow=slow):
+            decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting)
+            if decision.plan.pipelines != plan.pipelines:
+                return BeginRecovery(cause=cause, nodes=tuple(nodes))
+        return None
 
     def rescale(self, turn: Turn, plan: ExecutionPlan) -> BeginRecovery | None:
-        """Look at how many nodes should train; plan again where that is another number now."""
+        """Review how many nodes should train; plan again if that number has changed."""
         if not self.has_time(turn.now_s):
             self._scaling.look_later(turn.now_s)
             return None
-        is_due, recorded = self._scaling.consider(self.planner, turn.now_s)
-        turn.do(recorded)
-        if not is_due:
+        if not self._scaling.consider(turn, self.planner):
             return None
-        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self.slow)
+        (resting, *_) = self._scaling.choices(self.planner, plan, lost=(), slow=self._paces.slow)
         changed = set(plan.nodes).intersection(resting) or {
             member.spec.name
             for member in self._members.ready
@@ -231,18 +197,17 @@ class Replanning:
         return BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed)))
 
     def wants_more(self, num_used: int) -> bool:
-        """Whether a node that has come is to train at once, beside `num_used` that do."""
+        """Whether a new node should train at once, in addition to the `num_used` that do."""
         return self._scaling.wants_more(self.planner, num_used)
 
     # --- plans ---------------------------------------------------------------------------------------------
 
     def choose(self, after: Aftermath, generations: PlanHistory) -> tuple[Decision, int | None]:
-        """Find a plan for the nodes that stay, and the step in flight if it is finished first.
+        """Find a plan for the remaining nodes, and the step in flight if it is finished first.
 
-        The step in flight is finished whenever possible, except when (a) all survivors would run the uncommitted part
-        of it again in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an
-        evaluation, or (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or
-        Unrecoverable.
+        Finish the step in flight whenever possible, except when (a) all survivors would run its uncommitted part again
+        in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an evaluation, or
+        (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or Unrecoverable.
         """
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
@@ -252,7 +217,7 @@ class Replanning:
             return decision, finish
         assert verdict.adopted is not None
         rests = generations.rests(verdict.adopted, after.statuses, lost)
-        finish_s = self.planner.rest_s(base, rests, slow=self.slow)
+        finish_s = self.planner.rest_s(base, rests, slow=self._paces.slow)
         partial = generations.partial(verdict).microbatches
         again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
@@ -263,18 +228,18 @@ class Replanning:
         return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
 
     def _may_finish(self, after: Aftermath) -> bool:
-        """Whether the step in flight can have been begun by all, and is to be ended by the groups that began it."""
+        """Whether all can have begun the step in flight, and the groups that began it may end it."""
         verdict = after.verdict
         evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
         return has_records and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
-        """Seconds of a step under a new plan, when these microbatches are committed."""
+        """Predict the seconds of a step under a new plan, after these microbatches are committed."""
         if not partial:
             return decision.predicted_step_s
         rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
-        return self.planner.rest_s(decision.plan, rests, slow=self.slow)
+        return self.planner.rest_s(decision.plan, rests, slow=self._paces.slow)
 
     def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
         held = _held(after, finish)
@@ -283,12 +248,12 @@ class Replanning:
         }
 
     def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
-        """Find a plan for the nodes that stay. Raises PlanningError or Unrecoverable."""
+        """Find a plan for the remaining nodes. Raises PlanningError or Unrecoverable."""
         known, living = frozenset((*base.nodes, *base.spares)), self._members.ready_names
-        gone = (known - living) | (known & lost)
+        gone = (known - living) | (known & lost)  # A lost node that is back has lost its state, and joins.
         draining = frozenset(member.spec.name for member in self._members.ready if member.is_draining)
         arrived = (living - known | living & gone) - draining
-        planner, slow = self.planner, self.slow
+        planner, slow = self.planner, self._paces.slow
         decisions = [
             planner.reconfigure(
                 base,
@@ -305,15 +270,15 @@ class Replanning:
 
 
 def _is_untrained(after: Aftermath) -> bool:
-    """Whether nothing is trained yet: everybody can make the initial values of any layer."""
+    """Whether nothing is trained yet, so that every worker can make the initial values of any layer."""
     return after.verdict.applied == 0 and after.verdict.section == NO_SECTION and after.is_from_scratch
 
 
 def _held(after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
-    """The layers that each survivor can give, at the boundary's version."""
+    """Return the layers that each survivor can give, at the boundary's version."""
     verdict, base = after.verdict, after.base
     if finish is not None:
-        # What was kept of the plan before is a step behind once this one is finished.
+        # Layers kept from the plan before are a step behind once this step is finished.
         planned = base.layers_at
         return {
             worker_id: mine if layers == (mine := planned.get(worker_id, _NOTHING)) else layers & mine

@@ -1,8 +1,7 @@
-"""What the journal of a master that died says of its run: enough for another master to take over.
+"""A run as the journal of a dead master knows it: enough for another master to take over.
 
-Training continues without a master. The one that takes over knows the plans and the members from the journal, and
-learns from the agents what happened since. Only what it needs is kept, so that a run of a year takes no more room than
-one of an hour.
+Training continues without a master. Its successor knows the plans and the members from the journal, and learns from the
+agents what happened since. Only what it needs is kept, so that a run of a year takes no more room than one of an hour.
 """
 
 from __future__ import annotations
@@ -23,112 +22,47 @@ from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
 @dataclass(slots=True)
 class ReplayedRun:
-    """A run without a master, as its journal knows it."""
+    """A run without a master, as its journal knows it. `apply` takes each further entry: O(1), except for plans."""
 
     started: journal.JobStarted
     members: Membership
     generations: PlanHistory
     profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
-    """By the kind of node."""
     plans: list[journal.PlanAdopted] = field(default_factory=list)
-    """All that the generations are restored from, and those that are named here."""
+    """The plans that `generations` needs, and those that are named below."""
     records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
-    """Of the newest committed steps that are known."""
     predicted_step_s: float = 0.0
-    """Of the newest plan."""
+    """By the newest plan."""
     slow: dict[str, float] = field(default_factory=dict)
-    """How many times the usual time slow nodes take."""
+    """The multiple of the usual time that each slow node takes."""
     evaluated_step: int = 0
-    """The newest whose evaluation is known."""
     furthest_step: int = 0
-    """The newest step that was ever committed, lost ones included."""
+    """The newest step that was ever committed, including lost ones."""
     began: journal.PlanAdopted | None = None
-    """The first plan."""
     restored: journal.PlanAdopted | None = None
     """The newest plan that went back to a checkpoint, or to the model's initial values."""
     origin: str | None = None
-    """The checkpoint that the run began from."""
     saved: list[KnownCheckpoint] = field(default_factory=list)
     target: int | None = None
-    """On how many nodes the run is to train; None: all."""
+    """The number of nodes to train on; None for all."""
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
-    """When the last entry was made."""
     gap: journal.JournalGap | None = None
-    """Why the journal does not know all that happened; None where it does."""
+    """Why the journal is incomplete; None if it is not."""
     interrupted: tuple[NodeSpec, ...] = ()
     """Nodes that were joining, and had no part in any plan."""
 
-    @property
-    def job(self) -> JobSpec:
-        return self.started.job
-
-    @property
-    def nodes(self) -> tuple[NodeSpec, ...]:
-        """The nodes that had a part in the run when the journal ended."""
-        return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
-
-    @property
-    def kinds(self) -> tuple[NodeKind, ...]:
-        """The kinds of nodes that the run has a profile of."""
-        return tuple(
-            NodeKind(
-                name=known.kind,
-                profile=profile_from_json(known.profile_json, source="the journal's profile"),
-                devices_per_node=known.num_devices,
-            )
-            for known in self.profiles.values()
-        )
-
-    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
-        """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
-        self.members.relocate(specs)
-        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all have certainly received the newest orders: a step was committed under them."""
-        newest = self.generations.newest
-        return self.generations.current == newest and any(record.generation == newest for record in self.records)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayImage:
-    """All that a `Replay` knows, but for the run's first entry and its profiles."""
-
-    members: tuple[MemberImage, ...]
-    generation: int
-    plans: tuple[journal.PlanAdopted, ...]
-    records: tuple[CommitRecord, ...]
-    predicted_step_s: float
-    slow: tuple[tuple[str, float], ...]
-    evaluated_step: int
-    furthest_step: int
-    began: int | None
-    """A generation, as the next one is."""
-    restored: int | None
-    origin: str | None
-    saved: tuple[KnownCheckpoint, ...]
-    target: int | None
-    shards: ShardRemains
-    last_s: float
-    gap: journal.JournalGap | None
-
-
-class Replay:
-    """Follows the entries of a run's journal, the first of which starts it: O(1) each, but for plans."""
-
-    def __init__(self, started: journal.JobStarted) -> None:
-        self._run = ReplayedRun(started, Membership(started.nodes), PlanHistory(max_steps=started.job.max_steps))
-        self._run.last_s = started.t_s
+    @classmethod
+    def begun(cls, started: journal.JobStarted) -> ReplayedRun:
+        """Return the run after its first entry."""
+        return cls(started, Membership(started.nodes), PlanHistory(max_steps=started.job.max_steps), last_s=started.t_s)
 
     @classmethod
     def of_image(
         cls, image: ReplayImage, started: journal.JobStarted, profiles: Sequence[journal.ProfileKnown]
-    ) -> Replay:
-        """Continue from what another one has come to."""
-        replay = cls(started)
-        run = replay._run
+    ) -> ReplayedRun:
+        """Continue from an image."""
+        run = cls.begun(started)
         run.members, run.profiles = Membership.of_image(image.members), {known.kind: known for known in profiles}
         run.plans.extend(image.plans)
         for plan in image.plans:
@@ -143,49 +77,97 @@ class Replay:
         run.origin, run.saved, run.target = image.origin, list(image.saved), image.target
         run.shards = image.shards
         run.last_s, run.gap = image.last_s, image.gap
-        return replay
+        return run
 
     def image(self) -> ReplayImage:
-        """Return all that it knows, for `of_image`."""
-        run = self._run
+        """Return all that the run knows, for `of_image`."""
         return ReplayImage(
-            members=run.members.image(),
-            generation=run.generations.current,
-            plans=tuple(run.plans),
-            records=tuple(run.records),
-            predicted_step_s=run.predicted_step_s,
-            slow=tuple(run.slow.items()),
-            evaluated_step=run.evaluated_step,
-            furthest_step=run.furthest_step,
-            began=None if run.began is None else run.began.generation,
-            restored=None if run.restored is None else run.restored.generation,
-            origin=run.origin,
-            saved=tuple(run.saved),
-            target=run.target,
-            shards=run.shards,
-            last_s=run.last_s,
-            gap=run.gap,
+            members=self.members.image(),
+            generation=self.generations.current,
+            plans=tuple(self.plans),
+            records=tuple(self.records),
+            predicted_step_s=self.predicted_step_s,
+            slow=tuple(self.slow.items()),
+            evaluated_step=self.evaluated_step,
+            furthest_step=self.furthest_step,
+            began=None if self.began is None else self.began.generation,
+            restored=None if self.restored is None else self.restored.generation,
+            origin=self.origin,
+            saved=tuple(self.saved),
+            target=self.target,
+            shards=self.shards,
+            last_s=self.last_s,
+            gap=self.gap,
         )
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
-        _apply(self._run, entry)
-        self._run.last_s = entry.t_s
-
-    @property
-    def profiles(self) -> tuple[journal.ProfileKnown, ...]:
-        return tuple(self._run.profiles.values())
+        _apply(self, entry)
+        self.last_s = entry.t_s
 
     def finish(self) -> ReplayedRun | None:
-        """Return the run as its journal has left it; None where it never came to train. No entry follows."""
-        if not self._run.profiles or not self._run.generations.plans:
+        """Return this run if it ever trained, or None. No entry follows."""
+        if not self.profiles or not self.generations.plans:
             return None
-        _interrupt_joining(self._run)
-        return self._run
+        _interrupt_joining(self)
+        return self
+
+    @property
+    def job(self) -> JobSpec:
+        return self.started.job
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes that had a part in the run when the journal ended."""
+        return tuple(member.spec for member in self.members.in_state(MemberState.READY, MemberState.CONNECTED))
+
+    @property
+    def kinds(self) -> tuple[NodeKind, ...]:
+        return tuple(
+            NodeKind(
+                name=known.kind,
+                profile=profile_from_json(known.profile_json, source="the journal's profile"),
+                devices_per_node=known.num_devices,
+            )
+            for known in self.profiles.values()
+        )
+
+    def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
+        """Update where to reach nodes: virtual nodes have other ports under each master."""
+        self.members.relocate(specs)
+        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all have certainly received the newest orders: a step was committed under them."""
+        newest = self.generations.newest
+        return self.generations.current == newest and any(record.generation == newest for record in self.records)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayImage:
+    """All that a `ReplayedRun` knows, except for its first entry and its profiles."""
+
+    members: tuple[MemberImage, ...]
+    generation: int
+    plans: tuple[journal.PlanAdopted, ...]
+    records: tuple[CommitRecord, ...]
+    predicted_step_s: float
+    slow: tuple[tuple[str, float], ...]
+    evaluated_step: int
+    furthest_step: int
+    began: int | None
+    """Its generation, as of the next one."""
+    restored: int | None
+    origin: str | None
+    saved: tuple[KnownCheckpoint, ...]
+    target: int | None
+    shards: ShardRemains
+    last_s: float
+    gap: journal.JournalGap | None
 
 
 def _interrupt_joining(replayed: ReplayedRun) -> None:
-    """The nodes that the dead master was taking in: its successor starts that again from the beginning."""
+    # A successor starts again with the nodes that the dead master was taking in.
     joining = [
         *replayed.members.in_state(MemberState.CONNECTING),
         *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),
@@ -208,7 +190,7 @@ def _apply(replayed: ReplayedRun, entry: journal.JournalEntry) -> None:
             replayed.saved.append(
                 KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
             )
-            del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # the others are removed by then
+            del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # Older ones are removed by now.
         case journal.PaceChanged(node=node, factor=factor) if factor > 1:
             replayed.slow[node] = factor
         case journal.PaceChanged(node=node):
@@ -252,7 +234,7 @@ def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
     replayed.generations.restore(entry)
     replayed.predicted_step_s = entry.predicted_step_s
     replayed.began = replayed.began or entry
-    if entry.restored_step is not None:
+    if entry.restored_step is not None:  # Steps and evaluations since do not count any more.
         replayed.restored = entry
         replayed.origin = replayed.origin or entry.restored
         replayed.records.clear()
@@ -260,7 +242,7 @@ def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
     plans = [*replayed.plans, entry]
     finishing = [plan for plan in plans if plan.finish is not None]
     others = [plan for plan in plans if plan.finish is None]
-    # What is dealt of a step has a number that no later part may have.
+    # Segments of a step are numbered, and no later one may have the same number.
     latest = max(finishing, key=lambda plan: max([part.segment for part in plan.segments], default=-1), default=None)
     needed = (replayed.began, replayed.restored, latest, *finishing[-1:], *others[-1:])
     generations = {*replayed.generations.plans, *(plan.generation for plan in needed if plan is not None)}

@@ -1,6 +1,6 @@
 """What agents and workers report, and the part that each report concerns.
 
-Each report is checked here: a peer that sends an impossible one is lost for it.
+Each report is checked here: a peer that sends an impossible one counts as lost.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from .parts import Parts
 from .startup import profile_known
 
 _MAX_EARLY = 8
-"""Steps that are held back, at most: a report may have been lost with its reporter."""
+"""How many steps to hold back at most: the report that they wait for may have been lost with its reporter."""
 
 
 class Reports:
-    """Gives reports to the parts of the coordinator."""
+    """Passes reports on to the parts of the coordinator."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._early: dict[int, protocol.CommitRecord] = {}
-        """Steps under a plan that are told before the one that was finished under the plan before."""
+        """Reported steps of a plan whose boundary step is not reported yet."""
 
-    def said(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
-        """Take in what a node's agent reports, or a worker through it. Raises PeerError and ConfigError."""
+    def take(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
+        """Take a report of a node's agent, or of a worker through it. Raises PeerError and ConfigError."""
         check_device(member, message)
         if not self._parts.reconfiguration.is_begun and is_of_training(message):
-            return  # from an earlier run, or nonsense: this run has no plan yet that it could belong to
+            return  # It is from an earlier run, or nonsense: this run has no plan yet that it could belong to.
         if not is_of_worker_that_ends(member, message):
             self._understand(turn, member, message)
 
-    def all_said(self, turn: Turn, event: BatchReceived) -> None:
-        """Like `said` for each; what cannot be wrong in a worker's message is not checked again for each."""
+    def take_batch(self, turn: Turn, event: BatchReceived) -> None:
+        """Take one report of many workers."""
         speakers = self._parts.members.hear(event.worker_ids, turn.now_s)
-        if self._parts.reconfiguration.is_begun:  # as in `said`: all of these are of training
+        # What cannot be wrong in a worker's message is not checked again for each of thousands.
+        if self._parts.reconfiguration.is_begun:
             self._understand_plan(turn, speakers, event.message)
 
     def _understand_plan(
         self, turn: Turn, worker_ids: list[WorkerId], message: protocol.Status | protocol.Resumed | protocol.Pace
     ) -> None:
-        """Workers report where they stand, that they compute under a plan, or how fast."""
         recovery = self._parts.reconfiguration
         match message:
             case protocol.Status():
                 recovery.status(turn, worker_ids, message)
             case protocol.Resumed():
                 recovery.give(turn, WorkersResumed(worker_ids=tuple(worker_ids), message=message))
-                self._parts.progress.give_time(turn.now_s)  # who reports that it computes hangs in nothing
+                self._parts.progress.give_time(turn.now_s)  # A worker that reports to compute does not hang.
             case protocol.Pace():
                 if not recovery.is_fencing:
                     plan = recovery.generations.plan
@@ -65,62 +65,67 @@ class Reports:
 
     def _understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
         node, now_s, parts = member.spec.name, turn.now_s, self._parts
+        # An agent that reports for itself names no device.
+        worker_id = WorkerId(node=node, device=message.device if isinstance(message, protocol.FromWorker) else 0)
         match message:
             case protocol.StepCommitted(record=record):
                 self._step_committed(turn, record)
             case protocol.EpochEntered():
-                if (text := parts.likeness.entered(WorkerId(node=node, device=message.device), message)) is not None:
+                if (text := parts.likeness.entered(worker_id, message)) is not None:
                     turn.end(text, ExitCode.CONFIG)
             case protocol.Evaluating() | protocol.EvaluationDone():
                 self._evaluating(turn, message)
             case protocol.Status() | protocol.Resumed() | protocol.Pace():
-                self._understand_plan(turn, [WorkerId(node=node, device=message.device)], message)
+                self._understand_plan(turn, [worker_id], message)
             case protocol.Activity() | protocol.ProcessorUse():
-                parts.hang_watch.answered(WorkerId(node=node, device=message.device), message)
+                parts.hang_watch.answered(worker_id, message)
             case protocol.LayersMoving():
                 self._layers_moving(turn, node, message)
             case protocol.Finished():
                 if parts.reconfiguration.phase is Phase.TRAINING:
-                    finished, plans = WorkerId(node=node, device=message.device), parts.reconfiguration.generations
-                    parts.shutdown.worker_finished(finished, plans, now_s)
+                    parts.shutdown.worker_finished(worker_id, parts.reconfiguration.generations, now_s)
             case protocol.PeerFailed(generation=generation):
                 num_workers = len(parts.members.ready_worker_ids)
                 suspected = FailureSuspected(generation=generation, num_workers=num_workers)
                 parts.reconfiguration.give(turn, suspected)
             case protocol.PlanNeeded(generation=generation):
-                parts.reconfiguration.order_again(turn, WorkerId(node=node, device=message.device), generation)
+                parts.reconfiguration.order_again(turn, worker_id, generation)
             case protocol.StateSaved():
-                turn.do(parts.saving.saved(WorkerId(node=node, device=message.device), message, now_s))
+                parts.saving.saved(turn, worker_id, message)
             case protocol.StateNotSaved():
-                turn.do(parts.saving.failed(node, message, now_s))
+                parts.saving.failed(turn, node, message)
             case protocol.LayersPersisted():
-                turn.do(parts.saving.persisted(message))
+                parts.saving.persisted(turn, message)
             case protocol.CheckpointCommitted():
-                turn.do(parts.saving.committed(node, message, now_s))
+                parts.saving.committed(turn, node, message)
             case protocol.CheckpointsFound():
-                self._checkpoints_found(turn, WorkerId(node=node, device=message.device), message)
+                parts.restoring.found(worker_id, message)
+                if parts.reconfiguration.is_begun:
+                    parts.reconfiguration.give(turn, CheckpointReported())
+                else:
+                    parts.startup.look(turn)
             case protocol.ReplicaDigests():
-                self._compare(turn, WorkerId(node=node, device=message.device), message)
+                self._compare(turn, worker_id, message)
             case protocol.RestoreFailed():
                 self._restore_failed(turn, node, message)
             case protocol.ScanAnswer():
-                turn.do(parts.sharding.surveyed(WorkerId(node=node, device=message.device), message, now_s))
+                parts.sharding.surveyed(turn, worker_id, message)
             case protocol.RecordsFailed():
-                turn.do(parts.sharding.failed(parts.reconfiguration.generations.current, message, now_s))
+                parts.sharding.failed(turn, parts.reconfiguration.generations.current, message)
             case protocol.WorkerStarted():
                 pass
             case protocol.WorkerReady():
                 self._worker_ready(turn, member, message)
             case protocol.Profiled():
-                turn.do(parts.preparation.take_measurement(member, message))
+                parts.preparation.take_measurement(turn, member, message)
                 self.profile_known(turn)
             case protocol.LinkTimed():
-                turn.do(parts.link_timing.take(WorkerId(node=node, device=message.device), message, now_s))
+                parts.link_timing.take(turn, worker_id, message)
                 self.train_when_ready(turn)
             case protocol.WorkerExited():
                 parts.workers.worker_exited(turn, member, message)
             case protocol.FromRanks():
-                raise PeerError(f"said {type(message).__name__}, which has no meaning in training")
+                raise PeerError(f"sent {type(message).__name__}, which has no meaning in training")
             case (
                 protocol.Hello()
                 | protocol.Heartbeat()
@@ -147,22 +152,18 @@ class Reports:
     # --- workers become ready, and training begins -------------------------------------------------------------
 
     def _worker_ready(self, turn: Turn, member: Member, message: protocol.WorkerReady) -> None:
-        """A worker can be given a part. Raises ConfigError if it does not fit the others."""
+        """Take in a worker that can be given a part. Raises ConfigError if it does not fit the others."""
         parts = self._parts
         worker = parts.workers.worker_up(member, message, turn.now_s)
         if worker is not None:
-            turn.do(parts.preparation.note_ready(member, message))
+            parts.preparation.note_ready(turn, member, message)
             parts.link_timing.note_ready(WorkerId(node=worker.node, device=worker.device), message.device_name)
-            turn.do(parts.sharding.know(message.shards, turn.now_s))
-            waits = parts.preparation.hold_back(worker) if parts.reconfiguration.is_begun else None
-            if waits is None:
+            parts.sharding.know(turn, message.shards)
+            if not (parts.reconfiguration.is_begun and parts.preparation.hold_back(turn, worker)):
                 self._take_in(turn, worker)
-            else:
-                turn.do(waits)
         self.train_when_ready(turn)
 
     def _take_in(self, turn: Turn, worker: journal.WorkerUp) -> None:
-        """Note a worker that is ready; its node joins once all of its workers are."""
         parts, recovery = self._parts, self._parts.reconfiguration
         turn.record(worker)
         parts.members.note_ready(worker, generation=recovery.generations.current)
@@ -170,14 +171,14 @@ class Reports:
             self._join(turn, worker.node)
 
     def profile_known(self, turn: Turn) -> None:
-        """A kind's profile may be known now: begin training, or take in the nodes that waited for it."""
+        """Begin training, or take in the nodes that waited, if a kind's profile became known."""
         parts = self._parts
         if not parts.reconfiguration.is_begun:
             self.train_when_ready(turn)
             return
         try:
             new = parts.replanning.know(parts.preparation.kinds)
-        except PlanningError as error:  # it is of another model, or the job cannot have several kinds
+        except PlanningError as error:  # It is another model's, or the job cannot have several kinds.
             for node in parts.preparation.refuse_others(parts.replanning.kinds):
                 parts.lifecycle.give_up(turn, node, journal.Misfit(problem=str(error)))
             return
@@ -187,7 +188,6 @@ class Reports:
             self._take_in(turn, replace(worker, t_s=turn.now_s))
 
     def _join(self, turn: Turn, node: str) -> None:
-        """A node has become ready: it trains at once if it is wanted, else it rests."""
         recovery, members, replanning = self._parts.reconfiguration, self._parts.members, self._parts.replanning
         generations = recovery.generations
         num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)
@@ -197,7 +197,6 @@ class Reports:
             self._parts.scaling.look_soon(turn.now_s)
 
     def train_when_ready(self, turn: Turn) -> None:
-        """Order the first plan once all that it needs is known."""
         if not self._parts.reconfiguration.is_begun:
             self._parts.startup.look(turn)
 
@@ -207,13 +206,12 @@ class Reports:
         if self._parts.reconfiguration.phase is Phase.TRAINING:
             self._parts.progress.expect(HANG_FLOOR_S, turn.now_s)
         if isinstance(message, protocol.EvaluationDone):
-            turn.do(self._parts.progress.evaluate(message, turn.now_s))
+            self._parts.progress.evaluate(turn, message)
 
     def _step_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
-        """Take in a step, and those that came before it was heard.
-
-        A newcomer may be heard sooner than those who have finished the step before its plan, of which it knows nothing.
-        """
+        """Note a step, and the steps after it that were reported earlier."""
+        # A newcomer's report may arrive before those of the workers that finished the step before its plan, of which
+        # it knows nothing.
         boundary = self._parts.reconfiguration.generations.boundary(record.generation)
         if self._parts.progress.last_step < boundary < record.step and len(self._early) < _MAX_EARLY:
             self._early[record.step] = record
@@ -224,10 +222,8 @@ class Reports:
 
     def _note_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         parts = self._parts
-        committed = parts.progress.commit(record, turn.now_s)
-        if not committed:
+        if not parts.progress.commit(turn, record):
             return
-        turn.do(committed)
         parts.saving.step_done(record)
         parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)
@@ -239,24 +235,13 @@ class Reports:
         if recovery.phase is not Phase.TRAINING or message.generation != recovery.generations.current:
             return
         worker_ids = recovery.generations.plan.worker_ids
-        differing, distrusted = parts.replica_check.take(worker_id, message, worker_ids, turn.now_s)
-        turn.do(differing)
+        distrusted = parts.replica_check.take(turn, worker_id, message, worker_ids)
         if distrusted:
             parts.replanning.distrust(distrusted)
             nodes = tuple(sorted({holder.node for holder in distrusted}))
             recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.CORRUPTION, nodes=nodes))
 
-    # --- checkpoints -------------------------------------------------------------------------------------------
-
-    def _checkpoints_found(self, turn: Turn, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
-        self._parts.restoring.found(worker_id, message)
-        if self._parts.reconfiguration.is_begun:
-            self._parts.reconfiguration.give(turn, CheckpointReported())
-        else:
-            self.train_when_ready(turn)
-
     def _restore_failed(self, turn: Turn, node: str, message: protocol.RestoreFailed) -> None:
-        """A checkpoint is broken: all go back to the one before it."""
         recovery = self._parts.reconfiguration
         if message.generation != recovery.generations.current:
             return

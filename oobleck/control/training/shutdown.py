@@ -1,9 +1,10 @@
-"""How a run ends: a stop that was asked for, workers that have finished, the last save, and the reason to report."""
+"""How a run ends: a requested stop, workers that have finished, the last save, and the reason to report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from oobleck.control.checkpoints import Saving
 from oobleck.control.data import Sharding
@@ -21,76 +22,68 @@ _LAST_SAVE_S = 300.0
 _LAST_WORDS_S = 2.0
 
 
+@dataclass(slots=True, eq=False)
 class Shutdown:
-    """Knows which workers have finished, what was asked for, and what ended workers."""
+    """Knows which workers have finished, whether a stop was requested, and what ended workers."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        members: Membership,
-        progress: Progress,
-        saving: Saving,
-        sharding: Sharding,
-    ) -> None:
-        self._job = job
-        self._members = members
-        self._progress = progress
-        self._saving = saving
-        self._sharding = sharding
-        self._errors: dict[WorkerId, tuple[int, Raised]] = {}
-        """By worker: the exception that ended it, and the newest step that was committed by then."""
-        self._stop: StopRequested | None = None
-        self._asked_to_finish = 0
-        """The generation whose workers were last asked to."""
-        self._finished: tuple[int, set[WorkerId]] = 0, set()
-        """(newest generation, workers of it that train no further)."""
-        self._over: EndRun | None = None
-        """Training has ended; its last save may still be on the way to the disk."""
-        self._over_step = 0
-        """The step after which it has."""
-        self._hears_out = False
-        self.due_s = math.inf
+    _job: JobSpec
+    _members: Membership
+    _progress: Progress
+    _saving: Saving
+    _sharding: Sharding
+    _errors: dict[WorkerId, tuple[int, Raised]] = field(default_factory=dict)
+    """The exception that ended each worker, and the newest committed step at that time."""
+    _stop: StopRequested | None = None
+    _asked_to_finish: int = 0
+    """The generation whose workers were last asked to finish."""
+    _finished: tuple[int, set[WorkerId]] = field(default_factory=lambda: (0, set()))
+    """(newest generation, its workers that train no further)"""
+    _over: EndRun | None = None
+    """Training has ended; its last save may still be on the way to the disk."""
+    _over_step: int = 0
+    """The newest step at that time."""
+    _hears_out: bool = False
+    due_s: float = math.inf
 
     def note_error(self, worker_id: WorkerId, error: Raised) -> None:
-        """An exception ended a worker."""
         self._errors[worker_id] = (self._progress.last_step, error)
 
     def ask_again(self) -> None:
-        """Repeat the request to finish: it may be lost."""
+        """Repeat the request to finish, which may be lost."""
         self._asked_to_finish = 0
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
-        """Whether one exception has ended a worker on each of these nodes since the newest step."""
+        """Whether the same exception has ended a worker on each of these nodes since the newest step."""
         fresh = {worker_id.node: error for worker_id, error in self._fresh.items()}
         errors = {(error.kind, error.message) for node, error in fresh.items() if node in nodes}
         return len(errors) == 1 and fresh.keys() >= set(nodes)
 
     @property
     def _fresh(self) -> dict[WorkerId, Raised]:
-        """By worker: the exceptions since the newest committed step."""
+        """The exceptions since the newest committed step, by worker."""
         return {
             worker_id: error for worker_id, (step, error) in self._errors.items() if step == self._progress.last_step
         }
 
     def stop(self, event: StopRequested) -> None:
-        """Have training end with the step in flight."""
+        """End training with the step in flight."""
         self._stop = event
         self._asked_to_finish = 0
 
     def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> None:
-        """A worker has finished. Workers repeat this after a fence."""
+        """Note that a worker has finished. Workers repeat this after a fence."""
         if self._finished[0] != generations.current:
             self._finished = generations.current, set()
         finished, awaited = self._finished[1], generations.plan.worker_ids
         finished.add(worker_id)
-        if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have
+        if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have finished
             return
         self._over, self._over_step = self._outcome(), self._progress.last_step
         self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)
-        self._progress.expect(math.inf, now_s)  # no step can be committed now
+        self._progress.expect(math.inf, now_s)  # No step can be committed now.
 
     def _outcome(self) -> EndRun:
-        """How a run ends whose workers have all finished."""
+        """Say how a run ends whose workers have all finished."""
         number = self._progress.last_step
         steps = "1 step is committed" if number == 1 else f"{number} steps are committed"
         by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
@@ -98,19 +91,22 @@ class Shutdown:
             return by_data
         if self._progress.last_step >= self._job.max_steps:
             return EndRun(exit_code=ExitCode.DONE, reason=f"all {steps}")
-        if self._stop is None:  # the master before this one was asked to stop
+        if self._stop is None:  # The stop was requested from an earlier master.
             return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
         return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
     def follow_up(self, turn: Turn, generations: PlanHistory, *, is_training: bool) -> None:
-        """Ask every new plan's workers to finish once a stop is wanted; end the run once nothing is waited for.
+        """Ask every new plan's workers to finish once a stop is requested; end the run once nothing is left to wait
+        for.
 
-        Unless `is_training`, a new plan is on its way, under which what is not on disk is saved again.
+        Unless `is_training`, a new plan is on its way, under which unsaved state is saved again.
         """
-        if self._progress.last_step < self._over_step:  # its state was lost before it was saved
+        if self._progress.last_step < self._over_step:  # The state was lost before it was saved.
             self._over, self._over_step, self.due_s = None, 0, math.inf
-        if self._over is not None:  # else there is nothing to look at, and this is called for each heartbeat
-            is_settled = self._is_settled and (is_training or self._saving.lacking is None)
+        if self._over is not None:  # This comes first, because each heartbeat leads here.
+            # While no worker is left, none can report what is saved.
+            is_settled = bool(self._members.ready) and self._saving.is_settled
+            is_settled = is_settled and (is_training or self._saving.lacking is None)
             if (is_settled or turn.now_s >= self.due_s) and self._is_heard_out(turn.now_s):
                 turn.do((self._settled(self._over),))
         if self._stop is None or self._asked_to_finish == generations.newest:
@@ -120,27 +116,22 @@ class Shutdown:
             if self._members[worker_id.node].is_ready:
                 turn.send(worker_id.node, FinishStep(device=worker_id.device))
 
-    @property
-    def _is_settled(self) -> bool:
-        """Whether no save is under way. While no worker is left, nobody can report what is saved."""
-        return bool(self._members.ready) and self._saving.is_settled
-
     def _is_heard_out(self, now_s: float) -> bool:
-        """Whether the run may end: if the last save has failed, all had a moment to report what memory holds."""
+        # If the last save has failed, all have a moment to report what their memory holds.
         if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
             self._hears_out = True
             self.due_s = min(self.due_s, now_s + _LAST_WORDS_S)
         return not self._hears_out or not self._saving.may_be_in_memory or now_s >= self.due_s
 
     def _settled(self, over: EndRun) -> EndRun:
-        """The end of the run once the last save is over: a run whose last save failed is no success."""
+        """Return the end of the run once its last save is over: a run whose last save failed is no success."""
         lacking = self._saving.lacking
         if lacking is None or over.exit_code == ExitCode.FAILED:
             return over
         return EndRun(exit_code=ExitCode.NOT_SAVED, reason=f"{over.reason}, but {lacking}")
 
     def error_behind(self, over: EndRun) -> WorkerError | None:
-        """The error that ended workers, if nothing was committed since: the cause behind the end of the run."""
+        """Return the error that ended workers and so the run: nothing was committed since."""
         fresh = self._fresh
         if not fresh or over.exit_code != ExitCode.FAILED:
             return None

@@ -1,7 +1,7 @@
 """How a run begins: once all workers are ready and the profile is known, from a checkpoint or from initial values.
 
-Until then every failure of a node ends the run, as nothing is lost by it. It ends a moment later, so that all failures
-are reported together.
+Until then any failure of a node ends the run, because nothing is lost by it. The run ends a moment later, to report
+all failures together.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .reconfiguration import Reconfiguration
 from .replanning import Replanning
 
 _SETTLE_S = 1.0
-"""How long other nodes' failures to start are waited for, so that all are told at once."""
+"""How long to wait for further failures, to report all at once."""
 _NAMES_SHOWN = 8
 
 
 def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
-    """Return what to say when there is nothing left to train."""
+    """Return the message for a run that has nothing left to train."""
     what = f"all data is read, in {step} steps" if has_read_all else f"all {step} steps are committed"
     more = "data.epochs" if has_read_all else "--steps"
     return (
@@ -41,45 +41,33 @@ def finished_text(name: str, step: int, *, has_read_all: bool = False) -> str:
     )
 
 
+@dataclass(slots=True, eq=False)
 class Startup:
     """Leads to the first plan, or to the end of a run that cannot begin."""
 
-    def __init__(
-        self,
-        job: JobSpec,
-        nodes: Sequence[NodeSpec],
-        members: Membership,
-        preparation: Preparation,
-        link_timing: LinkTiming,
-        saving: Saving,
-        restoring: Restoring,
-        sharding: Sharding,
-        replanning: Replanning,
-        reconfiguration: Reconfiguration,
-        *,
-        resume: str,
-    ) -> None:
-        """`resume` as in `Coordinator`."""
-        self._job = job
-        self._nodes = nodes
-        self._members = members
-        self._preparation = preparation
-        self._link_timing = link_timing
-        self._saving = saving
-        self._restoring = restoring
-        self._sharding = sharding
-        self._replanning = replanning
-        self._reconfiguration = reconfiguration
-        self._resume = resume
-        self._failures = StartupFailures(len(nodes))
-        self.deadline_s = math.inf
+    _job: JobSpec
+    _nodes: Sequence[NodeSpec]
+    _members: Membership
+    _preparation: Preparation
+    _link_timing: LinkTiming
+    _saving: Saving
+    _restoring: Restoring
+    _sharding: Sharding
+    _replanning: Replanning
+    _reconfiguration: Reconfiguration
+    _resume: str
+    """As in `Coordinator`."""
+    _failures: StartupFailures = field(init=False)
+    deadline_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._failures = StartupFailures(len(self._nodes))
 
     def forgive(self, late_s: float, soon_s: float) -> None:
-        """This master was held up for `late_s`: it reads the messages of that time until `soon_s`."""
+        """Extend the deadline: this master was held up for `late_s`, and reads the messages until `soon_s`."""
         self.deadline_s = max(self.deadline_s + late_s, soon_s)
 
     def expect_all(self, now_s: float) -> None:
-        """Give all nodes the time that the job has for its start."""
         self.deadline_s = now_s + self._limit_s
 
     @property
@@ -87,7 +75,7 @@ class Startup:
         return starting_s(self._job.control.start_timeout_s, len(self._nodes))
 
     def node_failed(self, node: str, loss: Loss, now_s: float) -> None:
-        """A node cannot start; others may be about to say the same."""
+        """End the run in a moment: a node cannot start, and others may be about to fail alike."""
         self._failures.note(node, loss)
         self.deadline_s = min(self.deadline_s, now_s + _SETTLE_S)
 
@@ -101,13 +89,13 @@ class Startup:
         turn.end(f"not ready within {limit_s:g} s: {missing}{self._silence(turn.now_s)}")
 
     def _silence(self, now_s: float) -> str:
-        """Which nodes are silent, for an error message; during a start no node is lost by that."""
+        # Named in the error message alone: while the run starts, silence loses no node.
         since_s, heard_s = now_s - self._job.control.lease_s, self._members.heard_s
         silent = [node for node in self._members.living_names if heard_s[node] < since_s]
         return f"; nothing is heard of {', '.join(silent)}" if silent else ""
 
     def look(self, turn: Turn) -> None:
-        """Begin training once all that the first plan needs is known; ask for what is not."""
+        """Begin training once all that the first plan needs is known; ask for the rest."""
         kinds = self._preparation.kinds
         if not kinds or not self._preparation.is_complete or self._failures:
             return
@@ -118,11 +106,11 @@ class Startup:
         worker_ids = self._members.ready_worker_ids
         if self._saving.is_enabled and not self._restoring.is_answered(worker_ids):
             if not self._restoring.is_asked(worker_ids):
-                turn.do(self._restoring.ask(worker_ids))
+                self._restoring.ask(turn, worker_ids)
             return
         network = kinds[0].profile.network
         if self._link_timing.is_needed(network):
-            turn.do(self._link_timing.go_on(network))
+            self._link_timing.go_on(turn, network)
             if self._link_timing.is_needed(network):
                 return
         kinds = tuple(replace(kind, profile=self._link_timing.applied_to(kind.profile)) for kind in kinds)
@@ -134,9 +122,9 @@ class Startup:
     # --- what it begins from -----------------------------------------------------------------------------------
 
     def _candidate(self, turn: Turn, num_layers: int) -> Candidate | None:
-        """The checkpoint to begin with; None for the model's initial values. Ends a run that has nothing to do."""
+        """Return the checkpoint to begin with; None for initial values. Ends a run that has nothing to do."""
         candidate = None if self._resume == "never" else self._restoring.newest(num_layers)
-        turn.do(self._restoring.report_problems(turn.now_s))
+        self._restoring.report_problems(turn)
         if candidate is None:
             self._check_scratch(turn)
         else:
@@ -148,7 +136,6 @@ class Startup:
         return candidate
 
     def _check_scratch(self, turn: Turn) -> None:
-        """End a run that is to begin with a checkpoint, and has none."""
         if self._resume == "never":
             return
         if self._resume != "auto":
@@ -159,11 +146,9 @@ class Startup:
             turn.end(f"{text}; choose another --tag, or {keep}", ExitCode.CONFIG)
 
     def _check_fits(self, turn: Turn, candidate: Candidate) -> None:
-        """End a run whose checkpoint does not fit its data.
-
-        There is nothing to do if an earlier run has done all that is asked for, and its model is on disk.
-        """
+        """End a run whose checkpoint does not fit its data, or has all that was asked for on disk already."""
         has_read_all = self._sharding.has_read_all(candidate.position)
+        # A finished model that only memory has is written first.
         if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):
             turn.end(finished_text(candidate.name, candidate.step, has_read_all=has_read_all), ExitCode.DONE)
         misfit = self._sharding.misfit(candidate.position)
@@ -172,10 +157,10 @@ class Startup:
             turn.end(f"{text}; --resume never starts from scratch", ExitCode.CONFIG)
 
     def _look_after_others(self, turn: Turn, candidate: Candidate | None) -> None:
-        """Say which checkpoints are this run's own to prune; those of other runs stay, and the user hears of it."""
+        """Leave to `Saving` the checkpoints that this run may prune, and name those of other runs, which stay."""
         is_private = self._job.checkpoint.directory is None
-        complete, others = self._restoring.known(candidate), self._restoring.others(candidate)
-        turn.do(self._saving.know(complete, self._restoring.unfinished(candidate, is_private=is_private)))
+        complete, others = self._restoring.complete(candidate)
+        self._saving.know(turn, complete, self._restoring.unfinished(candidate, is_private=is_private))
         if others:
             text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
             turn.note("info", f"{text} to {others[-1]}; remove by hand what you do not need")
@@ -183,43 +168,37 @@ class Startup:
     # --- the first plan ----------------------------------------------------------------------------------------
 
     def _begin(self, turn: Turn, kinds: tuple[NodeKind, ...], candidate: Candidate | None) -> None:
-        """Order the first plan, on all nodes that are ready, with a checkpoint's state if there is one."""
         nodes = [member.spec.name for member in self._members.ready]
         self._saving.begin([layer.name for layer in kinds[0].profile.layers])
         try:
             self._replanning.begin(turn, kinds, nodes)
             decision = self._replanning.first_plan(nodes)
-            self._reconfiguration.begin_generation(from_scratch=candidate is None)
             if candidate is None:
                 choice = Choice(decision=decision, verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}))
             else:
                 moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
                 reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
                 choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
-            self._reconfiguration.order(turn, choice)
+            self._reconfiguration.order_first(turn, choice)
         except PlanningError as error:
             turn.end(str(error), ExitCode.CONFIG)
 
 
 @dataclass(slots=True)
 class StartupFailures:
-    """Nodes that failed before training began, reported together: the same reason once, with all who gave it."""
+    """Nodes that failed before training began. The message gives each reason once, with all of its nodes."""
 
     num_nodes: int
-    """Of the job."""
     _losses: dict[str, Loss] = field(default_factory=dict)
-    """By node."""
 
     def __bool__(self) -> bool:
         return bool(self._losses)
 
     def note(self, node: str, loss: Loss) -> None:
-        """Note why a node failed."""
         self._losses[node] = loss
 
     @property
     def exit_code(self) -> int:
-        """That of a bad configuration when nothing else went wrong."""
         is_users = all(isinstance(loss, WorkerEnded) and loss.is_users for loss in self._losses.values())
         return ExitCode.CONFIG if is_users else ExitCode.FAILED
 
@@ -238,10 +217,6 @@ class StartupFailures:
 
 
 def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
-    """Return what the journal says of a kind's profile."""
-    return ProfileKnown(
-        t_s=now_s,
-        profile_json=profile_to_json(kind.profile),
-        kind=kind.name,
-        num_devices=kind.devices_per_node,
-    )
+    """Return the journal's entry for a kind's profile."""
+    text = profile_to_json(kind.profile)
+    return ProfileKnown(t_s=now_s, profile_json=text, kind=kind.name, num_devices=kind.devices_per_node)

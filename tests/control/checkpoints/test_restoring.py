@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oobleck.control.checkpoints.restoring import Restoring
+from oobleck.control.events import Record, Send, Turn
 from oobleck.control.journal import Notice
 from oobleck.control.protocol import CheckpointsFound, FindCheckpoints, FoundState
 from oobleck.planner import WorkerId
@@ -33,7 +34,7 @@ def asked(a: list[FoundState], b: list[FoundState], *, directory: str | None = N
 
 def answer(restoring: Restoring, a: list[FoundState], b: list[FoundState], *, request: int = 1, **more) -> None:
     """Ask both, for the time that `request` says, and have them answer."""
-    restoring.ask([A, B])
+    restoring.ask(Turn(0.0), [A, B])
     fields = {"problems": (), "unfinished": ()} | more
     for worker_id, found in ((A, a), (B, b)):
         message = CheckpointsFound(device=0, request=request, found=tuple(found), **fields)
@@ -111,29 +112,34 @@ def test_where_the_user_says_a_place_nothing_else_counts() -> None:
 def test_all_who_matter_must_have_answered_the_newest_question() -> None:
     restoring = Restoring(run=RUN, directory=None)
     assert not restoring.is_answered([A, B])
-    restoring.ask([A, B])
+    restoring.ask(Turn(0.0), [A, B])
     late = CheckpointsFound(device=0, request=1, found=(), problems=(), unfinished=())
     restoring.found(A, late)
     assert restoring.is_answered([A])
     assert not restoring.is_answered([A, B])
-    restoring.ask([A, B])
+    restoring.ask(Turn(0.0), [A, B])
     restoring.found(B, late)
     assert restoring.is_asked([A, B])
     assert not restoring.is_answered([B])
 
 
 def test_each_worker_is_asked() -> None:
-    sends = Restoring(run=RUN, directory="/there").ask([B, A])
-    sent = [(send.node, send.message) for send in sends]
+    turn = Turn(0.0)
+    Restoring(run=RUN, directory="/there").ask(turn, [B, A])
+    sent = [(send.node, send.message) for send in turn.commands if isinstance(send, Send)]
     assert sent == [(node, FindCheckpoints(device=0, request=1, directory="/there")) for node in ("a", "b")]
 
 
 def test_problems_are_told_once() -> None:
     restoring = asked([], [], problems=("x is broken",), unfinished=("step-00000007.r.1",))
-    (record,) = restoring.report_problems(7.0)
+    turn = Turn(7.0)
+    restoring.report_problems(turn)
+    (record,) = turn.commands
+    assert isinstance(record, Record)
     assert isinstance(record.entry, Notice)
     assert (record.entry.t_s, record.entry.level) == (7.0, "warning")
     assert "x is broken" in record.entry.text
-    assert restoring.report_problems(8.0) == ()
+    restoring.report_problems(turn)
+    assert turn.commands == [record]
     assert restoring.unfinished(None, is_private=True) == ("step-00000007.r.1",)
     assert restoring.unfinished(None, is_private=False) == ()

@@ -27,7 +27,6 @@ from oobleck.control.recovery.states import (
     CheckpointReported,
     CheckpointWanted,
     Decide,
-    Deciding,
     Ended,
     FailureSuspected,
     Fencing,
@@ -102,11 +101,9 @@ PLAIN = Recovery(
 )
 HANG = replace(PLAIN, cause=PlanCause.HANG, loss=None, explains=True)
 RECOVERIES = (PLAIN, HANG, replace(PLAIN, asked=(A,)))
+LOSS = BeginRecovery(nodes=("b",), cause=PlanCause.LOSS, loss=LossCause.CONNECTION_LOST)
 BEGUN = RecoveryBegun(
-    nodes=("b",),
-    cause=PlanCause.LOSS,
-    loss=LossCause.CONNECTION_LOST,
-    detect_s=0.0,
+    wanted=LOSS,
     control=CONTROL,
     fault_threshold=1,
     fence=replace(FENCE, generation=GENERATION + 1),
@@ -149,7 +146,6 @@ def states() -> Iterator[State]:
         waited = replace(recovery, explains=True, cut_off=("b", "c"), cut_since_s=FENCED_S)
         yield AwaitingNetwork(recovery=waited, until_s=FENCED_S + 3)
         for is_unexplained in (False, True):
-            yield Deciding(recovery=recovery, statuses=statuses, is_unexplained=is_unexplained)
             limited = replace(recovery, returns_by_s=FENCED_S + 60, found_by_s=FENCED_S + 30)
             yield AwaitingWorkers(recovery=limited, statuses=statuses, is_unexplained=is_unexplained)
             yield LocatingCheckpoint(recovery=limited, statuses=statuses, is_unexplained=is_unexplained)
@@ -159,7 +155,7 @@ def inputs() -> Iterator[Input]:
     yield TrainingBegun(generation=1)
     for cause, num_regroups in ((PlanCause.LOSS, 0), (PlanCause.HANG, 1), (PlanCause.HANG, 4)):
         for asked in ((A, C), ()):
-            yield replace(BEGUN, cause=cause, num_regroups=num_regroups, asked=asked)
+            yield replace(BEGUN, wanted=replace(LOSS, cause=cause), num_regroups=num_regroups, asked=asked)
     for nodes in (("a",), ("b",), ("a", "b", "c")):
         yield MoreLost(nodes=nodes, fence=replace(FENCE, lost=nodes))
     for status in (STATUS, WAITS, CUT, DOWN, replace(STATUS, generation=GENERATION - 1)):
@@ -216,9 +212,7 @@ def test_the_table_has_a_row_for_each_input_and_a_way_to_each_state():
 
 def test_every_wait_of_a_recovery_has_an_end():
     for state in states():
-        assert math.isfinite(deadline(state)) == (
-            isinstance(state, (Suspecting, *FENCED)) and not isinstance(state, Deciding)
-        )
+        assert math.isfinite(deadline(state)) == isinstance(state, (Suspecting, *FENCED))
 
 
 def test_time_before_the_deadline_changes_nothing():
@@ -236,14 +230,14 @@ def test_answers_are_judged_in_the_order_in_which_the_workers_were_asked():
         state, effects = step(state, Answered(worker_ids=(worker_id,), status=STATUS), SETTLED_S)
     (decide,) = effects
     assert isinstance(decide, Decide)
-    assert tuple(decide.deciding.statuses) == ALL
+    assert tuple(decide.answers.statuses) == ALL
 
 
 def test_a_loss_during_a_recovery_belongs_to_it():
     waiting = AwaitingWorkers(
         recovery=replace(PLAIN, returns_by_s=150.0, found_by_s=130.0), statuses={}, is_unexplained=True
     )
-    after, _ = step(waiting, replace(BEGUN, loss=LossCause.LEASE_EXPIRED), 110.0)
+    after, _ = step(waiting, replace(BEGUN, wanted=replace(LOSS, loss=LossCause.LEASE_EXPIRED)), 110.0)
     assert isinstance(after, Fencing)
     recovery = after.recovery
     assert (recovery.began_s, recovery.detect_s, recovery.loss) == (99.0, 0.5, LossCause.CONNECTION_LOST)
@@ -268,7 +262,7 @@ def test_losses_while_all_are_asked_ask_nobody_again() -> None:
     assert (deadline(state) > SETTLED_S, effects) == (True, ()), "more may follow at once"
     state, (decide,) = step(state, TimePassed(is_suspicious=False), deadline(state))
     assert isinstance(decide, Decide)
-    assert tuple(decide.deciding.statuses) == (A,)
+    assert tuple(decide.answers.statuses) == (A,)
 
 
 def test_each_loss_of_a_rack_has_the_next_one_waited_for() -> None:
@@ -287,7 +281,7 @@ def test_a_hang_is_explained_by_a_node_that_is_lost_meanwhile() -> None:
 
 def test_a_cut_network_is_what_a_hang_came_from():
     accusing = Accusing(recovery=HANG, statuses={}, stuck=(), until_s=130.0)
-    after, _ = step(accusing, replace(BEGUN, loss=LossCause.CUT_OFF), 110.0)
+    after, _ = step(accusing, replace(BEGUN, wanted=replace(LOSS, loss=LossCause.CUT_OFF)), 110.0)
     assert isinstance(after, Fencing)
     assert (after.recovery.cause, after.recovery.loss) == (PlanCause.LOSS, LossCause.CUT_OFF)
 
@@ -308,7 +302,7 @@ def awaiting(**fields) -> AwaitingNetwork:
 
 def asked_again(statuses: dict[WorkerId, Status], now_s: float) -> tuple[State, tuple[RecoveryEffect, ...]]:
     """All are asked again while the network is waited for, and have answered."""
-    look = replace(BEGUN, cause=PlanCause.NETWORK, loss=None, nodes=(), asked=ALL)
+    look = replace(BEGUN, wanted=BeginRecovery(cause=PlanCause.NETWORK), asked=ALL)
     state, _ = step(awaiting(), look, now_s)
     for worker_id, status in statuses.items():
         said = Answered(worker_ids=(worker_id,), status=replace(status, generation=GENERATION + 1))
@@ -348,8 +342,12 @@ def test_all_are_asked_again_at_growing_intervals_and_nothing_is_told_twice():
 
 def test_a_network_that_is_back_is_gone_on_with_and_no_group_is_trusted():
     after, effects = asked_again(dict.fromkeys(ALL, HOLDS), FENCED_S + 20.0)
-    assert isinstance(after, Deciding)
-    assert after.is_unexplained
+    decide = effects[-1]
+    assert isinstance(decide, Decide)
+    assert decide.answers.is_unexplained
+    waiting, _ = step(after, WorkersWanted(), FENCED_S + 20.0)
+    assert isinstance(waiting, AwaitingWorkers)
+    assert waiting.is_unexplained, "what is decided later knows of it, too"
     (entry,) = entries_in(effects)
     assert isinstance(entry, Notice)
     assert "back after 20.0 s" in entry.text
@@ -405,7 +403,7 @@ def test_reports_of_an_older_plan_end_no_recovery():
 
 def test_a_run_that_regroups_without_a_step_is_given_up():
     for num_regroups in (3, 4):
-        hang = replace(BEGUN, cause=PlanCause.HANG, loss=None, num_regroups=num_regroups)
+        hang = replace(BEGUN, wanted=BeginRecovery(cause=PlanCause.HANG), num_regroups=num_regroups)
         _, effects = step(Training(generation=1), hang, 110.0)
         is_given_up = num_regroups > 3
         assert any(isinstance(effect, EndRun) for effect in effects) == is_given_up
@@ -413,19 +411,25 @@ def test_a_run_that_regroups_without_a_step_is_given_up():
 
 
 def test_workers_are_waited_for_as_long_as_a_start_may_take_and_no_longer():
-    deciding = Deciding(recovery=PLAIN, statuses=dict.fromkeys(ALL, STATUS))
-    waiting, _ = step(deciding, WorkersWanted(), 110.0)
+    waiting, _ = step(fencing(PLAIN, dict.fromkeys(ALL, STATUS), SETTLED_S), WorkersWanted(), 110.0)
     assert deadline(waiting) == 110.0 + CONTROL.start_timeout_s
-    again, _ = step(waiting, NodeGone(), 120.0)
+    again, (decide,) = step(waiting, NodeGone(), 120.0)
+    assert isinstance(decide, Decide)
     waiting, _ = step(again, WorkersWanted(), 120.0)
     assert deadline(waiting) == 110.0 + CONTROL.start_timeout_s
 
 
 def test_checkpoints_are_looked_for_once():
-    deciding = Deciding(recovery=PLAIN, statuses=dict.fromkeys(ALL, STATUS))
-    locating, _ = step(deciding, CheckpointWanted(), 110.0)
-    again, _ = step(locating, CheckpointReported(), 120.0)
+    locating, _ = step(fencing(PLAIN, dict.fromkeys(ALL, STATUS), SETTLED_S), CheckpointWanted(), 110.0)
+    again, (decide,) = step(locating, CheckpointReported(), 120.0)
+    assert isinstance(decide, Decide)
     assert deadline(step(again, CheckpointWanted(), 120.0)[0]) == deadline(locating) < math.inf
+
+
+@pytest.mark.parametrize("decided", [ORDERED, WorkersWanted(), CheckpointWanted()])
+def test_nothing_is_decided_before_all_have_answered(decided: Input):
+    state = fencing(PLAIN, {A: STATUS, B: STATUS}, SETTLED_S)
+    assert step(state, decided, SETTLED_S) == (state, ())
 
 
 def test_silent_nodes_are_given_up_unless_most_are_silent():
@@ -450,9 +454,8 @@ def test_an_answer_of_a_worker_that_was_not_asked_completes_nothing():
 @pytest.mark.parametrize("cause", [PlanCause.PEER_FAILED, PlanCause.HANG])
 def test_doorbells_are_rung_only_where_nobody_knows_why_nothing_moves(cause: PlanCause):
     for num_regroups in (1, 2):
-        begun = replace(
-            BEGUN, cause=cause, num_regroups=num_regroups, fence=replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
-        )
+        fence = replace(FENCE, probe_addresses=("unix:/a", "unix:/b"))
+        begun = replace(BEGUN, wanted=replace(LOSS, cause=cause), num_regroups=num_regroups, fence=fence)
         _, effects = step(Training(generation=1), begun, 100.0)
         (fence,) = (effect.message for effect in effects if isinstance(effect, SendAll))
         assert isinstance(fence, Fence)
@@ -473,6 +476,7 @@ class Walk(RuleBasedStateMachine):
         self.now_s = 0.0
         self.generation = 0
         self.begun = self.ended = 0
+        self.decision: Input = WorkersWanted()
 
     def give(self, given: Input) -> None:
         before = self.state
@@ -484,7 +488,11 @@ class Walk(RuleBasedStateMachine):
         self.ended += sum(isinstance(effect, RecoveryEnded) for effect in effects)
         if any(isinstance(effect, EndRun) for effect in effects):
             self.give(RunEnded())
-        assert isinstance(self.state, Deciding) == any(isinstance(effect, Decide) for effect in effects)
+        for effect in effects:
+            if isinstance(effect, Decide):  # as the coordinator does: within the same event
+                assert tuple(effect.answers.statuses) == effect.answers.recovery.asked
+                self.give(self.decision)
+                assert isinstance(self.state, Adopting | AwaitingWorkers | LocatingCheckpoint)
 
     @precondition(lambda self: isinstance(self.state, Preparing))
     @rule()
@@ -502,7 +510,9 @@ class Walk(RuleBasedStateMachine):
     def begin(self, cause: PlanCause, asked: tuple[WorkerId, ...], num_regroups: int) -> None:
         self.generation += 1
         fence = replace(FENCE, generation=self.generation)
-        self.give(replace(BEGUN, cause=cause, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s))
+        wanted = replace(LOSS, cause=cause)
+        begun = replace(BEGUN, wanted=wanted, asked=asked, num_regroups=num_regroups, fence=fence, heard_s=self.now_s)
+        self.give(begun)
 
     @rule(nodes=st.sampled_from((("a",), ("b",), ("b", "c"))))
     def lose_more(self, nodes: tuple[str, ...]) -> None:
@@ -549,10 +559,9 @@ class Walk(RuleBasedStateMachine):
     def hold_up(self, seconds: float) -> None:
         self.give(HeldUp(until_s=self.now_s + seconds))
 
-    @precondition(lambda self: isinstance(self.state, Deciding))
-    @rule(decided=st.sampled_from((ORDERED, ORDERED, WorkersWanted(), CheckpointWanted())))
-    def decide(self, decided: PlanOrdered | WorkersWanted | CheckpointWanted) -> None:
-        self.give(decided)
+    @rule(decision=st.sampled_from((ORDERED, ORDERED, WorkersWanted(), CheckpointWanted())))
+    def decide_later(self, decision: PlanOrdered | WorkersWanted | CheckpointWanted) -> None:
+        self.decision = decision
 
     @precondition(lambda self: not isinstance(self.state, (Preparing, Ended)))
     @rule(is_meant=st.sampled_from((False,) * 9 + (True,)))
@@ -569,7 +578,7 @@ class Walk(RuleBasedStateMachine):
 
     @invariant()
     def a_recovery_never_waits_for_ever(self) -> None:
-        if isinstance(self.state, FENCED) and not isinstance(self.state, Deciding):
+        if isinstance(self.state, FENCED):
             assert math.isfinite(deadline(self.state))
 
 

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.control.plans import shares_of
 from oobleck.control.protocol import CommitRecord, SectionRecord, Segment, Status
 from oobleck.control.steps.judgement import (
+    NO_SECTION,
+    SectionId,
     broken_pipelines,
     judge,
     microbatches_redone,
-    planned_layers,
     reassign_microbatches,
     rests_of,
     uncovered,
@@ -21,6 +23,11 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from tests.control.journals import plan
 
 PLAN = plan(("a", "b"), ("c", "d"), ("e", "f"), microbatches=12, spares=("s",))
+
+
+def as_it_is(generation: int, _step: int, number: int) -> SectionId:
+    """No plan came into force in the middle of a step."""
+    return (generation, number) if number else NO_SECTION
 
 
 def at(node: str) -> WorkerId:
@@ -56,28 +63,28 @@ def status(applied: int = 3, **fields) -> Status:
 
 
 def test_a_step_that_all_applied_is_committed():
-    verdict = judge({at("a"): status(), at("b"): status(layers=(2, 3))}, record(3), {1: PLAN})
+    verdict = judge({at("a"): status(), at("b"): status(layers=(2, 3))}, record(3), {1: PLAN}, as_it_is)
     assert (verdict.applied, verdict.catch_up, verdict.adopted) == (3, None, 1)
     assert verdict.held == {at("a"): {0, 1}, at("b"): {2, 3}}
 
 
 def test_whoever_holds_the_reduced_gradients_catches_up_with_whoever_applied_them():
     statuses = {at("a"): status(4), at("b"): status(3, reduced=4)}
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert verdict.applied == 4
     assert verdict.catch_up == record(4)
 
 
 def test_a_step_that_only_the_dead_applied_is_committed_once_they_told_of_it():
     statuses = {at("a"): status(3, reduced=4), at("b"): status(3, reduced=4)}
-    assert judge(statuses, record(3), {1: PLAN}).applied == 3
-    told = judge(statuses, record(4), {1: PLAN})
+    assert judge(statuses, record(3), {1: PLAN}, as_it_is).applied == 3
+    told = judge(statuses, record(4), {1: PLAN}, as_it_is)
     assert (told.applied, told.catch_up) == (4, record(4))
 
 
 def test_who_missed_a_step_holds_nothing_and_delays_nothing():
     statuses = {at("a"): status(5, adopted=2), at("c"): status(3, adopted=1, layers=(0, 1, 2, 3))}
-    verdict = judge(statuses, record(5), {1: PLAN, 2: PLAN})
+    verdict = judge(statuses, record(5), {1: PLAN, 2: PLAN}, as_it_is)
     assert (verdict.applied, verdict.catch_up, verdict.adopted) == (5, None, 2)
     assert verdict.held == {at("a"): {0, 1}}
 
@@ -85,7 +92,7 @@ def test_who_missed_a_step_holds_nothing_and_delays_nothing():
 def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_catch_up():
     kept = (0, 1, 2, 3, 4, 5)
     statuses = {at("a"): status(4, layers=kept), at("c"): status(3, reduced=4, layers=kept)}
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
 
@@ -95,7 +102,7 @@ def partial(number: int, generation: int = 1) -> SectionRecord:
 
 def test_what_a_survivor_has_committed_counts_and_those_who_can_commit_it_too():
     statuses = {at("a"): status(partial=partial(2)), at("b"): status(partial=partial(1), section_reduced=2)}
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert (verdict.section, verdict.partial, verdict.is_section_behind) == ((1, 2), partial(2), True)
     assert set(verdict.held) == {at("a"), at("b")}
 
@@ -105,13 +112,13 @@ def test_a_section_that_only_the_dead_have_committed_does_not_count():
         at("a"): status(partial=partial(1), section_reduced=2),
         at("b"): status(partial=partial(1), section_reduced=2),
     }
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert (verdict.section, verdict.is_section_behind) == ((1, 1), False)
 
 
 def test_who_missed_a_section_holds_nothing():
     statuses = {at("a"): status(partial=partial(2)), at("b"): status(partial=partial(1))}
-    assert set(judge(statuses, record(3), {1: PLAN}).held) == {at("a")}
+    assert set(judge(statuses, record(3), {1: PLAN}, as_it_is).held) == {at("a")}
 
 
 def test_what_was_committed_before_a_plan_is_the_same_for_those_who_have_adopted_it_and_those_who_have_not():
@@ -129,7 +136,7 @@ def test_what_was_committed_before_a_plan_is_the_same_for_those_who_have_adopted
 
 def test_nothing_is_committed_of_a_step_that_somebody_has_still_to_begin():
     statuses = {at("a"): status(4), at("b"): status(3, reduced=4, partial=partial(2))}
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert (verdict.applied, verdict.section) == (4, (0, 0))
     assert set(verdict.held) == {at("a"), at("b")}
 
@@ -137,29 +144,24 @@ def test_nothing_is_committed_of_a_step_that_somebody_has_still_to_begin():
 def test_layers_kept_for_others_do_not_count_with_a_worker_that_has_to_commit():
     kept = (0, 1, 2, 3, 4, 5)
     statuses = {at("a"): status(layers=kept, partial=partial(1)), at("c"): status(layers=kept, section_reduced=1)}
-    verdict = judge(statuses, record(3), {1: PLAN})
+    verdict = judge(statuses, record(3), {1: PLAN}, as_it_is)
     assert verdict.held == {at("a"): frozenset(kept), at("c"): {0, 1, 2, 3}}
 
 
 def test_spares_and_newcomers_are_ignored():
     statuses = {at("a"): status(3), at("s"): status(0, layers=(), adopted=0)}
-    verdict = judge(statuses, None, {1: PLAN})
+    verdict = judge(statuses, None, {1: PLAN}, as_it_is)
     assert (verdict.applied, verdict.adopted, set(verdict.held)) == (3, 1, {at("a")})
 
 
 def test_nobody_left_holds_nothing():
-    verdict = judge({}, None, {})
+    verdict = judge({}, None, {}, as_it_is)
     assert (verdict.applied, verdict.catch_up, verdict.adopted, verdict.held) == (0, None, None, {})
 
 
 def test_survivors_that_differ_have_no_plan_in_force():
-    verdict = judge({at("a"): status(adopted=1), at("b"): status(adopted=2)}, None, {1: PLAN, 2: PLAN})
+    verdict = judge({at("a"): status(adopted=1), at("b"): status(adopted=2)}, None, {1: PLAN, 2: PLAN}, as_it_is)
     assert verdict.adopted is None
-
-
-def test_planned_layers_are_those_of_the_stage():
-    assert planned_layers(PLAN, at("b")) == {4, 5, 6, 7}
-    assert planned_layers(PLAN, at("s")) == frozenset()
 
 
 def test_a_pipeline_is_broken_by_any_of_its_nodes():
@@ -168,15 +170,15 @@ def test_a_pipeline_is_broken_by_any_of_its_nodes():
 
 
 def test_no_whole_pipeline_deals_nothing():
-    assert reassign_microbatches(PLAN, ["a", "c", "e"], (), next_segment=0) is None
+    assert reassign_microbatches(PLAN, ["a", "c", "e"], (), next_segment=0, shares=shares_of(PLAN)) is None
 
 
 def test_nothing_left_over_is_no_segment():
-    assert reassign_microbatches(PLAN, ["s"], (), next_segment=0) == ()
+    assert reassign_microbatches(PLAN, ["s"], (), next_segment=0, shares=shares_of(PLAN)) == ()
 
 
 def test_shares_follow_the_planned_ones_and_ties_go_to_the_earlier():
-    dealt = reassign_microbatches(PLAN, ["c"], (), next_segment=7)
+    dealt = reassign_microbatches(PLAN, ["c"], (), next_segment=7, shares=shares_of(PLAN))
     assert dealt == (
         Segment(segment=7, pipeline=0, microbatches=(4, 5)),
         Segment(segment=8, pipeline=2, microbatches=(6, 7)),
@@ -184,9 +186,9 @@ def test_shares_follow_the_planned_ones_and_ties_go_to_the_earlier():
 
 
 def test_segments_of_a_pipeline_that_broke_since_are_dealt_again_and_others_are_kept():
-    first = reassign_microbatches(PLAN, ["c"], (), next_segment=0)
+    first = reassign_microbatches(PLAN, ["c"], (), next_segment=0, shares=shares_of(PLAN))
     assert first is not None
-    second = reassign_microbatches(PLAN, ["c", "e"], first, next_segment=2)
+    second = reassign_microbatches(PLAN, ["c", "e"], first, next_segment=2, shares=shares_of(PLAN))
     assert second is not None
     assert second[0] == first[0]
     assert second[1] == Segment(segment=2, pipeline=0, microbatches=(6, 7, 8, 9, 10, 11))
@@ -210,7 +212,7 @@ def test_every_microbatch_is_dealt_once_however_losses_follow_each_other(losses,
     number = 0
     for more in losses:
         lost += more
-        dealt = reassign_microbatches(layout, lost, segments, next_segment=number)
+        dealt = reassign_microbatches(layout, lost, segments, next_segment=number, shares=shares_of(layout))
         if dealt is None:
             assert len(broken_pipelines(layout, lost)) == 3
             return
@@ -232,13 +234,13 @@ def test_a_pipeline_has_left_what_its_slowest_worker_has():
     )
     statuses = {at("a"): status(microbatches_done=2), at("b"): status(microbatches_done=4)}
     statuses |= {at("c"): status(microbatches_done=5), at("d"): status(microbatches_done=6)}
-    assert rests_of(PLAN, ["e"], segments, statuses, step=4) == {0: (2, 3), 1: (0, 0)}
+    assert rests_of(PLAN, ["e"], segments, statuses, step=4, shares=shares_of(PLAN)) == {0: (2, 3), 1: (0, 0)}
 
 
 def test_who_has_still_to_apply_the_step_before_has_done_nothing_of_this_one():
     statuses = {at(node): status(microbatches_done=4) for node in NODES}
     statuses[at("d")] = status(applied=2, reduced=3, microbatches_done=4)
-    rests = rests_of(PLAN, [], (), statuses, step=4)
+    rests = rests_of(PLAN, [], (), statuses, step=4, shares=shares_of(PLAN))
     assert rests == {0: (0, 0), 1: (4, 0), 2: (0, 0)}
 
 
@@ -249,9 +251,9 @@ def test_who_has_still_to_apply_the_step_before_has_done_nothing_of_this_one():
 )
 def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microbatches):
     layout = plan(("a", "b"), ("c", "d"), ("e", "f"), microbatches=microbatches)
-    segments = reassign_microbatches(layout, lost, (), next_segment=0)
+    segments = reassign_microbatches(layout, lost, (), next_segment=0, shares=shares_of(layout))
     statuses = {at(node): status(microbatches_done=done) for node, done in zip(NODES, done, strict=True)}
-    rests = rests_of(layout, lost, segments or (), statuses, step=4)
+    rests = rests_of(layout, lost, segments or (), statuses, step=4, shares=shares_of(layout))
     assert sorted(rests) == [index for index in range(3) if index not in broken_pipelines(layout, lost)]
     for index, (own, others) in rests.items():
         pipeline = layout.pipelines[index]
@@ -264,7 +266,7 @@ def test_what_is_left_is_what_was_given_without_what_is_done(done, lost, microba
 
 def test_what_broken_pipelines_had_done_is_what_their_furthest_survivor_knows():
     statuses = {at("c"): status(microbatches_done=3), at("a"): status(microbatches_done=4)}
-    assert microbatches_redone(PLAN, ["d", "e", "f"], statuses) == 3
+    assert microbatches_redone(PLAN, ["d", "e", "f"], statuses, shares=shares_of(PLAN)) == 3
 
 
 def test_what_broken_pipelines_had_committed_is_not_done_again():

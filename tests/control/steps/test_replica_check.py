@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.control.events import Record, Turn
 from oobleck.control.journal import JournalEntry, Notice, ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
-from oobleck.control.steps.replica_check import Compared, ReplicaCheck, odd_ones
+from oobleck.control.steps.replica_check import ReplicaCheck, odd_ones
 from oobleck.planner import WorkerId
 
+Compared = tuple[list[JournalEntry], Mapping[WorkerId, frozenset[int]]]
 PLACES = tuple(WorkerId(node=f"n{index}", device=0) for index in range(5))
 
 
 def say(replica_check: ReplicaCheck, step: int, digests: dict[WorkerId, dict[int, int]]) -> Compared:
     """What follows from the last of these."""
-    answer: Compared = (), {}
+    answer: Compared = [], {}
     for worker_id, layers in digests.items():
         message = ReplicaDigests(
             device=0, step=step, generation=1, layers=tuple(layers), digests=tuple(layers.values())
         )
-        answer = replica_check.take(worker_id, message, digests.keys(), 0.0)
+        answer = take(replica_check, worker_id, message, digests)
     return answer
 
 
+def take(
+    replica_check: ReplicaCheck, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Iterable[WorkerId]
+) -> Compared:
+    turn = Turn(0.0)
+    replaced = replica_check.take(turn, worker_id, message, list(worker_ids))
+    return [command.entry for command in turn.commands if isinstance(command, Record)], replaced
+
+
 def entries(effects: Compared) -> list[JournalEntry]:
-    return [record.entry for record in effects[0]]
+    return effects[0]
 
 
 def distrusted(effects: Compared) -> dict[WorkerId, frozenset[int]]:
@@ -48,7 +60,7 @@ def test_those_who_are_trusted_agree(digests: dict[WorkerId, int]) -> None:
 
 
 def test_equal_copies_are_left_alone() -> None:
-    assert say(ReplicaCheck(), 100, {PLACES[0]: {0: 5, 1: 6}, PLACES[1]: {0: 5}, PLACES[2]: {1: 6}}) == ((), {})
+    assert say(ReplicaCheck(), 100, {PLACES[0]: {0: 5, 1: 6}, PLACES[1]: {0: 5}, PLACES[2]: {1: 6}}) == ([], {})
 
 
 def test_the_odd_one_of_three_is_named_and_its_layer_alone_distrusted() -> None:
@@ -72,9 +84,9 @@ def test_of_two_that_differ_both_are_named() -> None:
 def test_an_incomplete_comparison_is_dropped_for_a_newer_one() -> None:
     replica_check = ReplicaCheck()
     late = ReplicaDigests(device=0, step=100, generation=1, layers=(0,), digests=(1,))
-    assert replica_check.take(PLACES[0], late, PLACES[:2], 0.0) == ((), {})
-    assert say(replica_check, 200, {worker_id: {0: 2} for worker_id in PLACES[:2]}) == ((), {})
-    assert replica_check.take(PLACES[1], late, PLACES[:2], 0.0) == ((), {})
+    assert take(replica_check, PLACES[0], late, PLACES[:2]) == ([], {})
+    assert say(replica_check, 200, {worker_id: {0: 2} for worker_id in PLACES[:2]}) == ([], {})
+    assert take(replica_check, PLACES[1], late, PLACES[:2]) == ([], {})
 
 
 def test_machines_that_always_differ_are_compared_no_more() -> None:
@@ -82,7 +94,7 @@ def test_machines_that_always_differ_are_compared_no_more() -> None:
     answers = [say(replica_check, step, {PLACES[0]: {0: 1}, PLACES[1]: {0: 2}}) for step in (100, 200, 300, 400)]
     assert [bool(distrusted(answer)) for answer in answers] == [True, True, False, False]
     assert [type(entry) for entry in entries(answers[2])] == [ReplicasDiffer, Notice]
-    assert answers[3] == ((), {})
+    assert answers[3] == ([], {})
 
 
 def test_devices_that_share_stages_are_compared_with_those_of_like_rank() -> None:
@@ -90,7 +102,7 @@ def test_devices_that_share_stages_are_compared_with_those_of_like_rank() -> Non
     replica_check = ReplicaCheck(degree=2)
     worker_ids = [WorkerId(node=node, device=device) for node in ("n0", "n1", "n2") for device in range(2)]
     right = {worker_id: {3: 10 + worker_id.device} for worker_id in worker_ids}
-    assert say(replica_check, 1, right) == ((), {})
+    assert say(replica_check, 1, right) == ([], {})
     wrong = right | {worker_ids[2]: {3: 77}}
     assert distrusted(say(replica_check, 2, wrong)) == {worker_ids[2]: frozenset({3})}
 
@@ -99,5 +111,5 @@ def test_copies_are_compared_among_devices_of_one_kind() -> None:
     """Two kinds that round differently agree each; a copy of one kind that differs from its own is wrong."""
     replica_check = ReplicaCheck(device_of=lambda node: "slow" if node in ("n3", "n4") else "fast")
     right = {worker_id: {0: 5 if worker_id.node < "n3" else 6} for worker_id in PLACES}
-    assert say(replica_check, 100, right) == ((), {})
+    assert say(replica_check, 100, right) == ([], {})
     assert distrusted(say(replica_check, 200, right | {PLACES[1]: {0: 6}})) == {PLACES[1]: frozenset({0})}

@@ -83,8 +83,16 @@ def parameters(function: Function) -> dict[str, str]:
 
 
 def held(kind: ast.ClassDef) -> dict[str, str]:
-    """The parts that a class keeps, by attribute: `self._x = x` in its constructor, or `self._x = Part(...)`."""
-    found: dict[str, str] = {}
+    """The parts that a class keeps, by attribute: `self._x = x` in its constructor, or `self._x = Part(...)`.
+
+    A dataclass declares them as its fields: `_x: Part`.
+    """
+    found = {
+        node.target.id: ast.unparse(node.annotation)
+        for node in kind.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if ast.unparse(node.annotation) in PARTS and (kind.name in PARTS or node.target.id.startswith("_"))
+    }
     for init in (each for each in methods(kind) if each.name == "__init__"):
         given = parameters(init)
         for node in ast.walk(init):
@@ -315,15 +323,18 @@ def test_what_changes_a_part_is_found():
         "self._saving.complete.append(1)",
         "self._progress.hangs_s = 1.0",
         "self._saving.save_now()",
-        "progress.expect_none()",
+        "progress.allow(1.0)",
         "self._members.note_restart(worker_id, 7, now_s=now_s, step=1)",
         "self._members.hear_node('n0', now_s)",
         "self._members['n0'].is_draining = True",
+        "self._scaling.look_soon(now_s)",
     ],
 )
 def test_a_part_that_changes_another_is_found(line: str):
     source = f"""
 class Other:
+    _scaling: Scaling
+
     def __init__(self, progress: Progress, saving: Saving, members: Membership) -> None:
         self._progress = progress
         self._saving = saving
@@ -333,4 +344,4 @@ class Other:
         {line}
 """
     (found,) = written_anywhere({"other.py": ast.parse(source)})
-    assert found.startswith("other.py:9: Other changes")
+    assert found.startswith("other.py:11: Other changes")
