@@ -6,10 +6,10 @@ entries after the image's place come to what all entries come to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oobleck.control import journal
-from oobleck.control.training import Replay, ReplayedRun, ReplayImage
+from oobleck.control.training import ReplayedRun
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
 
@@ -24,30 +24,26 @@ class RunBooks:
     account: journal.RunAccount = field(default_factory=journal.RunAccount)
     view: journal.RunView = field(default_factory=journal.RunView)
     metrics: journal.Metrics = field(default_factory=journal.Metrics)
-    started: journal.JobStarted | None = None
-    newest: journal.PlanAdopted | None = field(default=None, init=False)
-    """The newest plan."""
     furthest_step: int = 0
     """The newest step that was ever committed."""
     gone_nodes: set[str] = field(default_factory=set)
-    """Those that were lost or have left, and were not added again."""
-    _profiles: tuple[journal.ProfileKnown, ...] = ()
+    """Nodes that were lost or have left, and were not added again."""
     _step: int = 0
     _saved: journal.CheckpointSaved | None = None
     _end: journal.JobEnded | None = None
-    _replay: Replay | None = field(default=None, init=False, compare=False)
+    _replay: ReplayedRun | None = None
+    """The run until it ends; None where nothing that trains has started."""
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
         """Continue from an image, which is used up. Raises PeerError for one that is none."""
-        books, plans = image.books, journal.PlanUnpacker().plans(image.plans)
-        if books.started is None:
+        books, replay = image.books, image.books._replay
+        if replay is None:
             raise PeerError("an image of a run that never started")
-        books.newest = plans[-1] if plans else None
-        books._replay = Replay.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
-        books.account.started, books.account.newest = books.started, books.newest
-        books.view.learn(books.started, books.newest)
-        for entry in (books.started, *books._profiles, books.newest):
+        replay.learn(journal.PlanUnpacker().plans(image.plans))
+        books.account.started, books.account.newest = replay.started, books.newest
+        books.view.learn(replay.started, books.newest)
+        for entry in (replay.started, *replay.profiles.values(), books.newest):
             if entry is not None:
                 books.metrics.learn(entry)
         return books
@@ -56,9 +52,16 @@ class RunBooks:
         """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
         if self._replay is None:
             return None
-        replay = self._replay.image()
-        plans = journal.PlanPacker().plans(replay.plans)
-        return BooksImage(books=self, replay=replace(replay, plans=()), plans=plans)
+        return BooksImage(books=self, plans=journal.PlanPacker().plans(self._replay.plans))
+
+    @property
+    def started(self) -> journal.JobStarted | None:
+        return None if self._replay is None else self._replay.started
+
+    @property
+    def newest(self) -> journal.PlanAdopted | None:
+        """The newest plan."""
+        return self._replay.plans[-1] if self._replay is not None and self._replay.plans else None
 
     def apply(self, entry: journal.JournalEntry) -> None:
         """Take the next entry in."""
@@ -67,12 +70,8 @@ class RunBooks:
         self.metrics.apply(entry)
         match entry:
             case journal.JobStarted():
-                self.started, self._replay = entry, Replay(entry)
+                self._replay = ReplayedRun.begin(entry)
                 return
-            case journal.ProfileKnown():
-                self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)
-            case journal.PlanAdopted():
-                self.newest = entry
             case journal.StepDone(record=record):
                 self._step = record.step
                 self.furthest_step = max(self.furthest_step, record.step)
@@ -109,13 +108,11 @@ class RunBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksImage:
-    """All that books know, as it is written: plans, of which there may be many alike, stand apart."""
+    """All that books know, as it is written: plans, many of which may be alike, stand apart."""
 
     books: RunBooks
-    replay: ReplayImage
-    """Without its plans."""
     plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
-    """The plans of `replay`, each as a change of the one before; the last is the newest of all."""
+    """The plans that the books keep, each as a change of the one before; the last is the newest of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,7 @@ class FinishedRun:
 
     job: JobSpec
     name: str
-    """Of its last checkpoint."""
+    """The name of its last checkpoint."""
     step: int
 
     def is_all_of(self, job: JobSpec) -> bool:

@@ -13,6 +13,8 @@ TYPE_KEY = "@type"
 
 _SHOWN_PROBLEMS = 5
 
+_Collection = list[object] | set[object] | frozenset[object] | dict[object, object]
+
 
 def sequence(part: Shape) -> Shape:
     """A tuple of any length, whose items are all of one shape."""
@@ -59,12 +61,12 @@ def fixed_tuple(parts: tuple[Shape, ...]) -> Shape:
     return Shape(name=name, values=(tuple,), builtins=(list,), write=write, read=read)
 
 
-def collection(cls: type[list[object] | set[object] | dict[object, object]], items: Shape) -> Shape:
-    """A list, set or dict, which is written as the tuple of its items; `items` is the shape of that."""
+def collection(cls: type[_Collection], items: Shape) -> Shape:
+    """A list, a set or a dict, which is written as the tuple of its items; `items` is the shape of that."""
 
     def write(value: object) -> object:
-        assert isinstance(value, list | set | dict)
-        ordered = sorted(value) if isinstance(value, set) else value  # equal sets are written alike
+        assert isinstance(value, list | set | frozenset | dict)
+        ordered = sorted(value) if isinstance(value, set | frozenset) else value  # equal sets are written alike
         return items.write(tuple(ordered.items() if isinstance(ordered, dict) else ordered))
 
     def read(raw: object) -> object:

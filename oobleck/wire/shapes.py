@@ -85,7 +85,7 @@ def _generic(annotation: object, notation: Notation) -> Shape:
         return containers.mapping(shape_of(arguments[1], notation))
     if origin is dict:
         return containers.collection(dict, containers.sequence(_tuple(arguments, notation)))
-    if origin in (list, set):
+    if origin in (list, set, frozenset):
         return containers.collection(origin, containers.sequence(shape_of(arguments[0], notation)))
     if origin in (Union, types.UnionType):
         return _union(arguments, notation)

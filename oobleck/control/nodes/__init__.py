@@ -15,7 +15,7 @@ from .likeness import (
     version_of,
 )
 from .machines import Share
-from .membership import Member, MemberImage, Membership, MemberState
+from .membership import Member, Membership, MemberState
 from .node_lifecycle import NodeLifecycle
 from .program import Program, WorkerProgram
 from .silence import are_most, patience_s
@@ -32,7 +32,6 @@ __all__ = [
     "BaseCoordinator",
     "EpochLikeness",
     "Member",
-    "MemberImage",
     "MemberState",
     "Membership",
     "NodeLifecycle",

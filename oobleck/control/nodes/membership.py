@@ -47,8 +47,7 @@ class Member:
     """One node, as far as the coordinator knows. Only `Membership` replaces it by what is known next."""
 
     spec: NodeSpec
-    worker_ids: tuple[WorkerId, ...]
-    """Its workers."""
+    worker_ids: tuple[WorkerId, ...] = field(init=False)
     state: MemberState = MemberState.CONNECTING
     hello: Hello | None = None
     address: str = ""
@@ -56,8 +55,8 @@ class Member:
     """Add to the node's monotonic clock to get ours."""
     agent_pid: int = 0
     """Distinguishes the agent that was taken in from another that was started since."""
-    ready: Mapping[int, WorkerUp] = field(default_factory=dict)
-    """By device."""
+    ready: dict[int, WorkerUp] = field(default_factory=dict)
+    """Keyed by device."""
     ready_since: int = 0
     """The generation in force when it became ready: it has no part in plans up to that one."""
     is_draining: bool = False
@@ -71,13 +70,18 @@ class Member:
     """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
     last_words: str = ""
     """Why its workers were given up, if they were."""
-    gone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By device: the process ids of the last few whose end was taken in. All of them may be reported to a new master
+    gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The process ids of the last few ended workers, keyed by device. An agent may report any of them to a new master
     again, even once others are ready, or have ended, in their place."""
     shutdown: frozenset[int] = frozenset()
-    """Devices whose worker was asked to end, to be started again once it has."""
+    """Devices whose worker was asked to end, and is started again once it has."""
     is_banned: bool = False
-    """The user wants it gone: it is not tried again."""
+    """The user wants the node gone: it is not tried again."""
+
+    def __post_init__(self) -> None:
+        name = self.spec.name
+        worker_ids = tuple([WorkerId(node=name, device=device) for device in range(self.spec.num_devices)])
+        object.__setattr__(self, "worker_ids", worker_ids)
 
     @property
     def is_ready(self) -> bool:
@@ -103,81 +107,41 @@ class Member:
         return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberImage:
-    """All that a journal says of a member."""
-
-    spec: NodeSpec
-    state: MemberState
-    agent_pid: int
-    ready: tuple[WorkerUp, ...]
-    ready_since: int
-    is_draining: bool
-    restarts: tuple[tuple[float, int], ...]
-    gone: tuple[tuple[int, tuple[int, ...]], ...]
-    shutdown: tuple[int, ...]
-
-    @classmethod
-    def of(cls, member: Member) -> MemberImage:
-        return cls(
-            spec=member.spec,
-            state=member.state,
-            agent_pid=member.agent_pid,
-            ready=tuple(member.ready.values()),
-            ready_since=member.ready_since,
-            is_draining=member.is_draining,
-            restarts=member.restarts,
-            gone=tuple(member.gone.items()),
-            shutdown=tuple(sorted(member.shutdown)),
-        )
-
-
+@dataclass(slots=True)
 class Membership:
-    """All nodes of the job, in the hostfile's order. It alone changes what is known of each."""
+    """All nodes of the job, in the hostfile's order. It alone changes what is known of each.
 
-    def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
-        self._members: dict[str, Member] = {}
-        self._kinds: dict[str, str] = {}
-        self._heard_s: dict[str, float] = {}
-        """When each node was heard of last: beside the members, for it changes with every message."""
-        self._counting: dict[str, frozenset[int] | None] = {}
-        """The devices of each node whose workers count; None where the node was given up."""
-        self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
-        """What `addresses` says of each node."""
-        self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
-        self._without_part: dict[int, tuple[str, ...]] = {}
-        """What `in_state` has answered since any of them changed."""
-        self._living_names: tuple[str, ...] | None = None
-        self._ready_names: frozenset[str] | None = None
-        self._ready_worker_ids: tuple[WorkerId, ...] | None = None
-        self._all_save: bool | None = None
-        self._machines = Machines()
-        for spec in nodes:
-            self._take(spec)
+    A value on the wire. The other fields remember what follows from the members, until one of them changes.
+    """
+
+    _members: dict[str, Member] = field(default_factory=dict)
+    _kinds: dict[str, str] = field(default_factory=dict, init=False, compare=False)
+    _heard_s: dict[str, float] = field(default_factory=dict, init=False, compare=False)
+    """When each node was last heard. Not a field of `Member`, because it changes with every message."""
+    _counting: dict[str, frozenset[int] | None] = field(default_factory=dict, init=False, compare=False)
+    """The devices of each node whose workers count; None where the node was given up."""
+    _addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    _in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    _without_part: dict[int, tuple[str, ...]] = field(default_factory=dict, init=False, compare=False)
+    _living_names: tuple[str, ...] | None = field(default=None, init=False, compare=False)
+    _ready_names: frozenset[str] | None = field(default=None, init=False, compare=False)
+    _ready_worker_ids: tuple[WorkerId, ...] | None = field(default=None, init=False, compare=False)
+    _all_save: bool | None = field(default=None, init=False, compare=False)
+    _machines: Machines = field(default_factory=Machines, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        known, self._members = self._members, {}
+        for member in known.values():
+            self._take(member)
 
     @classmethod
-    def of_image(cls, image: Iterable[MemberImage]) -> Membership:
-        """Continue from what a journal says of each member."""
-        members = cls(())
-        for each in image:
-            members._take(each.spec)
-            known = replace(
-                members[each.spec.name],
-                state=each.state,
-                agent_pid=each.agent_pid,
-                ready={worker.device: worker for worker in each.ready},
-                ready_since=each.ready_since,
-                is_draining=each.is_draining,
-                restarts=each.restarts,
-                gone=dict(each.gone),
-                shutdown=frozenset(each.shutdown),
-            )
-            members._put(known)
-        return members
-
-    def image(self) -> tuple[MemberImage, ...]:
-        """Return all that a journal says of each member, for `of_image`."""
-        return tuple(map(MemberImage.of, self._members.values()))
+    def of(cls, nodes: Iterable[NodeSpec]) -> Membership:
+        """Return the membership of nodes that none has reached yet."""
+        return cls({spec.name: Member(spec=spec) for spec in nodes})
 
     def __getitem__(self, node: str) -> Member:
         return self._members[node]
@@ -192,14 +156,14 @@ class Membership:
         known = self._members.get(spec.name)
         if known is not None and known.state not in (MemberState.LOST, MemberState.LEFT):
             raise UsageError(f"{spec.name} is in the job already ({known.state})")
-        self._take(spec)
+        self._take(Member(spec=spec))
 
-    def _take(self, spec: NodeSpec) -> None:
-        worker_ids = tuple(WorkerId(node=spec.name, device=device) for device in range(spec.num_devices))
+    def _take(self, member: Member) -> None:
+        spec = member.spec
         self._heard_s[spec.name] = 0.0
         self._kinds[spec.name] = spec.kind
-        self._put(Member(spec=spec, worker_ids=worker_ids))
-        self._machines.put(spec, None)
+        self._put(member)
+        self._machines.put(spec, member.hello)
 
     def _put(self, member: Member) -> None:
         """Replace what is known of a node. What is remembered of all is not true any more."""

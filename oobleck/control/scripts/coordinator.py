@@ -51,7 +51,7 @@ class RanksCoordinator(BaseCoordinator):
     work: ClassVar[str] = "connected"
 
     def __init__(self, run: RanksSpec, nodes: tuple[NodeSpec, ...], *, started_at: str, python_version: str) -> None:
-        super().__init__(run.control, Membership(nodes), python_version=python_version, most_kinds=None)
+        super().__init__(run.control, Membership.of(nodes), python_version=python_version, most_kinds=None)
         self._run = run
         self._nodes = nodes
         self._started_at = started_at

@@ -7,45 +7,47 @@ one of an hour.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.control import journal
 from oobleck.control.checkpoints import KnownCheckpoint
 from oobleck.control.data import ShardRemains
-from oobleck.control.nodes import MemberImage, Membership, MemberState
+from oobleck.control.nodes import Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.steps import STEPS_TIMED, PlanHistory
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ReplayedRun:
-    """A run without a master, as its journal knows it."""
+    """A run without a master, as its journal knows it: follows the entries after the first, O(1) each but for plans.
+
+    A value on the wire, which lacks the plans: `learn` those again.
+    """
 
     started: journal.JobStarted
     members: Membership
-    generations: PlanHistory
+    generation: int = 0
+    """The newest, ordered or only fenced."""
+    generations: PlanHistory = field(init=False, compare=False)
     profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
-    """By the kind of node."""
-    plans: list[journal.PlanAdopted] = field(default_factory=list)
-    """All that the generations are restored from, and those that are named here."""
-    records: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
-    """Of the newest committed steps that are known."""
-    predicted_step_s: float = 0.0
-    """Of the newest plan."""
+    """Keyed by the kind of node."""
+    plans: list[journal.PlanAdopted] = field(default_factory=list, init=False)
+    """All that `generations` is restored from, `began` and `restored`; the last one is the newest."""
+    records: list[CommitRecord] = field(default_factory=list)
+    """The newest known committed steps, `STEPS_TIMED` at most."""
     slow: dict[str, float] = field(default_factory=dict)
     """How many times the usual time slow nodes take."""
     evaluated_step: int = 0
     """The newest whose evaluation is known."""
     furthest_step: int = 0
     """The newest step that was ever committed, lost ones included."""
-    began: journal.PlanAdopted | None = None
-    """The first plan."""
-    restored: journal.PlanAdopted | None = None
-    """The newest plan that went back to a checkpoint, or to the model's initial values."""
+    began_in: int | None = None
+    """The generation of the first plan."""
+    restored_in: int | None = None
+    """The newest generation whose plan went back to a checkpoint, or to the model's initial values."""
     origin: str | None = None
     """The checkpoint that the run began from."""
     saved: list[KnownCheckpoint] = field(default_factory=list)
@@ -56,8 +58,25 @@ class ReplayedRun:
     """When the last entry was made."""
     gap: journal.JournalGap | None = None
     """Why the journal does not know all that happened; None where it does."""
-    interrupted: tuple[NodeSpec, ...] = ()
+    interrupted: tuple[NodeSpec, ...] = field(default=(), init=False, compare=False)
     """Nodes that were joining, and had no part in any plan."""
+
+    def __post_init__(self) -> None:
+        self.generations = PlanHistory(max_steps=self.job.max_steps)
+
+    @classmethod
+    def begin(cls, started: journal.JobStarted) -> ReplayedRun:
+        """Return the run as its first entry has it."""
+        return cls(started=started, members=Membership.of(started.nodes), last_s=started.t_s)
+
+    def learn(self, plans: Sequence[journal.PlanAdopted]) -> None:
+        """Take in the plans that a value from the wire lacks."""
+        self.plans = list(plans)
+        for plan in plans:
+            self.generations.restore(plan)
+        self.generations.current = self.generation
+
+    # --- what another master begins with -------------------------------------------------------------------------
 
     @property
     def job(self) -> JobSpec:
@@ -80,6 +99,24 @@ class ReplayedRun:
             for known in self.profiles.values()
         )
 
+    @property
+    def predicted_step_s(self) -> float:
+        """What the newest plan predicts, in seconds."""
+        return self.plans[-1].predicted_step_s if self.plans else 0.0
+
+    @property
+    def began(self) -> journal.PlanAdopted | None:
+        """The first plan."""
+        return self._plan_of(self.began_in)
+
+    @property
+    def restored(self) -> journal.PlanAdopted | None:
+        """The newest plan that went back to a checkpoint, or to the model's initial values."""
+        return self._plan_of(self.restored_in)
+
+    def _plan_of(self, generation: int | None) -> journal.PlanAdopted | None:
+        return next((plan for plan in self.plans if plan.generation == generation), None)
+
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
         self.members.relocate(specs)
@@ -89,198 +126,105 @@ class ReplayedRun:
     def is_settled(self) -> bool:
         """Whether all have certainly received the newest orders: a step was committed under them."""
         newest = self.generations.newest
-        return self.generations.current == newest and any(record.generation == newest for record in self.records)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayImage:
-    """All that a `Replay` knows, but for the run's first entry and its profiles."""
-
-    members: tuple[MemberImage, ...]
-    generation: int
-    plans: tuple[journal.PlanAdopted, ...]
-    records: tuple[CommitRecord, ...]
-    predicted_step_s: float
-    slow: tuple[tuple[str, float], ...]
-    evaluated_step: int
-    furthest_step: int
-    began: int | None
-    """A generation, as the next one is."""
-    restored: int | None
-    origin: str | None
-    saved: tuple[KnownCheckpoint, ...]
-    target: int | None
-    shards: ShardRemains
-    last_s: float
-    gap: journal.JournalGap | None
-
-
-class Replay:
-    """Follows the entries of a run's journal, the first of which starts it: O(1) each, but for plans."""
-
-    def __init__(self, started: journal.JobStarted) -> None:
-        self._run = ReplayedRun(started, Membership(started.nodes), PlanHistory(max_steps=started.job.max_steps))
-        self._run.last_s = started.t_s
-
-    @classmethod
-    def of_image(
-        cls, image: ReplayImage, started: journal.JobStarted, profiles: Sequence[journal.ProfileKnown]
-    ) -> Replay:
-        """Continue from what another one has come to."""
-        replay = cls(started)
-        run = replay._run
-        run.members, run.profiles = Membership.of_image(image.members), {known.kind: known for known in profiles}
-        run.plans.extend(image.plans)
-        for plan in image.plans:
-            run.generations.restore(plan)
-        run.generations.current = image.generation
-        run.records.extend(image.records)
-        run.predicted_step_s, run.slow = image.predicted_step_s, dict(image.slow)
-        run.evaluated_step, run.furthest_step = image.evaluated_step, image.furthest_step
-        of = {plan.generation: plan for plan in image.plans}
-        run.began = None if image.began is None else of[image.began]
-        run.restored = None if image.restored is None else of[image.restored]
-        run.origin, run.saved, run.target = image.origin, list(image.saved), image.target
-        run.shards = image.shards
-        run.last_s, run.gap = image.last_s, image.gap
-        return replay
-
-    def image(self) -> ReplayImage:
-        """Return all that it knows, for `of_image`."""
-        run = self._run
-        return ReplayImage(
-            members=run.members.image(),
-            generation=run.generations.current,
-            plans=tuple(run.plans),
-            records=tuple(run.records),
-            predicted_step_s=run.predicted_step_s,
-            slow=tuple(run.slow.items()),
-            evaluated_step=run.evaluated_step,
-            furthest_step=run.furthest_step,
-            began=None if run.began is None else run.began.generation,
-            restored=None if run.restored is None else run.restored.generation,
-            origin=run.origin,
-            saved=tuple(run.saved),
-            target=run.target,
-            shards=run.shards,
-            last_s=run.last_s,
-            gap=run.gap,
-        )
-
-    def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
-        _apply(self._run, entry)
-        self._run.last_s = entry.t_s
-
-    @property
-    def profiles(self) -> tuple[journal.ProfileKnown, ...]:
-        return tuple(self._run.profiles.values())
+        return self.generation == newest and any(record.generation == newest for record in self.records)
 
     def finish(self) -> ReplayedRun | None:
         """Return the run as its journal has left it; None where it never came to train. No entry follows."""
-        if not self._run.profiles or not self._run.generations.plans:
+        if not self.profiles or not self.generations.plans:
             return None
-        _interrupt_joining(self._run)
-        return self._run
+        self._interrupt_joining()
+        return self
 
+    # --- following the journal -----------------------------------------------------------------------------------
 
-def _interrupt_joining(replayed: ReplayedRun) -> None:
-    """The nodes that the dead master was taking in: its successor starts that again from the beginning."""
-    joining = [
-        *replayed.members.in_state(MemberState.CONNECTING),
-        *(member for member in replayed.members.in_state(MemberState.CONNECTED) if not member.restarts),
-    ]
-    for member in joining:
-        replayed.members.lose(member.spec.name)
-    replayed.interrupted = tuple(member.spec for member in joining)
+    def apply(self, entry: journal.JournalEntry) -> None:
+        """Take the next entry in."""
+        self.last_s = entry.t_s
+        match entry:
+            case journal.MasterResumed():
+                self._interrupt_joining()
+            case journal.ProfileKnown():
+                self.profiles[entry.kind] = entry
+            case journal.PlanAdopted():
+                self._adopt(entry)
+            case journal.CheckpointSaved():
+                is_final = entry.step >= self.job.max_steps
+                known = KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
+                self.saved.append(known)
+                del self.saved[: -self.job.checkpoint.save_total_limit]  # the others are removed by then
+            case journal.PaceChanged(node=node, factor=factor) if factor > 1:
+                self.slow[node] = factor
+            case journal.PaceChanged(node=node):
+                self.slow.pop(node, None)
+            case journal.ScalingDecided(num_nodes=num_nodes):
+                self.target = num_nodes
+            case journal.JournalGap():
+                self.gap = entry if entry.is_open or entry.num_lost else None
+            case journal.StepDone(record=record):
+                self.records.append(record)
+                del self.records[:-STEPS_TIMED]
+                self.furthest_step = max(self.furthest_step, record.step)
+            case journal.Evaluated(step=step):
+                self.evaluated_step = step
+            case journal.ShardsKnown() | journal.DataPlaced() | journal.RecordsDealt() | journal.ShardQuarantined():
+                self.shards.note(entry)
+            case journal.RecoveryStarted():
+                self._begin_recovery(entry)
+            case journal.NodeAdded(node=spec):
+                self.members.add(spec)
+            case journal.NodeConnected(node=node, agent_pid=pid):
+                self.members.note_connected(node, agent_pid=pid)
+            case journal.WorkerUp():
+                self.members.note_ready(entry, generation=self.generation)
+            case journal.WorkerDown(node=node, device=device, pid=pid, also=also):
+                worker_id, step = WorkerId(node=node, device=device), self.furthest_step
+                self.members.note_restart(worker_id, pid, now_s=entry.t_s, step=step, also=also)
+                self.slow.pop(node, None)
+            case journal.NodeLost(node=node):
+                self.members.lose(node)
+                self.slow.pop(node, None)
+            case journal.NodeLeft(node=node):
+                self.members.leave(node)
+                self.slow.pop(node, None)
+            case _:
+                pass
 
+    def _interrupt_joining(self) -> None:
+        """Lose the nodes that the dead master was taking in: its successor starts that again from the beginning."""
+        members = self.members
+        joining = [
+            *members.in_state(MemberState.CONNECTING),
+            *(member for member in members.in_state(MemberState.CONNECTED) if not member.restarts),
+        ]
+        for member in joining:
+            members.lose(member.spec.name)
+        self.interrupted = tuple(member.spec for member in joining)
 
-def _apply(replayed: ReplayedRun, entry: journal.JournalEntry) -> None:
-    match entry:
-        case journal.MasterResumed():
-            _interrupt_joining(replayed)
-        case journal.ProfileKnown():
-            replayed.profiles[entry.kind] = entry
-        case journal.PlanAdopted():
-            _restore_plan(replayed, entry)
-        case journal.CheckpointSaved():
-            is_final = entry.step >= replayed.job.max_steps
-            replayed.saved.append(
-                KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
-            )
-            del replayed.saved[: -replayed.job.checkpoint.save_total_limit]  # the others are removed by then
-        case journal.PaceChanged(node=node, factor=factor) if factor > 1:
-            replayed.slow[node] = factor
-        case journal.PaceChanged(node=node):
-            replayed.slow.pop(node, None)
-        case journal.ScalingDecided(num_nodes=num_nodes):
-            replayed.target = num_nodes
-        case journal.JournalGap():
-            replayed.gap = entry if entry.is_open or entry.num_lost else None
-        case journal.StepDone(record=record):
-            replayed.records.append(record)
-            replayed.furthest_step = max(replayed.furthest_step, record.step)
-        case journal.Evaluated(step=step):
-            replayed.evaluated_step = step
-        case journal.ShardsKnown() | journal.DataPlaced() | journal.RecordsDealt() | journal.ShardQuarantined():
-            replayed.shards.note(entry)
-        case journal.RecoveryStarted(generation=generation, cause=cause, nodes=nodes):
-            replayed.generations.current = generation
-            if cause is journal.PlanCause.DRAINED:
-                for node in nodes:
-                    replayed.members.drain(node)
-            if cause is journal.PlanCause.RETRIED:
-                for node in nodes:
-                    replayed.slow.pop(node, None)
-        case journal.NodeAdded(node=spec):
-            replayed.members.add(spec)
-        case (
-            journal.NodeConnected()
-            | journal.WorkerUp()
-            | journal.WorkerDown()
-            | journal.NodeLost()
-            | journal.NodeLeft()
-        ):
-            _move(replayed, entry)
-            if isinstance(entry, journal.WorkerDown | journal.NodeLost | journal.NodeLeft):
-                replayed.slow.pop(entry.node, None)
-        case _:
-            pass
+    def _begin_recovery(self, entry: journal.RecoveryStarted) -> None:
+        self.generation = self.generations.current = entry.generation
+        for node in entry.nodes:
+            if entry.cause is journal.PlanCause.DRAINED:
+                self.members.drain(node)
+            if entry.cause is journal.PlanCause.RETRIED:
+                self.slow.pop(node, None)
 
-
-def _restore_plan(replayed: ReplayedRun, entry: journal.PlanAdopted) -> None:
-    replayed.generations.restore(entry)
-    replayed.predicted_step_s = entry.predicted_step_s
-    replayed.began = replayed.began or entry
-    if entry.restored_step is not None:
-        replayed.restored = entry
-        replayed.origin = replayed.origin or entry.restored
-        replayed.records.clear()
-        replayed.evaluated_step = min(replayed.evaluated_step, entry.restored_step)
-    plans = [*replayed.plans, entry]
-    finishing = [plan for plan in plans if plan.finish is not None]
-    others = [plan for plan in plans if plan.finish is None]
-    # What is dealt of a step has a number that no later part may have.
-    latest = max(finishing, key=lambda plan: max([part.segment for part in plan.segments], default=-1), default=None)
-    needed = (replayed.began, replayed.restored, latest, *finishing[-1:], *others[-1:])
-    generations = {*replayed.generations.plans, *(plan.generation for plan in needed if plan is not None)}
-    replayed.plans = [plan for plan in plans if plan.generation in generations]
-
-
-def _move(
-    replayed: ReplayedRun,
-    entry: journal.NodeConnected | journal.WorkerUp | journal.WorkerDown | journal.NodeLost | journal.NodeLeft,
-) -> None:
-    members = replayed.members
-    match entry:
-        case journal.NodeConnected(node=node, agent_pid=pid):
-            members.note_connected(node, agent_pid=pid)
-        case journal.WorkerUp():
-            members.note_ready(entry, generation=replayed.generations.current)
-        case journal.WorkerDown(node=node, device=device, pid=pid, also=also):
-            worker_id = WorkerId(node=node, device=device)
-            members.note_restart(worker_id, pid, now_s=entry.t_s, step=replayed.furthest_step, also=also)
-        case journal.NodeLost(node=node):
-            members.lose(node)
-        case journal.NodeLeft(node=node):
-            members.leave(node)
+    def _adopt(self, entry: journal.PlanAdopted) -> None:
+        self.generations.restore(entry)
+        self.generation = entry.generation
+        if self.began_in is None:
+            self.began_in = entry.generation
+        if entry.restored_step is not None:
+            self.restored_in = entry.generation
+            self.origin = self.origin or entry.restored
+            self.records.clear()
+            self.evaluated_step = min(self.evaluated_step, entry.restored_step)
+        plans = [*self.plans, entry]
+        finishing = [plan for plan in plans if plan.finish is not None]
+        others = [plan for plan in plans if plan.finish is None]
+        # What is dealt of a step has a number that no later part may have.
+        latest = max(
+            finishing, key=lambda plan: max([part.segment for part in plan.segments], default=-1), default=None
+        )
+        needed = {plan.generation for plan in (latest, *finishing[-1:], *others[-1:]) if plan is not None}
+        kept = {*self.generations.plans, *needed, self.began_in, self.restored_in}
+        self.plans = [plan for plan in plans if plan.generation in kept]

@@ -241,7 +241,7 @@ def test_calls_go_one_way():
 
 
 def test_a_member_is_a_value_that_nobody_changes():
-    member = Membership((NodeSpec(name="n0", host="n0"),))["n0"]
+    member = Membership.of((NodeSpec(name="n0", host="n0"),))["n0"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         member.is_draining = True
     assert list(changed_members(modules())) == []
