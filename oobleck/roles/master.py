@@ -141,7 +141,7 @@ class Master:
                 if isinstance(message, protocol.RankOutput):
                     for screen in self._screens:
                         screen(message)
-                self._relays.hear(node, now_s)
+                self._relays.note_heard(node, now_s)
                 self._note_heard(node, now_s)
             case control_events.NodesHeard(heard=heard):
                 for node, heard_s in heard:
@@ -153,7 +153,7 @@ class Master:
     def _meet(self, node: str) -> None:
         """An agent has said hello; it has no relay yet, whatever it had before."""
         if node in self._tunnels:
-            self._post_all(self._relays.come(node, self.now_s, takes_calls=self._tunnels[node].takes_calls))
+            self._post_all(self._relays.add(node, self.now_s, takes_calls=self._tunnels[node].takes_calls))
             self._look_after_tunnel(node)
 
     def _note_heard(self, node: str, heard_s: float) -> None:
@@ -196,7 +196,7 @@ class Master:
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case control_events.Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
-                    self._post_all(self._relays.go(node, self.now_s))
+                    self._post_all(self._relays.remove(node, self.now_s))
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
                 case control_events.LookUpProfile(key=key, kind=kind):
                     self.submit(control_events.ProfileFound(profile_json=self._profiles.load(key), kind=kind))

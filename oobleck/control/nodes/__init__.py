@@ -1,4 +1,4 @@
-"""Who is in the job: nodes and workers come, end and are lost. What both coordinators decide, they decide here."""
+"""Which nodes and workers are in the job: the decisions that the coordinators of both programs share."""
 
 from __future__ import annotations
 

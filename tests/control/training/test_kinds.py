@@ -213,10 +213,13 @@ def test_a_node_of_another_kind_is_refused_by_an_interleaved_job_and_costs_nobod
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (replace(NODES[0], device="slow"), "f0 is of kind slow, and was fast before; add it under another name"),
+        (
+            replace(NODES[0], device="slow"),
+            "f0 is of kind slow, and was of kind fast before; add it under another name",
+        ),
         (
             NodeSpec(name="n9", host="n9", device="e"),
-            "n9 is of kind e, and those of the job are c, d, fast, slow",
+            "n9 is of kind e, and the job has nodes of c, d, fast, slow",
         ),
     ],
 )
