@@ -71,16 +71,20 @@ from .snapshot import (
     WorkState,
     state_at_end,
 )
-from .state_entries import (
+from .step_entries import (
     CheckpointSaved,
     DataEntry,
     DataPlaced,
+    Evaluated,
     RecordsDealt,
+    ReplicasDiffer,
     SaveFailed,
     ShardQuarantined,
     ShardsKnown,
+    StepDone,
+    StepRunsLong,
+    StepsDone,
 )
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 from .summary import NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .tally import LossTally
 from .view import RunView

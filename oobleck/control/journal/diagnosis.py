@@ -1,7 +1,7 @@
-"""Failures explained: follows the journal's entries and gathers those that belong together into incidents.
+"""Explains failures: gathers the journal's entries that belong together into incidents. Pure.
 
-One failure makes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
-earliest finding that no peer caused; the others follow it. Pure.
+One failure causes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
+earliest finding that no peer caused; the others follow from it.
 
     entry                             finding                                       caused by a peer
     WorkerDown                        by how the worker ended                       if a collective ended it
@@ -17,7 +17,7 @@ earliest finding that no peer caused; the others follow it. Pure.
     ForkServerDown, MasterResumed,
     SaveFailed, JournalGap,
     ShardQuarantined
-    JobEnded                          whatever nothing else explains                if a collective did it
+    JobEnded                          an end that nothing else explains             if a collective did it
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ from .losses import Silent
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
 from .rank_entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
-from .state_entries import SaveFailed, ShardQuarantined
-from .step_entries import ReplicasDiffer, StepDone
+from .step_entries import ReplicasDiffer, SaveFailed, ShardQuarantined, StepDone
 
 _BELONGS_TOGETHER_S = 2.0
-"""Findings that follow each other this closely are one incident, if no recovery says more."""
+"""Without a recovery, findings this close to each other are one incident."""
 _REPEATED_WITHIN_S = 600.0
 _NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-"""Exit codes of runs that ended as they were asked to."""
+"""The exit codes of runs that ended as the user wanted."""
 
 
 def diagnose(entries: Iterable[JournalEntry]) -> tuple[Incident, ...]:
-    """The incidents of a journal, whole or cut off, in order: O(entries)."""
+    """Return the incidents of a journal, whole or cut off, in order: O(entries)."""
     diagnosis = Diagnosis()
     for entry in entries:
         diagnosis.apply(entry)
@@ -65,26 +64,26 @@ class Diagnosis:
         self._incidents: list[Incident] = []
         self._open: Incident | None = None
         self._is_recovering = False
-        """From the one that is open."""
+        """Whether the run recovers from the open incident."""
         self._noticed_s = 0.0
-        """When its newest finding was; a node that froze did so before."""
+        """When its newest finding was noticed; a node that froze did so before."""
         self._has_planned = False
         self._has_bad_loss = False
         self._open_gap_s = -1.0
         self._differing: dict[str, ReplicasDiffer] = {}
-        """By node: the newest entry of a copy there that differs."""
+        """The newest entry of a differing copy on each node."""
         self._slow: dict[str, node_entries.PaceChanged] = {}
-        """By node: the newest entry of its being slow."""
+        """The newest entry of each slow node."""
         self._origins: dict[str, str] = {}
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """All so far; the last may be under way."""
+        """All incidents so far; the last may be under way."""
         return tuple(replace(incident) for incident in self._incidents)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry into account; most say nothing of failures."""
+        """Take the next entry in."""
         match entry:
             case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
                 self._origins = {node.name: node.origin for node in nodes}
@@ -152,9 +151,9 @@ class Diagnosis:
     # --- what entries say ----------------------------------------------------------------------------------------
 
     def _find_gap(self, entry: JournalGap) -> None:
-        """One that is over has begun before, and is another incident only where nothing could say so then."""
         if entry.is_open:
             self._open_gap_s = entry.since_s
+        # The end of a gap is an incident of its own only if its beginning could not be written, or entries are lost.
         if entry.is_open or self._open_gap_s != entry.since_s or entry.num_lost:
             self._find(Failure.JOURNAL_GAP, entry)
 
@@ -192,7 +191,7 @@ class Diagnosis:
                 for node in slow:
                     self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
             case PlanCause.LOSS | PlanCause.NETWORK | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
-                pass  # an entry of its own, before this one, says it
+                pass  # an entry of its own came before this one
             case PlanCause.JOINED | PlanCause.DRAINED | PlanCause.SCALED | PlanCause.RETRIED:
                 pass  # nothing is wrong
             case _:
@@ -265,7 +264,7 @@ class Diagnosis:
         began_s: float | None = None,
         is_tried_again: bool | None = None,
     ) -> None:
-        """Add what the evidence shows; `began_s` where that began at another time than the entry's."""
+        """Add what the evidence shows; `began_s` if it began before the entry."""
         noticed_s = max(evidence.t_s, evidence.t_s if began_s is None else began_s)
         self._settle(noticed_s)
         if self._open is None:
@@ -289,7 +288,7 @@ class Diagnosis:
             self._open.responses += (response,)
 
     def _settle(self, now_s: float = math.inf) -> None:
-        """Close an incident that no recovery followed: it was no part of training."""
+        """Close an incident that no recovery followed."""
         if not self._is_recovering and now_s - self._noticed_s > _BELONGS_TOGETHER_S:
             self._close(self._noticed_s)
 

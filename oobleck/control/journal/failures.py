@@ -1,6 +1,6 @@
-"""What can be at fault in a run, and what a person should do about it: two enums, each member with its words.
+"""What can be at fault in a run, and what a person should do about it: two enums whose members have words.
 
-`failure_of_end` says what ended a process; a `Loss` says itself what the node was lost by.
+`failure_of_end` finds what ended a process; each `Loss` has its own failure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, 
 from .entry import Worded
 
 _CRASHES = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process causes itself."""
 
 
 class Remedy(Worded):
     """What a person should do now."""
 
     def text(self, *, node: str, repeated: int) -> str:
-        """Return the remedy as a sentence; of a node that was at fault `repeated` times."""
+        """Return the remedy as a sentence, for a node that was at fault `repeated` times."""
         return self.template.format(node=node, repeated=repeated)
 
     NOTHING = "nothing", "Nothing to do."
@@ -82,20 +82,20 @@ class Remedy(Worded):
     )
     TEST_MEMORY = (
         "test_memory",
-        "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
+        "If it comes back, test the machine's memory: the copy was replaced, but the cause may remain.",
     )
     REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
-    MAKE_ROOM = "make_room", "Make room on that disk, or in its shared memory; the next save is tried automatically."
+    MAKE_ROOM = "make_room", "Free space on that disk, or in shared memory; the next save is tried automatically."
     MAKE_ROOM_FOR_JOURNAL = (
         "make_room_for_journal",
-        "Make room where the run's directory is: what is kept in memory is written then.",
+        "Free space on the disk of the run's directory: entries kept in memory are then written.",
     )
     IS_TRIED_AGAIN = "is_tried_again", "The node is tried again automatically."
     ADD_NODE = "add_node", "The node is not tried again: `oobleck add {node}` brings it back."
 
 
 class Failure(StrEnum):
-    """What was at fault: in a few words, and with what to do about it."""
+    """What was at fault, in a few words, and its remedy."""
 
     text: str
     remedy: Remedy
@@ -144,7 +144,7 @@ _FAILURE_OF_ERROR = {
 
 
 def failure_of_end(end: WorkerEnd) -> Failure:
-    """What ended a worker."""
+    """Return what ended a process."""
     match end:
         case Killed(is_out_of_memory=True):
             return Failure.OUT_OF_MEMORY

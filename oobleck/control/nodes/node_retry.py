@@ -1,8 +1,8 @@
 """Lost nodes that may come back: when each is tried again.
 
 A node that was frozen or cut off finds, once it is reachable again, that the run continued without it. Whatever still
-runs there is ended, and it joins again. A node that is lost again and again costs the others a recovery each time, so it
-is in quarantine until the user wants it back. A quarantined node that comes back by itself, as a process that restarts
+runs there is ended, and it joins again. A node that is lost repeatedly costs the others a recovery each time, so it is
+in quarantine until the user wants it back. A quarantined node that comes back by itself, as a process that restarts
 whenever it ends, stays out until its losses are ten minutes old, which limits what it costs the others.
 """
 
