@@ -71,9 +71,7 @@ class Diagnosis:
         self._has_bad_loss = False
         self._open_gap_s = -1.0
         self._differing: dict[str, ReplicasDiffer] = {}
-        """The newest entry of a differing copy on each node."""
         self._slow: dict[str, node_entries.PaceChanged] = {}
-        """The newest entry of each slow node."""
         self._origins: dict[str, str] = {}
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 

@@ -47,7 +47,6 @@ class TimeSplit:
     useful_s: float = 0.0
     """Steps committed for the first time, at the speed of the best plan."""
     redone_s: float = 0.0
-    """Steps that had been committed before."""
     reconfiguring_s: float = 0.0
     degraded_s: float = 0.0
     """The part of useful time that the best plan for the nodes held would have saved."""

@@ -39,7 +39,6 @@ class History:
     plans: tuple[PlanAdopted, ...]
     """The newest plans, `MAX_PLANS` at most."""
     num_plans: int
-    """How many plans there were in all."""
     script: ScriptStarted | None = None
     """In place of `started`, where the run is a script's."""
     generations: tuple[GenerationFormed, ...] = ()
@@ -117,7 +116,6 @@ class _Thinning:
 
     def __init__(self) -> None:
         self._means: list[tuple[float, float]] = []
-        """Means of `_size` points each."""
         self._size = 1
         self._newest: list[tuple[float, float]] = []
         """Fewer than `_size` points, which have no mean yet."""

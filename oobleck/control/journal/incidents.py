@@ -25,7 +25,6 @@ class Finding:
     origin: str = ""
     """What provided the node; empty where a user named it."""
     worker_id: WorkerId | None = None
-    """The worker at fault, of those that the evidence names."""
     is_tried_again: bool | None = None
     """Whether the lost node is tried again automatically; None where none was lost."""
 
@@ -66,11 +65,9 @@ class Response:
 
     measure: Measure
     subject: str = ""
-    """The node or the shard."""
     position: int = 0
     """The record from which on a shard is left out."""
     reason: str = ""
-    """The reason of the new plan, or of the job's end."""
 
     @property
     def text(self) -> str:
@@ -85,7 +82,6 @@ class Incident:
     """A failure with what it led to. It grows while it is under way."""
 
     number: int
-    """Counts from 1, in the order of the journal."""
     findings: tuple[Finding, ...] = ()
     responses: tuple[Response, ...] = ()
     stall_s: float = 0.0

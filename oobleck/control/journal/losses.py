@@ -24,10 +24,8 @@ class LossCause(StrEnum):
     """A worker ended: its node may stay, and restart it."""
     AGENT_LEFT = "agent_left"
     CUT_OFF = "cut_off"
-    """It reaches the master, but not its peers."""
     UNREACHABLE = "unreachable"
     UNFIT = "unfit"
-    """It can be reached, and was found faulty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,6 @@ class AgentLost:
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     had_no_master: bool = False
-    """Whether it was lost while there was no master."""
 
     @property
     def text(self) -> str:
@@ -136,7 +133,6 @@ class AgentLeft:
     cause: ClassVar[LossCause] = LossCause.AGENT_LEFT
     failure: ClassVar[Failure] = Failure.REQUESTED
     reason: str
-    """The agent's own reason."""
 
     @property
     def text(self) -> str:

@@ -46,7 +46,6 @@ class MetricSample:
     mfu: float | None
     """Useful floating-point operations over the devices' peak, 0 to 1; None without a data sheet of each device."""
     tokens: int
-    """The tokens of all committed steps."""
     goodput: float
     """Useful over elapsed time; the next two, its parts, sum to the elapsed time."""
     useful_s: float
@@ -83,7 +82,6 @@ class Metrics:
     _generation: int = field(default=0, init=False)
     _dtype: str = field(default="float32", init=False)
     _profiles: dict[str, Profile] = field(default_factory=dict, init=False)
-    """Keyed by the kind of node."""
     _kind_of: dict[str, str] = field(default_factory=dict, init=False)
     _kinds: Counter[str] = field(default_factory=Counter, init=False)
     """How many devices of each kind train."""

@@ -38,7 +38,6 @@ class WorkerUp(Entry):
     """Equal on all nodes, else they would train on different text."""
     address: protocol.WorkerAddress | None = None
     saves: bool = False
-    """Whether it has a place to save its state."""
     alike: protocol.Things = ()
     """What else must be equal on all workers."""
 
@@ -77,9 +76,7 @@ class NodeLost(Entry):
     node: str
     loss: Loss
     is_requested: bool = False
-    """Whether the user had it killed."""
     is_tried_again: bool = False
-    """Whether it is tried again automatically."""
 
     @property
     def failure(self) -> Failure:
@@ -127,7 +124,6 @@ class TerminationNoticed(Entry):
     level: ClassVar[str] = "warning"
     node: str
     reason: str
-    """The words of the agent that announced it."""
 
     @property
     def sentence(self) -> str:

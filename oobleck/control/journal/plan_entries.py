@@ -33,7 +33,6 @@ class PlanCause(StrEnum):
     """A node or a worker was lost; `LossCause` says why."""
     PEER_FAILED = "peer_failed", "", "lost", "a collective failed, and no node was lost"
     HANG = "hang", "", "lost", "no step was committed for many times the usual time"
-    """No node was lost."""
     NETWORK = "network"
     """More nodes do not reach each other than may be lost: the master asks them again until the network is back."""
     MASTER_LOST = "master_lost"
@@ -47,7 +46,6 @@ class PlanCause(StrEnum):
         "copies of a layer differ",
     )
     DATA_UNREADABLE = "data_unreadable", "", "lost", "a record of the step in flight could not be read"
-    """The step begins again."""
     SLOW = "slow", "planning again for the pace of {}", "planned for"
     """Nodes became slow, or normal again."""
     JOINED = "joined", "taking in {}", "taken in"
@@ -55,7 +53,6 @@ class PlanCause(StrEnum):
     DRAINED = "drained", "draining {}", "drained"
     """A node leaves, and hands its state over first."""
     SCALED = "scaled", "continuing with more nodes, or fewer: {}", "set aside or taken back"
-    """Another number of nodes is better."""
     RETRIED = "retried", "trying {} again, which was slow", "tried again"
     """Nodes that were left out for being slow get another chance."""
 
@@ -114,15 +111,11 @@ class PlanAdopted(Entry):
     partial: PartialStep = NOTHING
     """What is committed of the next step then."""
     num_sections: int = 1
-    """Into how many sections a step is cut."""
     schedules: tuple[ScheduleKind, ...] = ()
-    """The order in which the stages of each pipeline work."""
     finish: int | None = None
     """The step in flight, which is finished first; None where its uncommitted part is discarded."""
     finished_under: int | None = None
-    """The generation of the plan under which that step is finished."""
     restored: str | None = None
-    """The checkpoint that the run goes back to; None for none."""
     restored_step: int | None = None
     """The step that the run goes back to; 0 for the model's initial values; None where it does not go back."""
     segments: tuple[Segment, ...] = ()
@@ -146,11 +139,9 @@ class HangExplained(Entry):
     level: ClassVar[str] = "warning"
     generation: int
     cut_off: tuple[str, ...]
-    """Nodes that their peers do not reach."""
     stuck: tuple[WorkerId, ...]
     """Workers that others wait for, and that wait for no other."""
     stacks: tuple[tuple[WorkerId, str], ...]
-    """Each worker's stack of its training thread."""
 
     @property
     def sentence(self) -> str:
@@ -231,7 +222,6 @@ class RecoveryDone(Entry):
     unfinished: str = ""
     """Why the survivors never computed under its plan; empty where they did."""
     loss: LossCause | None = None
-    """As in `RecoveryStarted`."""
 
     @property
     def why(self) -> LossCause | PlanCause:

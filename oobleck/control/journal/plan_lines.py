@@ -19,7 +19,6 @@ from .plan_entries import PlanAdopted
 
 _EMPTY = ExecutionPlan(pipelines=())
 _FEW_PIPELINES = 16
-"""A plan with no more pipelines takes a few KB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,6 @@ class PlanLine:
 
 
 JournalLine = JournalEntry | PlanLine
-"""A line of the file."""
 
 
 class PlanPacker:

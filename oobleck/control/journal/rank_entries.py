@@ -133,7 +133,6 @@ class HungRank:
     is_waiting: bool
     """Whether it was in a collective, or in a backward pass."""
     stack: str
-    """The stacks of all its threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +142,9 @@ class RanksHung(Entry):
     level: ClassVar[str] = "warning"
     generation: int
     quiet_s: float
-    """How long no rank has printed or saved anything."""
     culprits: tuple[HungRank, ...]
     """A few of the ranks that do not wait while others do; empty where none stands out."""
     num_waiting: int
-    """How many wait in a collective."""
 
     @property
     def sentence(self) -> str:

@@ -48,7 +48,6 @@ class ProfileKnown(Entry):
     profile_json: str
     kind: str = DEFAULT_KIND
     num_devices: int = 1
-    """How many devices each node of that kind has."""
 
     @property
     def sentence(self) -> str:
@@ -130,7 +129,6 @@ class JobEnded(Entry):
     exit_code: int
     reason: str
     error: WorkerError | None = None
-    """The exception that ended the workers, if that ended the run."""
 
     @property
     def level(self) -> str:

@@ -18,7 +18,6 @@ class RunState(StrEnum):
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
     WAITING = "waiting"
-    """Too few nodes are present to train."""
     DONE = "done"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -116,9 +115,8 @@ class RunSnapshot:
     max_steps: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
-    """Median of the recent steps."""
+    """Median of the recent steps, like the next one."""
     step_time_s: float | None = None
-    """Median of the recent steps."""
     goodput: float = 0.0
     """0 to 1."""
     elapsed_s: float = 0.0

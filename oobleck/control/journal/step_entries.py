@@ -30,7 +30,6 @@ class StepsDone(Entry):
 
     first_step: int
     record: CommitRecord
-    """The record of the last step."""
     tokens_per_step: int
 
     @property
@@ -191,7 +190,6 @@ class ShardQuarantined(Entry):
     level: ClassVar[str] = "error"
     shard: str
     position: int
-    """Where reading failed."""
     problem: str
 
     @property

@@ -87,7 +87,6 @@ class StageSummary:
 class PipelineSummary:
     num_microbatches: int
     stages: tuple[StageSummary, ...]
-    """From the first layer to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,6 @@ class Summary:
     seed: int
     plan: PlanSummary | None
     evaluations: tuple[EvaluationSummary, ...] = ()
-    """One for each evaluated step, in order."""
     node_hours: NodeSummary | None = None
     """None for models of other systems, which keep no journal."""
     begun_after: int = 0

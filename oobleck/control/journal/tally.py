@@ -41,7 +41,6 @@ class StepTally:
     _alike: list[_Alike] = field(default_factory=list)
     _first_step: int = 1
     num_committed_again: int = 0
-    """Steps that were committed, lost, and had to be run again."""
     last_s: float | None = None
     _durations: dict[float, int] = field(default_factory=dict)
     """How many steps took each duration in seconds, to four digits; lost steps included."""

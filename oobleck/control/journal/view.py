@@ -114,7 +114,6 @@ class RunView:
     _kinds: dict[str, str] = field(default_factory=dict)
     _changing: set[StageKey] = field(default_factory=set)
     _recovering: set[int] = field(default_factory=set)
-    """The generations whose recovery is not over."""
     _num_recoveries: int = 0
     _events: list[snapshot.EventLine] = field(default_factory=list)
     _ended: JobEnded | None = None

@@ -29,7 +29,6 @@ _ADVICE: Mapping[str, str] = {
     "and not from a clock, a process or a node",
 }
 _MOST_EPOCHS = 4
-"""For how many epochs the first report is kept."""
 
 
 def version_of(package: str) -> str:

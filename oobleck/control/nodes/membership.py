@@ -61,11 +61,9 @@ class Member:
     """The generation in force when it became ready; it has no part in plans up to that one."""
     is_draining: bool = False
     has_notice: bool = False
-    """It reports that it is about to be taken away."""
     is_leaving: bool = False
     """It has notice, and is drained as soon as it trains."""
     is_dismissed: bool = False
-    """It is drained, and was asked to end."""
     restarts: tuple[tuple[float, int], ...] = ()
     """When its workers were last restarted, each time with the newest step ever committed by then."""
     last_words: str = ""

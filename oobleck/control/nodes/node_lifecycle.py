@@ -23,7 +23,6 @@ from .program import Program
 _MAY_COME_BACK = frozenset(
     {journal.LossCause.CONNECTION_LOST, journal.LossCause.LEASE_EXPIRED, journal.LossCause.UNREACHABLE}
 )
-"""The losses after which a node is tried again."""
 
 
 class NodeLifecycle:
@@ -49,9 +48,7 @@ class NodeLifecycle:
         self._back: dict[str, events.AddRequested] = {}
         """Arrivals of nodes whose loss is not known yet, keyed by node."""
         self._has_notice = False
-        """Whether any node has had notice in this run."""
         self._is_stopped = False
-        """Whether the program was stopped because no node is left to run on."""
 
     # --- nodes join --------------------------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ class RelayMail:
         self._forgotten: dict[str, int] = {}
         """The greatest number of a message to each node that is not kept any more."""
         self.number = 0
-        """The number of the newest message."""
 
     def add(self, node: str) -> None:
         """A node's agent has begun a conversation: it has received nothing through relays."""

@@ -56,7 +56,6 @@ class _Agent:
     relay: str = ""
     """The node of the relay that it joins, speaks through or leaves, or left last. It may be lost by now."""
     attempt: int = 0
-    """The number of its newest attempt to join."""
     was_asked_to_relay: bool = False
     listening_at: protocol.RelayOpen | None = None
     children: set[str] = field(default_factory=set)
@@ -78,7 +77,6 @@ class RelayTree:
         self._lease_s = control.lease_s
         self._agents: dict[str, _Agent] = {}
         self._seats: list[str | None] = []
-        """The node in each position."""
         self._freed_s: dict[int, float] = {}
         """The positions without a node, and since when."""
         self._num_attempts = 0

@@ -94,7 +94,6 @@ class Running:
     past: Past
     nodes: tuple[NodeRanks, ...]
     finished: frozenset[str] = frozenset()
-    """Nodes whose ranks have all ended well."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,7 +229,6 @@ class Clear:
     cause: GenerationCause
     nodes: tuple[str, ...]
     about: tuple[str, ...]
-    """The nodes that are the reason."""
     grace_s: float
 
 
