@@ -26,7 +26,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import assert_never
 
 from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId
@@ -45,6 +44,12 @@ from .step_entries import ReplicasDiffer, SaveFailed, ShardQuarantined, StepDone
 _BELONGS_TOGETHER_S = 2.0
 """Without a recovery, findings this close to each other are one incident."""
 _REPEATED_WITHIN_S = 600.0
+_FAILURE_OF_CAUSE = {
+    PlanCause.PEER_FAILED: Failure.PEER,
+    PlanCause.DATA_UNREADABLE: Failure.DATA_ERROR,
+    PlanCause.HANG: Failure.HANG,
+}
+"""What only the start of a recovery shows. Entries of their own show other causes, and some are no failures."""
 _NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 """The exit codes of runs that ended as the user wanted."""
 
@@ -108,10 +113,15 @@ class Diagnosis:
                 self._differing.update((worker_id.node, entry) for worker_id in entry.odd)
             case RecoveryStarted():
                 self._begin_recovery(entry)
-            case HangExplained():
-                self._explain_hang(entry)
+            case HangExplained(cut_off=cut_off, stuck=stuck):
+                for name in cut_off:
+                    self._find(Failure.CUT_OFF, entry, name)
+                for worker_id in stuck:
+                    self._find(Failure.STUCK, entry, worker_id.node, worker_id=worker_id)
             case PlanAdopted():
-                self._adopt(entry)
+                self._has_planned = True
+                if self._is_recovering and entry.action is not Action.START:
+                    self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
             case RecoveryDone():
                 self._end_recovery(entry)
             case RankDown():
@@ -125,7 +135,9 @@ class Diagnosis:
                 if self._is_recovering:
                     self._respond(Measure.RANKS_RESTARTED, reason=entry.sentence)
             case GenerationRuns():
-                self._end_restart(entry)
+                if self._open is not None and self._is_recovering:
+                    self._open.stall_s += entry.away_s
+                    self._close(entry.t_s)
             case StepDone():
                 self._look_at_loss(entry)
             case SaveFailed() if not entry.is_our_doing:
@@ -175,37 +187,14 @@ class Diagnosis:
         if self._open is None and self._incidents and self._incidents[-1].ended_s == entry.t_s:
             self._open = self._incidents[-1]  # the recovery of one loss was overtaken by this one
             self._open.ended_s = None
-        match entry.cause:
-            case PlanCause.PEER_FAILED:
-                self._find(Failure.PEER, entry)
-            case PlanCause.DATA_UNREADABLE:
-                self._find(Failure.DATA_ERROR, entry)
-            case PlanCause.HANG:
-                self._find(Failure.HANG, entry)
-            case PlanCause.CORRUPTION:
-                for node in entry.nodes:
-                    self._find(Failure.CORRUPTION, self._differing.get(node, entry), node, began_s=entry.t_s)
-            case PlanCause.SLOW:
-                for node in slow:
-                    self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
-            case PlanCause.LOSS | PlanCause.NETWORK | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
-                pass  # an entry of its own came before this one
-            case PlanCause.JOINED | PlanCause.DRAINED | PlanCause.SCALED | PlanCause.RETRIED:
-                pass  # nothing is wrong
-            case _:
-                assert_never(entry.cause)
+        if (failure := _FAILURE_OF_CAUSE.get(entry.cause)) is not None:
+            self._find(failure, entry)
+        if entry.cause is PlanCause.CORRUPTION:
+            for node in entry.nodes:
+                self._find(Failure.CORRUPTION, self._differing.get(node, entry), node, began_s=entry.t_s)
+        for node in slow:
+            self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
         self._is_recovering = self._open is not None
-
-    def _explain_hang(self, entry: HangExplained) -> None:
-        for node in entry.cut_off:
-            self._find(Failure.CUT_OFF, entry, node)
-        for worker_id in entry.stuck:
-            self._find(Failure.STUCK, entry, worker_id.node, worker_id=worker_id)
-
-    def _adopt(self, entry: PlanAdopted) -> None:
-        self._has_planned = True
-        if self._is_recovering and entry.action is not Action.START:
-            self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
 
     def _end_recovery(self, entry: RecoveryDone) -> None:
         incident = self._open
@@ -222,11 +211,6 @@ class Diagnosis:
         if entry.error is not None and entry.error.is_exception:
             failure = Failure.USER_EXCEPTION
         self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
-
-    def _end_restart(self, entry: GenerationRuns) -> None:
-        if self._open is not None and self._is_recovering:
-            self._open.stall_s += entry.away_s
-            self._close(entry.t_s)
 
     def _look_at_loss(self, entry: StepDone) -> None:
         self._settle(entry.t_s)
