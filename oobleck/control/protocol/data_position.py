@@ -24,7 +24,6 @@ class OpenShard:
     next: int = 0
     """Where its first untaken record lies: a row, a byte, an entry's number."""
     records: int = 0
-    """How many records were taken in this visit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

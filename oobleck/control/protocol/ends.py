@@ -13,7 +13,6 @@ class ErrorKind(StrEnum):
     CODE = "code"
     """Anything that the training code, the model or the data pipeline raises."""
     MEMORY = "memory"
-    """The device or the machine had no memory left."""
     DEVICE = "device"
     """The worker's device failed, or got an input that it cannot compute: no other worker is at fault."""
     PEER = "peer"
@@ -68,13 +67,11 @@ class NotStarted:
 
 
 ProcessEnd = Killed | Exited | Unseen
-"""An end, as the operating system reports it."""
 
 WorkerEnd = Killed | Exited | Unseen | Raised
 """A worker's end. An exception that it reported tells more than the exit code that followed."""
 
 ServerEnd = Killed | Exited | Unseen | NotStarted
-"""The end of the process that forks workers."""
 
 
 def end_text(end: WorkerEnd) -> str:

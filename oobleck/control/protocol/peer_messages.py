@@ -104,13 +104,11 @@ class GroupValue:
     """A value that a member of a forming group shares with other members."""
 
     generation: int
-    """The generation of the sender's plan update."""
     key: str
     value: bytes
 
 
 PeerMessage = GroupValue | CommitMessage
-"""What a worker sends to another once their link exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,4 +142,3 @@ class LinkEnd:
 
 
 LinkMessage = LinkChallenge | LinkHello | LinkProof | LinkEnd | PeerMessage
-"""Everything that is sent on a link."""

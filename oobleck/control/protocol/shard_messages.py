@@ -23,7 +23,6 @@ class ScanRange:
     shard: int
     start: int
     limit: int
-    """The most records to report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,6 @@ class StepRecords(ForWorker):
     num_items: int
     """Predicted tokens in all of them."""
     after: DataPosition
-    """The position once the step is committed."""
     is_last: bool
     """Whether no step follows. The last one may have fewer records."""
 
