@@ -1,4 +1,4 @@
-"""What reaches a coordinator, what it commands, and the turn in which its parts do so."""
+"""A coordinator's events and commands, and the turn in which its parts command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What one event, or one deadline, leads to: the time, and the commands so far. Parts pass it along in their calls.
+"""The turn of one event or deadline: its time, and the commands so far. Parts pass it along in their calls.
 
-A turn belongs to the call that it was made for: no part keeps it, or the time in it.
+A turn belongs to one call: no part keeps it, or its time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EndRun:
 
 
 class RunOver(Exception):
-    """Nothing of this turn is to follow: the run ends. What it has commanded so far stays."""
+    """The run ends, and this turn with it. Its commands so far stay."""
 
     def __init__(self, end: EndRun) -> None:
         super().__init__(end.reason)
@@ -40,7 +40,7 @@ class Turn:
         self.commands: list[Command] = []
 
     def do(self, effects: Iterable[Command | EndRun]) -> None:
-        """Command what a part has returned. Raises RunOver where that ends the run."""
+        """Add the commands that a part has returned. Raises RunOver if one ends the run."""
         for effect in effects:
             if isinstance(effect, EndRun):
                 raise RunOver(effect)
@@ -55,7 +55,7 @@ class Turn:
         self.commands.append(Send(node=node, message=message))
 
     def note(self, level: str, text: str) -> None:
-        """Have people told something."""
+        """Append a text for people to the journal."""
         self.commands.append(notice(self.now_s, level, text))
 
     def end(self, reason: str, exit_code: int = ExitCode.FAILED) -> NoReturn:
@@ -64,5 +64,5 @@ class Turn:
 
 
 def notice(now_s: float, level: str, text: str) -> Record:
-    """Have people told something."""
+    """Return the command that appends a text for people to the journal."""
     return Record(entry=Notice(t_s=now_s, level=level, text=text))

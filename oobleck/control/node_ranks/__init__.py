@@ -1,4 +1,4 @@
-"""The ranks of a script on one node, for its agent: what each is given, what is shown of it, and its signs of life."""
+"""A script's ranks on one node, for its agent: their environment, their shown output, and their signs of life."""
 
 from __future__ import annotations
 

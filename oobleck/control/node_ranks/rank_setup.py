@@ -1,4 +1,4 @@
-"""What one rank needs, as torchrun would give it: its environment, and what of its output is shown."""
+"""A rank's environment, as torchrun would set it, and which of its output is shown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "rank 0 serves the rendezvous",
     "TORCHELASTIC_ERROR_FILE": "--log-dir says below which directory it lies",
 }
-"""What no user can give a rank in an environment, and what there is instead."""
+"""Variables that users cannot set in a rank's environment, and what sets them instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class RankSetup:
     order: StartRanks
     local_rank: int
     devices: tuple[int, ...]
-    """The node's, as its line of the hostfile has them."""
+    """The devices in the node's line of the hostfile."""
 
     @property
     def rank(self) -> int:
@@ -40,7 +40,7 @@ class RankSetup:
 
     @property
     def attempt(self) -> int:
-        """How many generations were before this one: what torchrun counts as restarts."""
+        """How many generations came before this one: torchrun's number of restarts."""
         return self.order.generation - 1
 
 
@@ -73,7 +73,7 @@ def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
 
 
 def _visible_devices(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """A node whose line names certain devices sees these alone; with `hides_devices`, each rank sees one of them."""
+    """A node whose line names devices sees only these; with `hides_devices`, each rank sees one of them."""
     devices = [str(device) for device in setup.devices]
     is_plain = setup.devices == tuple(range(len(setup.devices)))
     visible = inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if is_plain else devices
@@ -84,7 +84,7 @@ def _visible_devices(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
 
 
 def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
-    """Whether what a rank writes to a stream is shown where the run was started."""
+    """Return whether a rank's stream is shown where the run was started."""
     run, local_rank = setup.run, setup.local_rank
     if run.shown_ranks and local_rank not in run.shown_ranks:
         return False
@@ -95,7 +95,7 @@ def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
 
 
 def shown_text(setup: RankSetup, lines: str, *, is_error: bool) -> str:
-    """What is shown of whole lines: with the rank's name before each, where `--tee` asks for that."""
+    """Return lines as they are shown: with the rank's name before each, if `--tee` asks for that."""
     teed = setup.run.tee.of(setup.local_rank)
     if not (teed.stderr if is_error else teed.stdout):
         return lines

@@ -1,6 +1,6 @@
-"""Whether the ranks of a node give signs of life, which their agent sees and the master must know. Pure.
+"""Whether the ranks of a node show signs of life, for their agent to report. Pure.
 
-What the master makes of it is in `generations`: whether all ranks of a script hang.
+`control/scripts/hang.py` concludes from the reports whether all ranks of a script hang.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from oobleck.control.protocol import RanksQuiet
 
 _IDLE_SHARE = 0.05
-"""Of one processor: what a rank that waits may use, for the threads that libraries have beside."""
+"""The share of a processor that a waiting rank may use, for the threads of libraries."""
 
 
 class NodeSigns:
@@ -23,28 +23,28 @@ class NodeSigns:
         self._since_s = 0.0
         self._used_s: Mapping[int, float] = {}
         self._has_shown = False
-        self._said: RanksQuiet | None = None
+        self._report: RanksQuiet | None = None
 
     def look(self, now_s: float, *, count: int, used_s: Mapping[int, float]) -> RanksQuiet | None:
-        """Take a look; returns what is to be said to the master, if that has changed.
+        """Return the report for the master if it has changed, else None.
 
-        `count` grows with everything that ranks write or save; `used_s` is the processor time of each that runs.
+        `count` grows with everything that ranks write or save; `used_s` is the processor time of each running rank.
         """
         if count != self._count or not self._used_s:
             self._has_shown = self._has_shown or count > 0
             self._count, self._since_s, self._used_s = count, now_s, dict(used_s)
         quiet_s = now_s - self._since_s
         is_quiet = quiet_s >= self._timeout_s
-        said = RanksQuiet(
+        report = RanksQuiet(
             generation=self._generation,
             is_quiet=is_quiet,
             has_shown=self._has_shown,
             idle=tuple(sorted(self._idle(used_s, quiet_s))) if is_quiet else (),
         )
-        if said == self._said:
+        if report == self._report:
             return None
-        self._said = said
-        return said
+        self._report = report
+        return report
 
     def _idle(self, used_s: Mapping[int, float], quiet_s: float) -> Iterable[int]:
         for rank, used in used_s.items():
