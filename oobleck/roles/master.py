@@ -199,12 +199,10 @@ class Master:
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
                 case control_events.LookUpProfile(key=key, kind=kind):
                     self.submit(control_events.ProfileFound(profile_json=self._profiles.load(key), kind=kind))
-                case control_events.StoreProfile(key=key, profile_json=profile_json):
-                    self._profiles.store(key, profile_json)
                 case control_events.LookUpLink(key=key):
                     self.submit(control_events.LinkFound(key=key, link_json=self._profiles.load(key)))
-                case control_events.StoreLink(key=key, link_json=link_json):
-                    self._profiles.store(key, link_json)
+                case control_events.Store(key=key, value_json=value_json):
+                    self._profiles.store(key, value_json)
                 case control_events.End():
                     self._outcome = command
 

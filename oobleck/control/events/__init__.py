@@ -27,8 +27,7 @@ from .inputs import (
     SendAll,
     SendOrders,
     StopRequested,
-    StoreLink,
-    StoreProfile,
+    Store,
 )
 from .turn import EndRun, RunOver, Turn, notice
 
@@ -59,8 +58,7 @@ __all__ = [
     "SendAll",
     "SendOrders",
     "StopRequested",
-    "StoreLink",
-    "StoreProfile",
+    "Store",
     "Turn",
     "notice",
 ]

@@ -215,14 +215,6 @@ class LookUpProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreProfile:
-    """Cache a measured profile."""
-
-    key: str
-    profile_json: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LookUpLink:
     """Look for the cached speed of a link; answered by LinkFound."""
 
@@ -230,11 +222,11 @@ class LookUpLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLink:
-    """Cache the speed of a link that was timed."""
+class Store:
+    """Cache a measured profile, or the speed of a link."""
 
     key: str
-    link_json: str
+    value_json: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,16 +237,4 @@ class End:
     reason: str
 
 
-Command = (
-    Connect
-    | Send
-    | SendAll
-    | SendOrders
-    | Disconnect
-    | Record
-    | LookUpProfile
-    | StoreProfile
-    | LookUpLink
-    | StoreLink
-    | End
-)
+Command = Connect | Send | SendAll | SendOrders | Disconnect | Record | LookUpProfile | LookUpLink | Store | End

@@ -47,11 +47,9 @@ class Turn:
             self.commands.append(effect)
 
     def record(self, entry: JournalEntry) -> None:
-        """Append to the journal."""
         self.commands.append(Record(entry=entry))
 
     def send(self, node: str, message: MasterMessage) -> None:
-        """Send a node's agent, or a worker through it, a message."""
         self.commands.append(Send(node=node, message=message))
 
     def note(self, level: str, text: str) -> None:

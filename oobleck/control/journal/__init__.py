@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
-from .failures import Failure, Remedy, failure_of_end
+from .failures import Failure, failure_of_end
 from .goodput import TimeSplit
 from .history import History, HistoryAccount
-from .incidents import Finding, Incident, Measure, Response
+from .incidents import Finding, Incident, Measure
 from .losses import (
     AgentLeft,
     AgentLost,
@@ -154,9 +154,7 @@ __all__ = [
     "RecoveryDone",
     "RecoveryStarted",
     "RecoverySummary",
-    "Remedy",
     "ReplicasDiffer",
-    "Response",
     "RunAccount",
     "RunSnapshot",
     "RunState",

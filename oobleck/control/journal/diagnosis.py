@@ -86,7 +86,6 @@ class Diagnosis:
         return tuple(replace(incident) for incident in self._incidents)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in."""
         match entry:
             case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
                 self._origins = {node.name: node.origin for node in nodes}

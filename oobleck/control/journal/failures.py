@@ -144,7 +144,6 @@ _FAILURE_OF_ERROR = {
 
 
 def failure_of_end(end: WorkerEnd) -> Failure:
-    """Return what ended a process."""
     match end:
         case Killed(is_out_of_memory=True):
             return Failure.OUT_OF_MEMORY

@@ -114,7 +114,6 @@ class TimeAccount:
     _degraded_share: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in."""
         match entry:
             case StepDone():
                 self._commit(entry.t_s, entry.record.step, entry.record.duration_s)
@@ -267,7 +266,6 @@ class NodeAccount:
     _seconds: NodeHours = field(default_factory=NodeHours)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in."""
         self.time.apply(entry)
         settled = self.time.settled
         if settled is not None and settled.elapsed_s > self._shared.elapsed_s:

@@ -70,7 +70,6 @@ class HistoryAccount:
         self._num_generations = 0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in; O(1) amortised."""
         self._time.apply(entry)
         self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:

@@ -34,12 +34,10 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The evidence, as a sentence."""
         return self.evidence.evidence(self.worker_id)
 
     @property
     def detail(self) -> str:
-        """Further lines: a traceback, a stack; empty where there are none."""
         return self.evidence.detail(self.worker_id)
 
 
@@ -110,12 +108,10 @@ class Incident:
 
     @property
     def title(self) -> str:
-        """What was at fault, in a few words."""
         return f"{self.root.node}: {self.root.failure.text}" if self.root.node else self.root.failure.text
 
     @property
     def advice(self) -> str:
-        """What a person should do now, as sentences."""
         node, repeated = self.root.node or "", self.repeated
         return " ".join(remedy.text(node=node, repeated=repeated) for remedy in self.remedies)
 

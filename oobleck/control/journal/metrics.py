@@ -58,7 +58,6 @@ class MetricSample:
     steps_lost: int
 
     def to_dict(self) -> dict[str, object]:
-        """The sample as JSON-able values."""
         return asdict(self)
 
 
@@ -87,7 +86,6 @@ class Metrics:
     """How many devices of each kind train."""
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in."""
         self._account.apply(entry)
         match entry:
             case JobStarted() | ProfileKnown() | PlanAdopted():

@@ -225,7 +225,6 @@ class RecoveryDone(Entry):
 
     @property
     def why(self) -> LossCause | PlanCause:
-        """The cause in a word: of a loss, what kind of loss it was."""
         return self.loss or self.cause
 
     @property

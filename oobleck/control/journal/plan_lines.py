@@ -59,7 +59,6 @@ class PlanPacker:
         )
 
     def plans(self, entries: Iterable[PlanAdopted]) -> tuple[PlanAdopted | PlanLine, ...]:
-        """Return the lines for plans alone."""
         lines = map(self.line, entries)
         return tuple(line for line in lines if isinstance(line, PlanAdopted | PlanLine))
 

@@ -148,7 +148,6 @@ class Summary:
         return sum(done.cause not in _CALM for done in self.recoveries)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the summary as JSON-able values."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -188,7 +187,6 @@ class RunAccount:
     _elapsed_s: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in; O(1) amortised."""
         self._nodes.apply(entry)
         self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:

@@ -56,7 +56,6 @@ class StepTally:
         return self._first_step - 1
 
     def add(self, entry: StepDone | StepsDone) -> None:
-        """Take a commit in; O(1) amortised."""
         record = entry.record
         new = _Alike(
             first=record.step if isinstance(entry, StepDone) else entry.first_step,
@@ -76,7 +75,6 @@ class StepTally:
         self._durations[rounded_s] = self._durations.get(rounded_s, 0) + new.num_steps
 
     def _cut(self, first: int) -> None:
-        """Forget what was committed from a step on."""
         while self._alike and self._alike[-1].last >= first:
             newest = self._alike.pop()
             self.num_committed_again += newest.last - max(first, newest.first) + 1
@@ -126,7 +124,6 @@ class LossTally:
         self._losses = array("d")
 
     def add(self, entry: StepDone | StepsDone) -> None:
-        """Take a commit in; O(1) amortised."""
         if isinstance(entry, StepDone):
             self.add_loss(entry.record.step, entry.record.loss)
         else:

@@ -36,7 +36,6 @@ class DataView:
     """Whether no step follows the newest committed one."""
 
     def apply(self, entry: DataEntry) -> None:
-        """Take the next entry."""
         match entry:
             case ShardsKnown(names=names):
                 self._num_shards = len(names)
@@ -80,7 +79,6 @@ class RanksView:
     is_finished: bool = False
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry."""
         match entry:
             case ScriptStarted(run=run):
                 self.tag, self.command, self.state = run.tag, run.kinds, snapshot.RunState.STARTING
@@ -140,7 +138,6 @@ class RunView:
         self._heard_s[node] = now_s
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in."""
         self._account.apply(entry)
         if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .gpus import (
     ClockLimit,
     GpuFacts,
-    GpuFinding,
     GpuProblem,
     GpuReading,
     NvmlState,
@@ -34,7 +33,6 @@ __all__ = [
     "CheckedNode",
     "ClockLimit",
     "GpuFacts",
-    "GpuFinding",
     "GpuProblem",
     "GpuReading",
     "Health",

@@ -232,11 +232,9 @@ class Membership:
             self._put(replace(member, shutdown=member.shutdown - {worker_id.device}))
 
     def note_last_words(self, node: str, words: str) -> None:
-        """Note why a node's workers are given up."""
         self._put(replace(self._members[node], last_words=words))
 
     def note_notice(self, node: str) -> None:
-        """Note that a node is about to be taken away."""
         self._put(replace(self._members[node], has_notice=True))
 
     def note_leaving(self, node: str, *, is_leaving: bool) -> None:
@@ -252,7 +250,6 @@ class Membership:
         self._put(replace(_moved(self._members[node], MemberState.CONNECTED), is_dismissed=True))
 
     def ban(self, node: str) -> None:
-        """Note that the user wants a node gone."""
         self._put(replace(self._members[node], is_banned=True))
 
     def lose(self, node: str) -> None:
@@ -266,7 +263,6 @@ class Membership:
 
     @property
     def heard_s(self) -> Mapping[str, float]:
-        """When each node was last heard."""
         return self._heard_s
 
     def hear_node(self, node: str, now_s: float) -> None:
@@ -286,7 +282,6 @@ class Membership:
         return heard
 
     def hear_nodes(self, heard: Iterable[tuple[str, float]]) -> None:
-        """Note when nodes were heard, as (node, time)."""
         heard_s = self._heard_s
         for node, at_s in heard:
             if at_s > heard_s[node]:
@@ -394,7 +389,6 @@ class Membership:
 
     @property
     def ready_worker_ids(self) -> tuple[WorkerId, ...]:
-        """The workers of the ready nodes."""
         if self._ready_worker_ids is None:
             self._ready_worker_ids = tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
         return self._ready_worker_ids
@@ -426,7 +420,6 @@ class Membership:
 
 
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:
-    """Add to the process ids of a device's workers that have ended."""
     return (*gone.get(device, ()), pid)[-_ENDS_KEPT:]
 
 

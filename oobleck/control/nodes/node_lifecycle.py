@@ -229,7 +229,6 @@ class NodeLifecycle:
                 self._program.node_draining(turn, member.spec.name)
 
     def keep(self, turn: Turn, nodes: Iterable[str]) -> None:
-        """Keep nodes that were to leave."""
         for node in nodes:
             self._members.drain(node, is_draining=False)
             turn.note("warning", f"{node} stays: the job cannot continue without it")

@@ -92,7 +92,6 @@ class NodeRetry:
         return None if lost is None else lost.spec
 
     def take_due(self, now_s: float) -> tuple[NodeSpec, ...]:
-        """Return the nodes to try now."""
         due = [lost for lost in self._lost.values() if lost.due_s <= now_s]
         for lost in due:
             lost.due_s = math.inf

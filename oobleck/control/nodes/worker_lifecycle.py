@@ -108,7 +108,6 @@ class WorkerLifecycle:
             self._program.go_on_without(turn, member, LossCause.WORKER_EXITED, silent_s)
 
     def _start(self, turn: Turn, worker_id: WorkerId) -> None:
-        """Start a worker in place of one that has ended."""
         self._members.note_started(worker_id)
         turn.send(worker_id.node, protocol.StartWorker(device=worker_id.device))
 

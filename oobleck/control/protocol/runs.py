@@ -27,7 +27,6 @@ def runs_of(numbers: Iterable[int]) -> Runs:
 
 
 def numbers_in(runs: Runs) -> list[int]:
-    """Undo `runs_of`."""
     return [number for first, count in runs for number in range(first, first + count)]
 
 

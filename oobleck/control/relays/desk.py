@@ -49,11 +49,9 @@ class RelayDesk:
         return self._tree.due_s
 
     def handle_deadline(self, now_s: float) -> list[control_events.Send]:
-        """Look after the relays; early calls do nothing."""
         return self._tree.handle_deadline(now_s)
 
     def is_direct(self, node: str) -> bool:
-        """Return whether a node's agent has no relay."""
         return self._tree.is_direct(node)
 
     def route(
@@ -70,12 +68,10 @@ class RelayDesk:
         return self._tree.add(node, now_s) if takes_calls else self._tree.remove(node, now_s)
 
     def remove(self, node: str, now_s: float) -> list[control_events.Send]:
-        """A node's connection is given up."""
         self._mail.remove(node)
         return self._tree.remove(node, now_s)
 
     def note_heard(self, node: str, now_s: float) -> None:
-        """An agent has sent something directly."""
         self._tree.note_heard(node, now_s)
 
     def report(self, node: str, report: protocol.RelayReport, now_s: float) -> Heard:
@@ -112,7 +108,6 @@ class RelayDesk:
                 yield node, heard_s
 
     def _speakers(self, through: str, by: protocol.Runs) -> list[str]:
-        """The nodes in these positions that speak through a node."""
         speakers = (self._tree.speaker(position, through=through) for position in protocol.numbers_in(by))
         return [node for node in speakers if node is not None]
 

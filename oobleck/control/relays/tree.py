@@ -179,7 +179,6 @@ class RelayTree:
 
     @property
     def due_s(self) -> float:
-        """When `handle_deadline` wants to be called; infinity for never."""
         return min(self._looks_s, self._arranges_s) if self.is_needed else math.inf
 
     def handle_deadline(self, now_s: float) -> list[Send]:

@@ -51,7 +51,6 @@ class HangWatch:
         )
 
     def answer(self, node: str, stacks: RankStacks) -> None:
-        """Take a node's stacks in."""
         self._stacks[node] = stacks
 
     def has_stacks_of(self, nodes: Iterable[str]) -> bool:

@@ -208,7 +208,6 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
 
 
 def _lose(state: Running, node: str, now_s: float, rules: states.Rules) -> Step:
-    """A node is lost."""
     if node not in state.names or node in state.finished:  # ranks that have ended well are not needed any more
         return state, ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)

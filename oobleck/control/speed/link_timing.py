@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import Command, LinkFound, LookUpLink, Send, StoreLink, notice
+from oobleck.control.events import Command, LinkFound, LookUpLink, Send, Store, notice
 from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
@@ -137,7 +137,7 @@ class LinkTiming:
         if not asked.speeds:
             return self._conclude(asked, None, now_s, asked.failure)
         speed = profiles.median_link(asked.speeds)
-        store = StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed))
+        store = Store(key=asked.key, value_json=profiles.link_to_json(asked.link, speed))
         pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
         return (store, *self._conclude(asked, speed, now_s, f"timed between {pairs}"))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, StoreProfile, notice
+from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, Store, notice
 from oobleck.control.journal import WorkerUp
 from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
@@ -161,7 +161,7 @@ class Preparation:
             raise PeerError("sent a profile that nobody asked for")
         self._know(kind, profile_from_json(message.profile_json, source="measured profile"))
         wanted.measures = None
-        return (StoreProfile(key=wanted.key, profile_json=message.profile_json),)
+        return (Store(key=wanted.key, value_json=message.profile_json),)
 
     def worker_lost(self, worker_id: WorkerId) -> tuple[Command, ...]:
         """A worker has ended, and is started again: have another one measure what it was to."""

@@ -20,13 +20,13 @@ from oobleck.control.journal import (
     NoWorkerStarts,
     PlanCause,
     RecoveryStarted,
-    Remedy,
     ReplicasDiffer,
-    Response,
     Silent,
     WorkerEnded,
     failure_of_end,
 )
+from oobleck.control.journal.failures import Remedy
+from oobleck.control.journal.incidents import Response
 from oobleck.control.protocol import (
     ErrorKind,
     Exited,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFound, Send, Store
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, ProfileKnown, WorkerUp
 from oobleck.control.protocol import Killed, Pace, Profiled, ProfileRequest, WorkerExited
 from oobleck.control.speed import microbatch_s
@@ -149,7 +149,7 @@ def test_a_node_of_an_unknown_kind_is_measured_before_it_trains():
         Send(node="late", message=ProfileRequest(device=0))
     ]
     commands = bench.say("late", Profiled(device=0, profile_json=SLOW_JSON))
-    assert any(isinstance(command, StoreProfile) for command in commands)
+    assert any(isinstance(command, Store) for command in commands)
     assert [entry.kind for entry in bench.journal(ProfileKnown)] == ["fast", "slow"]
     assert bench.coordinator.phase is Phase.FENCING
     join(bench)
