@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oobleck.job import JobSpec
-from oobleck.plan import ExecutionPlan, LayerTransfer, ScheduleKind, WorkerId
+from oobleck.plan import LayerTransfer, WorkerId
 
 from . import checkpoint_messages
 from .agent_messages import Heartbeat
@@ -117,8 +117,8 @@ class AskActivity(ForWorker):
     """How long the worker may take to make progress, while its process is watched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanUpdate:
+@dataclass(frozen=True, kw_only=True)
+class PlanUpdate(OrderedPlan):
     """Resolve what is in flight, then adopt the plan and continue training.
 
     Not a message: a worker receives a `PlanOrder`, and makes the update from that and the plan that it knows. The
@@ -127,7 +127,8 @@ class PlanUpdate:
     Resolving has two parts, which may be empty: `catch_up` or `catch_up_section`, then `finish`.
     """
 
-    generation: int
+    partial: PartialStep = NOTHING
+    num_sections: int = 1
     catch_up: CommitRecord | None = None
     """A step that some survivor has applied: the others apply it too, from its reduced gradients."""
     catch_up_section: SectionRecord | None = None
@@ -139,13 +140,6 @@ class PlanUpdate:
     """All extra segments of the step to finish so far."""
     lost: tuple[str, ...] = ()
     """Nodes of the old plan that take no part any more."""
-    plan: ExecutionPlan
-    pipeline_generations: tuple[int, ...]
-    """As in `OrderedPlan`, like the next four."""
-    schedules: tuple[ScheduleKind, ...]
-    boundary: int
-    partial: PartialStep = NOTHING
-    num_sections: int = 1
     initial: bool = False
     """Whether it is the job's first plan: layers take their initial values."""
     saves: bool = False
@@ -163,6 +157,7 @@ class PlanUpdate:
 
     @property
     def ordered(self) -> OrderedPlan:
+        """The plan alone."""
         return OrderedPlan(
             generation=self.generation,
             plan=self.plan,
