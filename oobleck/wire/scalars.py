@@ -14,10 +14,10 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def exactly(expected: type, name: str) -> Shape:
-    """A value that is a builtin already."""
+    """A value that is already a builtin."""
 
     def read(raw: object) -> object:
-        # Not isinstance: to Python a bool is an int; to the protocol it is not.
+        # Not isinstance, because a bool is an int in Python, but not in the protocol.
         if type(raw) is not expected:
             raise unexpected(name, raw)
         return raw
@@ -41,7 +41,7 @@ def floating(notation: Notation) -> Shape:
     def read_text(raw: object) -> float:
         if type(raw) is not dict:
             number = read(raw)
-            if not math.isfinite(number):  # JSON's 1e999, which is not how we write infinity
+            if not math.isfinite(number):  # JSON's 1e999, which `write_text` never makes
                 raise unexpected("float", raw)
             return number
         name = raw.get(_FLOAT_KEY)

@@ -1,4 +1,4 @@
-"""What every shape is made of: how one type is written as builtins, and strictly read back."""
+"""The base of all shapes: how one type is written as builtins, and strictly read back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from oobleck.errors import shown
 
 
 class Notation(Enum):
-    """What the builtins are to be carried by."""
+    """What carries the builtins."""
 
     BINARY = "binary"
     TEXT = "text"
 
 
 class Mismatch(Exception):
-    """Builtins that are not of the shape they should have. Callers turn it into the error that fits the blame."""
+    """Builtins do not have the expected shape. Callers turn it into the error that fits the blame."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -25,7 +25,8 @@ class Mismatch(Exception):
         self.place: tuple[str, ...] = ()
 
     def within(self, part: str) -> Mismatch:
-        """Prepend one part of the path. Built only when something is wrong, so that reading pays nothing for it."""
+        """Prepend one part of the path."""
+        # The path is only built when something is wrong, so that reading pays nothing for it.
         self.place = (part, *self.place)
         return self
 
@@ -52,7 +53,7 @@ def unexpected(expectation: str, raw: object) -> Mismatch:
 
 
 def described(raw: object) -> str:
-    """What was got instead, for an error; of a list or a map, how large it is."""
+    """Describe a value for an error; a list or a map by its size."""
     if isinstance(raw, list | dict):
         return f"a {'list' if isinstance(raw, list) else 'map'} of {len(raw)}"
     return shown(raw)

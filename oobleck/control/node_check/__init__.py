@@ -1,4 +1,4 @@
-"""Node checks: what to measure next, and which node or link the results name."""
+"""Node checks: what to measure next, and which node or link is at fault by the results."""
 
 from __future__ import annotations
 
