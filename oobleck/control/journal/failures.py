@@ -28,19 +28,13 @@ class Remedy(Worded):
     NOTHING_CONTINUED = "nothing_continued", "Nothing to do: training continued meanwhile."
     READ_TRACEBACK = "read_traceback", "Read the traceback in the agent's log; the same code will fail again."
     READ_LOG = "read_log", "See the end of the agent's log on that node."
-    READ_STACKS = (
-        "read_stacks",
-        "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
-    )
-    READ_STACK = (
-        "read_stack",
-        "See where its training thread was; a hang that comes back is a bug in the training code.",
-    )
+    READ_STACKS = "read_stacks", "See the stacks in the agents' logs; a hang that recurs is a bug in the training code."
+    READ_STACK = "read_stack", "See where its training thread was; a hang that recurs is a bug in the training code."
     READ_REASON = "read_reason", "See the reason above."
     CORRECT_JOB = "correct_job", "Change the job as the message says; it must be the same on every node."
     CORRECT_DATA = (
         "correct_data",
-        "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
+        "Correct data.paths, data.shards or their files; all nodes must have the same.",
     )
     USE_LESS_MEMORY = "use_less_memory", "Make microbatch_size smaller, or turn activation_checkpointing on."
     LOOK_AT_DEVICE = (
@@ -53,25 +47,19 @@ class Remedy(Worded):
     LOWER_LEARNING_RATE = "lower_learning_rate", "Lower the learning rate, or begin again from before that step."
     LOOK_FOR_OOM_KILLER = (
         "look_for_oom_killer",
-        "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
+        "If nobody killed it, see whether memory ran out: dmesg -T | grep -i oom.",
     )
     LOOK_FOR_CORE_DUMP = (
         "look_for_core_dump",
-        "A crash in native code: look for a core dump, and compare driver and torch versions.",
+        "Native code crashed: look for a core dump, and compare driver and torch versions.",
     )
     REACH_MACHINE = "reach_machine", "See whether the machine is up and SSH answers."
     LOOK_AT_LOAD = "look_at_load", "See whether the machine swaps, or was suspended."
-    CHECK_SPEED = (
-        "check_speed",
-        "Look for other work on it, and for clocks that are throttled: `oobleck check` measures it.",
-    )
-    CHECK_NETWORK = (
-        "check_network",
-        "See the network between it and the others: `oobleck check` names the link or the node.",
-    )
+    CHECK_SPEED = "check_speed", "Look for other work and throttled clocks on it: `oobleck check` measures its speed."
+    CHECK_NETWORK = "check_network", "See the network between it and the others: `oobleck check` names the fault."
     CHECK_IF_REPEATED = (
         "check_if_repeated",
-        "Nothing to do unless it comes back; then check the network with `oobleck check`.",
+        "If it recurs, check the network with `oobleck check`; else nothing to do.",
     )
     CHECK_REPEATED_NODE = (
         "check_repeated_node",
@@ -80,16 +68,10 @@ class Remedy(Worded):
             "`oobleck drain {node}` takes it out if it is still in, `oobleck add` brings it back."
         ),
     )
-    TEST_MEMORY = (
-        "test_memory",
-        "If it comes back, test the machine's memory: the copy was replaced, but the cause may remain.",
-    )
+    TEST_MEMORY = "test_memory", "If it recurs, test the machine's memory: the copy was replaced, the cause was not."
     REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
     MAKE_ROOM = "make_room", "Free space on that disk, or in shared memory; the next save is tried automatically."
-    MAKE_ROOM_FOR_JOURNAL = (
-        "make_room_for_journal",
-        "Free space on the disk of the run's directory: entries kept in memory are then written.",
-    )
+    MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal", "Free disk space for the run's directory: it is then written."
     IS_TRIED_AGAIN = "is_tried_again", "The node is tried again automatically."
     ADD_NODE = "add_node", "The node is not tried again: `oobleck add {node}` brings it back."
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .entries import JournalEntry
@@ -44,14 +44,6 @@ class History:
     generations: tuple[GenerationFormed, ...] = ()
     """The newest generations of the script, `MAX_PLANS` at most."""
     num_generations: int = 0
-
-
-def history_of(entries: Iterable[JournalEntry], *, now_s: float | None = None) -> History:
-    """Collect a run's history: O(entries). `now_s` is the age of an active run; else it ends at the last entry."""
-    account = HistoryAccount()
-    for entry in entries:
-        account.apply(entry)
-    return account.history(now_s)
 
 
 class HistoryAccount:

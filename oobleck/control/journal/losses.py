@@ -149,29 +149,28 @@ class CutOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unreachable:
+class _Excluded:
+    """It cannot take part."""
+
+    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
+    failure: ClassVar[Failure] = Failure.UNFIT_NODE
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return self.problem
+
+
+class Unreachable(_Excluded):
     """It could not be reached."""
 
-    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
-    failure: ClassVar[Failure] = Failure.UNFIT_NODE
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return self.problem
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class Misfit(_Excluded):
     """It was reached, and does not fit the run."""
 
-    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
-    failure: ClassVar[Failure] = Failure.UNFIT_NODE
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return self.problem
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

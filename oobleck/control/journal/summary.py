@@ -64,14 +64,6 @@ class NodeSummary(NodeHours):
     """Hours `there` for each committed step; None without any."""
     per_million_tokens: float | None
 
-    @classmethod
-    def of(cls, hours: NodeHours, *, num_steps: int, tokens: int) -> NodeSummary:
-        return cls(
-            **asdict(hours),
-            per_step=hours.there / num_steps if num_steps else None,
-            per_million_tokens=hours.there / tokens * 1e6 if tokens else None,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
@@ -252,7 +244,11 @@ class RunAccount:
             evaluations=tuple(
                 EvaluationSummary(step=step, loss=loss) for step, loss in sorted(self._evaluations.items())
             ),
-            node_hours=NodeSummary.of(hours, num_steps=tally.num_steps, tokens=tally.tokens),
+            node_hours=NodeSummary(
+                **asdict(hours),
+                per_step=hours.there / tally.num_steps if tally.num_steps else None,
+                per_million_tokens=hours.there / tally.tokens * 1e6 if tally.tokens else None,
+            ),
             begun_after=tally.begun_after,
             saved_step=self._saved_step,
             saves_failed=self._saves_failed,

@@ -108,6 +108,7 @@ class GpuFacts:
 
 
 _RESET = "`nvidia-smi -r` resets it while nothing uses it, a restart of the node as well"
+_UNCORRECTED = f"{{found:.0f}} memory errors that ECC could not correct, and memory to be replaced; {_RESET}"
 _CLOCKS_SET = "its clocks are set lower than they could be{clocks}; `nvidia-smi -rac` takes that back"
 _NO_SHEET = "no data sheet of {name} is known here; it was compared with those of other nodes alone"
 _REPAIRED = "{found:.0f} memory errors that ECC could not correct; the memory is replaced by spare memory"
@@ -126,30 +127,14 @@ class GpuProblem(StrEnum):
 
     LOST = "lost", Health.FAULTY, "the driver has lost it; look for Xid 79 in `dmesg -T`, and restart the node"
     RESET_NEEDED = "reset needed", Health.FAULTY, f"the driver asks for a reset; {_RESET}"
-    MEMORY_ERRORS = (
-        "memory errors",
-        Health.FAULTY,
-        f"{{found:.0f}} memory errors that ECC could not correct, and memory that is to be replaced; {_RESET}",
-    )
+    MEMORY_ERRORS = "memory errors", Health.FAULTY, _UNCORRECTED
     MEMORY_REPAIRED = "memory repaired", Health.HEALTHY, _REPAIRED
-    REPAIR_FAILED = (
-        "memory repair failed",
-        Health.FAULTY,
-        "no spare memory is left to replace what is broken; have the GPU replaced",
-    )
+    REPAIR_FAILED = "memory repair failed", Health.FAULTY, "no spare memory is left for a repair; have the GPU replaced"
     HOT = "hot", Health.SLOW, "heat holds it down{clocks}; look at its cooling"
     POWER = "power", Health.SLOW, "its power supply holds it down{clocks}; look at the node's power"
     CLOCKS_SET = "clocks set", Health.HEALTHY, _CLOCKS_SET
-    PCIE_WIDTH = (
-        "PCIe width",
-        Health.SLOW,
-        "it has {found:.0f} of {expected:.0f} PCIe lanes; seat the card again, or look at the riser",
-    )
-    PCIE_GENERATION = (
-        "PCIe generation",
-        Health.HEALTHY,
-        "its PCIe link is of generation {found:.0f}, and could be of {expected:.0f}",
-    )
+    PCIE_WIDTH = "PCIe width", Health.SLOW, "it has {found:.0f} of {expected:.0f} PCIe lanes; reseat the card or riser"
+    PCIE_GENERATION = "PCIe generation", Health.HEALTHY, "its PCIe link is at generation {found:.0f} of {expected:.0f}"
     NVLINK = "NVLink", Health.SLOW, "{found:.0f} of {expected:.0f} NVLinks are up; look at `nvidia-smi nvlink -s`"
     SLOW_PRODUCT = "slow product", Health.SLOW, "matrix products in bfloat16 at {tera:.0f} TFLOP/s, {share}"
     SLOW_MEMORY = "slow memory", Health.SLOW, "copies of its memory at {giga:.0f} GB/s, {share}"

@@ -17,7 +17,7 @@ from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
-from .machines import Machines, Share
+from .machines import Machines
 
 _RESTARTS_KEPT = 16
 _ENDS_KEPT = 8
@@ -113,7 +113,7 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._heard_s: dict[str, float] = {}  # not a field of `Member`, because it changes with every message
-        self._machines = Machines()
+        self.machines = Machines()
         self._kinds: dict[str, str] = {}
         # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
         self._counting: dict[str, frozenset[int] | None] = {}
@@ -153,7 +153,7 @@ class Membership:
         self._heard_s[spec.name] = 0.0
         self._kinds[spec.name] = spec.kind
         self._put(member)
-        self._machines.put(spec, member.hello)
+        self.machines.put(spec, member.hello)
 
     def _put(self, member: Member) -> None:
         """Replace what is known of a node, and forget what was derived from all."""
@@ -173,7 +173,7 @@ class Membership:
             spec = specs.get(name, member.spec)
             spec = replace(spec, device=member.spec.device, devices=member.spec.devices)
             self._put(replace(member, spec=spec))
-            self._machines.put(spec, member.hello)
+            self.machines.put(spec, member.hello)
 
     def meet(self, node: str, hello: Hello, *, address: str, now_s: float) -> None:
         """Note which agent speaks for the node; `address` is where SSH reached it."""
@@ -193,7 +193,7 @@ class Membership:
             ),
         )
         self._put(member)
-        self._machines.put(member.spec, hello)
+        self.machines.put(member.spec, hello)
         self._heard_s[node] = now_s
 
     def note_connected(self, node: str, *, agent_pid: int) -> None:
@@ -405,18 +405,6 @@ class Membership:
             workers = (worker for member in self.ready for worker in member.ready.values())
             self._all_save = bool(self.ready) and all(worker.saves for worker in workers)
         return self._all_save
-
-    def sharing_device(self, member: Member) -> int:
-        """Return how many workers compute on the most shared of a node's devices, over all nodes of its machine."""
-        return self._machines.sharing_device(member.spec.name)
-
-    def share(self, member: Member) -> Share:
-        """Return what each worker of a node may use of its machine. The node's agent must have spoken."""
-        return self._machines.share(member.spec.name)
-
-    def sharing_with(self, node: str) -> tuple[Member, ...]:
-        """Return the other nodes whose share may have changed since this node's agent has spoken."""
-        return tuple(self._members[name] for name in self._machines.touched_by(node))
 
 
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ class LinkTiming:
             self._job.device,
             sorted(self._device_names.get(worker_id, "") for worker_id in pair),
             "one node" if one is other else "one machine" if one.machine == other.machine else "two machines",
-            max(map(self._members.sharing_device, (one, other))) > 1,
+            max(self._members.machines.sharing_device(each.spec.name) for each in (one, other)) > 1,
             _MEASURES,
         ]
         return f"{LINK_KEYS}{hashlib.blake2s(json.dumps(depends_on).encode(), digest_size=8).hexdigest()}"

@@ -76,7 +76,8 @@ class Preparation:
         member = self._members[node]
         asks = self._ask_again(node)
         starts = [Send(node=node, message=StartWorker(device=worker_id.device)) for worker_id in member.worker_ids]
-        others = [each for each in self._members.sharing_with(node) if each in self._members.living]
+        touched = [self._members[name] for name in self._members.machines.touched_by(node)]
+        others = [each for each in touched if each in self._members.living]
         changed = [each for each in others if self._told.get(each.spec.name) != self._share(each)]
         return (self._configure(member), *starts, *asks, *map(self._configure, changed))
 
@@ -92,7 +93,7 @@ class Preparation:
             address=member.address,
             torch_threads=threads,
             device_memory_bytes=memory_bytes,
-            num_sharing=self._members.sharing_device(member),
+            num_sharing=self._members.machines.sharing_device(node),
             run=self._run,
         )
         return Send(node=node, message=configure)
@@ -220,7 +221,7 @@ class Preparation:
 
     def _share(self, member: Member) -> tuple[int, int]:
         """The threads and the bytes of memory of each of a node's workers: the job's, or their share."""
-        share, job = self._members.share(member), self._job
+        share, job = self._members.machines.share(member.spec.name), self._job
         threads = share.num_cores if job.torch_threads is None else job.torch_threads
         return threads, share.memory_bytes if job.device_memory_bytes is None else job.device_memory_bytes
 
