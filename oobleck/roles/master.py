@@ -21,7 +21,6 @@ from oobleck.wire import FrameDecoder, encode_frame
 
 from .channel import CLOSED, close
 from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
-from .run_clock import RunClock
 
 _EVENTS_BUFFERED = 10_000
 _EVENTS_AT_ONCE = 100  # the most events that are taken in before commands are carried out
@@ -29,6 +28,32 @@ _MESSAGES_BUFFERED = 10_000  # for each node; a node that leaves so many unread 
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to reach an agent again; the last one repeats."""
 _FAREWELL_S = 5.0  # how long a few agents may take to end their workers once they are asked to stop
+
+
+class RunClock:
+    """Seconds since a run started, under all its masters, by trio's clock. `start` it within trio."""
+
+    def __init__(self, *, elapsed_s: float = 0.0, held_up_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`elapsed_s` is the run's time under earlier masters.
+
+        `held_up_s` returns how long this process was stopped so far, if trio's clock does not count that.
+        """
+        self._elapsed_s = elapsed_s
+        self._held_up_s = held_up_s
+        self._started_s = 0.0
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._started_s = trio.current_time() - self._elapsed_s + self._held_up_s()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the run started, including those in which this process was stopped."""
+        return trio.current_time() - self._started_s + self._held_up_s()
+
+    def deadline(self, at_s: float) -> float:
+        """Return the trio time of a moment of the run; infinity stays infinity."""
+        return at_s + self._started_s - self._held_up_s()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

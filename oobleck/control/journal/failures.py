@@ -47,7 +47,7 @@ class Remedy(Worded):
     LOWER_LEARNING_RATE = "lower_learning_rate", "Lower the learning rate, or begin again from before that step."
     LOOK_FOR_OOM_KILLER = (
         "look_for_oom_killer",
-        "If nobody killed it, see whether memory ran out: dmesg -T | grep -i oom.",
+        "If nobody killed it, look for the kernel's out-of-memory killer: dmesg -T | grep -i oom.",
     )
     LOOK_FOR_CORE_DUMP = (
         "look_for_core_dump",

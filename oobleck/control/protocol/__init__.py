@@ -14,7 +14,6 @@ from .agent_messages import (
     WorkerExited,
     WorkerStarted,
 )
-from .bases import ForWorker, FromWorker
 from .checkpoint_messages import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -127,7 +126,7 @@ from .rank_messages import (
     StartRanks,
     TraceRanks,
 )
-from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
+from .records import NOTHING, CommitRecord, ForWorker, FromWorker, PartialStep, SectionRecord, Segment, WorkerAddress
 from .relay_messages import (
     BecomeRelay,
     JoinRelay,

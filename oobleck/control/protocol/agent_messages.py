@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import FromWorker
 from .checkpoint_messages import CheckpointCommitted, LayersPersisted
 from .ends import Killed, ServerEnd, Unseen, WorkerEnd
 from .rank_messages import RanksReport
+from .records import FromWorker
 from .relay_messages import RelayReport
 from .worker_messages import WorkerReport
 

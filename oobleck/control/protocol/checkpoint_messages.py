@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 from .manifest import Manifest, SavedState, Shard
+from .records import ForWorker, FromWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

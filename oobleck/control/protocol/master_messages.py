@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from oobleck.job import JobSpec
 from oobleck.plan import LayerTransfer, WorkerId
 
-from . import checkpoint_messages
+from . import checkpoint_messages, records
 from .agent_messages import Heartbeat
-from .bases import ForWorker
 from .plan_orders import OrderedPlan, PlanOrder
 from .rank_messages import RanksOrder
-from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .relay_messages import RelayOrder
 from .shard_messages import RecordsOver, ScanRequest, StepRecords
 
@@ -75,21 +73,21 @@ class StopAgent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRequest(ForWorker):
+class ProfileRequest(records.ForWorker):
     """Measure the model's layers on this device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLink(ForWorker):
+class TimeLink(records.ForWorker):
     """Time messages to a peer, which does the same; the worker that leads answers with a `LinkTimed`."""
 
-    peer: WorkerAddress
+    peer: records.WorkerAddress
     leads: bool
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fence(ForWorker):
+class Fence(records.ForWorker):
     """Commit nothing of an older generation from now on, and answer with a status.
 
     Workers of pipelines with a lost node stop; the others finish their microbatches, and wait for no reduction.
@@ -98,14 +96,14 @@ class Fence(ForWorker):
     generation: int
     lost: tuple[str, ...]
     """Nodes lost since the newest plan."""
-    probe_addresses: tuple[WorkerAddress, ...] = ()
+    probe_addresses: tuple[records.WorkerAddress, ...] = ()
     """Not empty if nothing explains why no step commits: report what you wait for, and which of these do not answer."""
     patience_s: float = 0.0
     """With them: how long a worker that computes may take to make progress before it reports that it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskActivity(ForWorker):
+class AskActivity(records.ForWorker):
     """No step was committed for long: report what you do, without an interruption.
 
     The worker answers with an `Activity`, and its agent also with the `ProcessorUse` of its process.
@@ -127,16 +125,16 @@ class PlanUpdate(OrderedPlan):
     Resolving has two parts, which may be empty: `catch_up` or `catch_up_section`, then `finish`.
     """
 
-    partial: PartialStep = NOTHING
+    partial: records.PartialStep = records.NOTHING
     num_sections: int = 1
-    catch_up: CommitRecord | None = None
+    catch_up: records.CommitRecord | None = None
     """A step that some survivor has applied: the others apply it too, from its reduced gradients."""
-    catch_up_section: SectionRecord | None = None
+    catch_up_section: records.SectionRecord | None = None
     """A section that some survivor has committed: the others commit it too, from its reduced gradients."""
     finish: int | None = None
     """The step to finish under the old plan: whole pipelines complete it and the segments, and all survivors reduce,
     commit and apply it. None: discard what is in flight and not committed, to run it again."""
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[records.Segment, ...] = ()
     """All extra segments of the step to finish so far."""
     lost: tuple[str, ...] = ()
     """Nodes of the old plan that take no part any more."""
@@ -170,7 +168,7 @@ class PlanUpdate(OrderedPlan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishStep(ForWorker):
+class FinishStep(records.ForWorker):
     """Train no further after the step in flight. Its commit makes all workers agree on that."""
 
 

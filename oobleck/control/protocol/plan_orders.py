@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind
 
-from .bases import ForWorker, FromWorker
+from . import records
 from .checkpoint_messages import Restore
-from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .runs import Names, Runs
 
 WorkerNames = tuple[tuple[int, Names], ...]
@@ -44,7 +43,7 @@ class OrderedPlan:
     """The order in which the stages of each pipeline work."""
     boundary: int
     """The number of applied steps when the plan takes effect."""
-    partial: PartialStep
+    partial: records.PartialStep
     """What is committed of the step after the boundary then."""
     num_sections: int
     """How many sections a step has under this plan."""
@@ -53,9 +52,9 @@ class OrderedPlan:
     def id(self) -> PlanId:
         return PlanId(generation=self.generation, digest=self._digest())
 
-    def partial_before(self, step: int) -> PartialStep:
+    def partial_before(self, step: int) -> records.PartialStep:
         """Return what was committed of a step before this plan."""
-        return self.partial if step == self.boundary + 1 else NOTHING
+        return self.partial if step == self.boundary + 1 else records.NOTHING
 
     def _digest(self) -> str:
         """Return a digest that is equal for equal plans, on any machine; O(nodes)."""
@@ -126,8 +125,8 @@ class CommonOrder:
 
     is_encoded_once: ClassVar[bool] = True
     """The codec keeps the encoded form for the next worker: see `wire`."""
-    catch_up: CommitRecord | None
-    catch_up_section: SectionRecord | None
+    catch_up: records.CommitRecord | None
+    catch_up_section: records.SectionRecord | None
     finish: int | None
     lost: Names
     """By their places among the base's nodes."""
@@ -142,7 +141,7 @@ class CommonOrder:
     others_regrouped: WorkerNames
     """Regrouped workers that are not in the plan."""
     assignment_version: int
-    addresses: tuple[WorkerAddress, ...]
+    addresses: tuple[records.WorkerAddress, ...]
     """Where workers listen that became ready since the base was ordered; without a base, all ready workers."""
 
 
@@ -157,18 +156,18 @@ class OwnTransfers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOrder(ForWorker):
+class PlanOrder(records.ForWorker):
     """What one worker has to know of a plan: resolve the step in flight, then adopt it. Becomes a `PlanUpdate`."""
 
     generation: int
     common: CommonOrder
-    segments: tuple[Segment, ...]
+    segments: tuple[records.Segment, ...]
     """The extra segments of its own pipeline."""
     transfers: OwnTransfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanNeeded(FromWorker):
+class PlanNeeded(records.FromWorker):
     """A worker has another plan than the one that an order changes, and needs the whole plan."""
 
     generation: int

@@ -1,10 +1,32 @@
-"""Values that messages carry: committed steps, sections and parts of a step."""
+"""The bases of all messages from and to a worker, and values that messages carry.
+
+The agent relays by the bases, and the master checks by them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from oobleck.plan import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromWorker:
+    """From a worker of the node, or from its agent about one."""
+
+    needs_orders: ClassVar[bool] = True
+    """Only a worker that has had a plan can send this; before the first plan it is dropped."""
+    outlives_worker: ClassVar[bool] = False
+    """It counts even if the worker was asked to end since; else it is dropped then."""
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForWorker:
+    """To one worker; its agent passes it on."""
+
+    device: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

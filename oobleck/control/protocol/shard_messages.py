@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
+from .records import ForWorker, FromWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

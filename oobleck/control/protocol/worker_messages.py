@@ -7,11 +7,10 @@ from typing import ClassVar
 
 from oobleck.plan import WorkerId
 
-from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
 from .plan_orders import PlanId, PlanNeeded
-from .records import CommitRecord, SectionRecord, WorkerAddress
+from .records import CommitRecord, FromWorker, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
 Things = tuple[tuple[str, str], ...]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import Command, LinkFound, LookUpLink, ProfileFound, Store
+from oobleck.control.events import Command, LinkFound, LookUpLink, ProfileFound, Store
 from oobleck.control.journal import Notice, ProfileKnown
 from oobleck.control.protocol import LinkTimed, TimeLink, WorkerAddress
 from oobleck.job import NodeSpec

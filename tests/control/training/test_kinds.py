@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFound, Send, Store
+from oobleck.control.events import AddRequested, LookUpProfile, ProfileFound, Send, Store
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, ProfileKnown, WorkerUp
 from oobleck.control.protocol import Killed, Pace, Profiled, ProfileRequest, WorkerExited
 from oobleck.control.speed import microbatch_s

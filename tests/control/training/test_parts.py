@@ -278,7 +278,7 @@ def kept_times(trees: dict[str, ast.Module]) -> Iterator[str]:
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(attr=attr) if attr.strip("_") in ("now_s", "turn"):
-                    is_turns = path_of(node)[0] == "turn" or (module, path_of(node)[0]) == ("events/turn.py", "self")
+                    is_turns = path_of(node)[0] == "turn" or (module, path_of(node)[0]) == ("events.py", "self")
                     if not is_turns or attr != "now_s":
                         yield f"{module}:{node.lineno}: {ast.unparse(node)}"
                 case ast.Assign(targets=[ast.Attribute()], value=ast.Name(id="turn")):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, Store
+from oobleck.control.events import End, LookUpProfile, ProfileFound, Send, Store
 from oobleck.control.nodes import LOSS, WEIGHTS
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec

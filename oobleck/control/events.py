@@ -1,13 +1,15 @@
-"""The coordinator's events, which say what happened, and its commands, which say what to do. Values only."""
+"""A coordinator's events, its commands, and the turn that collects the commands of an event or a deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from oobleck.control import protocol
-from oobleck.control.journal import JournalEntry, Loss
+from oobleck.control.journal import JournalEntry, Loss, Notice
 from oobleck.control.plans import orders_of
+from oobleck.errors import ExitCode
 from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
@@ -238,3 +240,58 @@ class End:
 
 
 Command = Connect | Send | SendAll | SendOrders | Disconnect | Record | LookUpProfile | LookUpLink | Store | End
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """The run is finished, or cannot continue."""
+
+    reason: str
+    exit_code: int = ExitCode.FAILED
+
+
+class RunOver(Exception):
+    """The run ends, and this turn with it. Its commands so far stay."""
+
+    def __init__(self, end: EndRun) -> None:
+        super().__init__(end.reason)
+        self.end = end
+
+
+class Turn:
+    """The turn of one event or deadline: its time, and the commands so far. Parts pass it along in their calls."""
+
+    # A turn belongs to one call: no part keeps it, or its time.
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.commands: list[Command] = []
+
+    def do(self, effects: Iterable[Command | EndRun]) -> None:
+        """Add the commands that a part has returned. Raises RunOver if one ends the run."""
+        for effect in effects:
+            if isinstance(effect, EndRun):
+                raise RunOver(effect)
+            self.commands.append(effect)
+
+    def record(self, entry: JournalEntry) -> None:
+        self.commands.append(Record(entry=entry))
+
+    def send(self, node: str, message: protocol.MasterMessage) -> None:
+        self.commands.append(Send(node=node, message=message))
+
+    def note(self, level: str, text: str) -> None:
+        """Append a text for people to the journal."""
+        self.commands.append(notice(self.now_s, level, text))
+
+    def end(self, reason: str, exit_code: int = ExitCode.FAILED) -> NoReturn:
+        """End the run: raises RunOver."""
+        raise RunOver(EndRun(reason=reason, exit_code=exit_code))
+
+
+def notice(now_s: float, level: str, text: str) -> Record:
+    """Return the command that appends a text for people to the journal."""
+    return Record(entry=Notice(t_s=now_s, level=level, text=text))
