@@ -50,7 +50,7 @@ class RankSetup:
 
 
 def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank finds beside those of its node, which are `inherited`; as torchrun 2.13 sets them."""
+    """Return the variables that torchrun 2.13 sets for a rank, next to those that are `inherited` from its node."""
     run, order = setup.run, setup.order
     environment = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

@@ -94,8 +94,9 @@ class Agent:
         self._listening = trio.CancelScope()  # ends once the master asks the agent to stop, directly or by a relay
         self._way: Way | None = None
         self._stop_reason: str | None = None
-        self._ranks = None if ranks is None else RankKeeper(ranks, say=self._resend_queue.add, show=self._show)
-        self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, self._resend_queue.add)
+        queue = self._resend_queue
+        self._ranks = None if ranks is None else RankKeeper(ranks, say=queue.add, show=queue.offer)
+        self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, queue.add)
         self._keepers = [keeper for keeper in (self._ranks, self._persister) if keeper is not None]
 
     async def run(self) -> str:
@@ -223,9 +224,6 @@ class Agent:
     async def _watch_fork_server(self, host: WorkerHost) -> None:
         while True:
             self._resend_queue.add(await host.server_ended())
-
-    def _show(self, output: protocol.RankOutput) -> bool:
-        return self._resend_queue.offer(output)
 
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""

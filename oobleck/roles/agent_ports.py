@@ -64,8 +64,7 @@ class WorkerHandle(Protocol):
     async def receive(self) -> protocol.WorkerMessage:
         """Wait for the next message. Raises trio.EndOfChannel or trio.BrokenResourceError when it is gone."""
 
-    async def wait(self) -> protocol.ProcessEnd:
-        """Wait until the process is gone."""
+    async def wait(self) -> protocol.ProcessEnd: ...
 
     def kill(self) -> None:
         """Send SIGKILL; does nothing if the process is gone."""
@@ -97,8 +96,7 @@ class RankHandle(Protocol):
     def is_warm(self) -> bool:
         """Whether it was forked from a process with the imports of earlier ranks."""
 
-    async def wait(self) -> protocol.ProcessEnd:
-        """Wait until the process is gone."""
+    async def wait(self) -> protocol.ProcessEnd: ...
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""

@@ -98,8 +98,7 @@ class LiveCluster(Cluster, Protocol):
 class Decisions(Protocol):
     """The coordinator of a training job, or of a script's ranks: all decisions of a run, as a pure machine."""
 
-    def start(self, now_s: float) -> list[Command]:
-        """Begin."""
+    def start(self, now_s: float) -> list[Command]: ...
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Take in an event. Raises nothing."""

@@ -116,23 +116,23 @@ class Way:
 
     async def _say_directly(self, uplink: _Uplink | None) -> None:
         reports, self._reports = self._reports, []
-        said = [*reports, *self._queue.take()]
+        messages = [*reports, *self._queue.take()]
         if uplink is None or uplink.channel is None:
-            if said:
-                await self._connection.send(said)
+            if messages:
+                await self._connection.send(messages)
             return
         uplink.is_announced = True
-        await self._connection.send([*said, protocol.RelayJoined(attempt=uplink.attempt)])
+        await self._connection.send([*messages, protocol.RelayJoined(attempt=uplink.attempt)])
         await uplink.settled.wait()  # the master always answers, or the conversation ends
 
     async def _say_through(self, uplink: _Uplink) -> None:
         reports, self._reports = self._reports, []
         if reports:
             await self._connection.send(reports)
-        said = self._queue.take()
-        if said and uplink.channel is not None:
+        messages = self._queue.take()
+        if messages and uplink.channel is not None:
             try:
-                await uplink.channel.send(said)
+                await uplink.channel.send(messages)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 uplink.problem = "it takes nothing any more"
                 uplink.scope.cancel()  # what was lost is not answered, so it is sent again
@@ -153,12 +153,12 @@ class Way:
         if self._relay is not None:
             self._relay.hand_on(message)
         if any(first <= self._position < first + count for first, count in message.to):
-            for said in FrameDecoder[protocol.MasterMessage](protocol.MasterMessage).feed(message.message):
-                if isinstance(said, protocol.ForWorker):
+            for inner in FrameDecoder[protocol.MasterMessage](protocol.MasterMessage).feed(message.message):
+                if isinstance(inner, protocol.ForWorker):
                     for device in message.devices:
-                        self._deliver(replace(said, device=device))
+                        self._deliver(replace(inner, device=device))
                 else:
-                    self._deliver(said)
+                    self._deliver(inner)
 
     async def _serve(self, order: protocol.BecomeRelay, configure: protocol.Configure, network: RelayNetwork) -> None:
         """Be a relay until the agent gets another position, or the conversation ends."""

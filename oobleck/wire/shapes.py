@@ -31,7 +31,7 @@ import msgpack
 from oobleck.json_table import unique_keys
 
 from . import containers
-from .scalars import binary, enumerated, exactly, floating, literal
+from . import shape as single
 from .shape import Notation, Shape, unexpected
 
 
@@ -39,17 +39,17 @@ from .shape import Notation, Shape, unexpected
 def shape_of(annotation: object, notation: Notation) -> Shape:
     """Compile a type annotation. Raises TypeError for one without a shape, which is a bug."""
     if annotation is None or annotation is types.NoneType:
-        return exactly(types.NoneType, "null")
+        return single.exactly(types.NoneType, "null")
     if annotation is float:
-        return floating(notation)
+        return single.floating(notation)
     if annotation is bytes:
-        return binary(notation)
+        return single.binary(notation)
     if not isinstance(annotation, type):
         return _generic(annotation, notation)
     if annotation in (bool, int, str):
-        return exactly(annotation, annotation.__name__)
+        return single.exactly(annotation, annotation.__name__)
     if issubclass(annotation, StrEnum):
-        return enumerated(annotation)
+        return single.enumerated(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = get_type_hints(annotation)
         return containers.record(annotation, {name: shape_of(hints[name], notation) for name in hints})
@@ -76,7 +76,7 @@ def tagged_shape_of(classes: tuple[type, ...], notation: Notation) -> Shape:
 def _generic(annotation: object, notation: Notation) -> Shape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return literal(arguments)
+        return single.literal(arguments)
     if origin is tuple:
         return _tuple(arguments, notation)
     if origin in (Mapping, dict) and arguments[0] is str:

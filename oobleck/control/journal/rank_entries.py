@@ -118,8 +118,8 @@ class RankDown(Entry):
 
     @property
     def _end_text(self) -> str:
-        said = f": {self.error.message}" if self.error is not None and self.error.message else ""
-        return f"{end_text(self.end)}{said}"
+        why = f": {self.error.message}" if self.error is not None and self.error.message else ""
+        return f"{end_text(self.end)}{why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,27 +32,27 @@ def numbers_in(runs: Runs) -> list[int]:
 
 def named(names: Iterable[str], places: Mapping[str, int]) -> Names:
     """Replace names by their places in a list, where it has them."""
-    said: list[tuple[int, int] | int | str] = []
+    placed: list[tuple[int, int] | int | str] = []
     follows = -1
     for name in names:
         place = places.get(name)
         if place is None:
-            said.append(name)
+            placed.append(name)
             follows = -1
             continue
         if place != follows:
-            said.append(place)
+            placed.append(place)
         else:
-            newest = said[-1]
-            said[-1] = (newest[0], newest[1] + 1) if isinstance(newest, tuple) else (place - 1, 2)
+            newest = placed[-1]
+            placed[-1] = (newest[0], newest[1] + 1) if isinstance(newest, tuple) else (place - 1, 2)
         follows = place + 1
-    return tuple(said)
+    return tuple(placed)
 
 
-def names_in(said: Names, known: Sequence[str]) -> tuple[str, ...]:
+def names_in(placed: Names, known: Sequence[str]) -> tuple[str, ...]:
     """Undo `named`, with the list. Raises ValueError for places that the list lacks."""
     names: list[str] = []
-    for each in said:
+    for each in placed:
         if isinstance(each, str):
             names.append(each)
             continue

@@ -94,7 +94,7 @@ class RelayDesk:
             case protocol.RelayHeard(heard=heard):
                 return Heard(events=(spoke, control_events.NodesHeard(heard=tuple(self._heard(node, heard, now_s)))))
             case protocol.RelaySaid():
-                return Heard(events=tuple(self._said(node, report, now_s)))
+                return Heard(events=tuple(self._events_of(node, report, now_s)))
             case _:
                 assert_never(report)
 
@@ -111,7 +111,7 @@ class RelayDesk:
         speakers = (self._tree.speaker(position, through=through) for position in protocol.numbers_in(by))
         return [node for node in speakers if node is not None]
 
-    def _said(self, through: str, said: protocol.RelaySaid, now_s: float) -> Iterator[control_events.Event]:
+    def _events_of(self, through: str, said: protocol.RelaySaid, now_s: float) -> Iterator[control_events.Event]:
         message = self._decode(said.message)
         nodes = self._speakers(through, said.by)
         for node in nodes:

@@ -145,7 +145,7 @@ class RanksCoordinator(BaseCoordinator):
             case protocol.RanksFinished(generation=generation):
                 self._give(turn, states.Finished(node=node, generation=generation))
             case _:
-                raise PeerError(f"said {type(message).__name__}, which has no meaning in a run of a script")
+                raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
 
     def _note_started(self, turn: Turn, node: str, message: protocol.RanksStarted) -> None:
         formed = self._formed_in(message.generation)

@@ -136,10 +136,9 @@ def _form(state: Gathering, now_s: float, roster: states.Roster, rules: states.R
         return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
     if now_s < state.tells_s:
         return state, ()
-    told = replace(state, tells_s=now_s + _TELL_S)
     num_missing = rules.fewest_nodes - len(roster.candidates)
     missing = states.TooFew(num_missing=num_missing, until_s=state.since_s + rules.waits_for_min_s)
-    return told, () if are_enough else (missing,)
+    return replace(state, tells_s=now_s + _TELL_S), () if are_enough else (missing,)
 
 
 def _begin(state: Gathering, chosen: tuple[states.Candidate, ...]) -> Step:
