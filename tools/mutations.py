@@ -398,8 +398,8 @@ MUTATIONS = (
         name="relay_behind_a_wall",
         what="agents that nobody may be able to connect to have relays, or are some",
         file="oobleck/control/relays/desk.py",
-        old="self._tree.come(node, now_s) if takes_calls else",
-        new="self._tree.come(node, now_s) if True else",
+        old="self._tree.add(node, now_s) if takes_calls else",
+        new="self._tree.add(node, now_s) if True else",
         caught_by="tests/control/relays/test_desk.py::test_agents_that_take_no_calls_speak_directly_and_are_no_relays",
     ),
     Mutation(

@@ -1,22 +1,22 @@
-"""All that a master computes from a run's journal, in one pass: its state, its views, its counts and its summary.
+"""All that a master computes from a run's journal, in one pass: what it continues with, shows, counts and sums up.
 
-An image stands for all entries up to a place: `RunBooks.of_image(image)` and the entries after that place lead to the
-same result as all entries.
+What follows from the entries up to a place is a value that stands for all of them: `RunBooks.of_image(image)` and the
+entries after the image's place come to what all entries come to.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oobleck.control import journal
-from oobleck.control.training import ReplayedRun, ReplayImage
+from oobleck.control.training import ReplayedRun
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
 
 
 @dataclass(slots=True, kw_only=True)
 class RunBooks:
-    """Follow a journal's entries, each in O(1) except plans, in space proportional to the nodes and recoveries.
+    """Follow a journal's entries: O(1) each but for plans, and as much room as the run has nodes and recoveries.
 
     A value on the wire, as a part of its image.
     """
@@ -24,53 +24,54 @@ class RunBooks:
     account: journal.RunAccount = field(default_factory=journal.RunAccount)
     view: journal.RunView = field(default_factory=journal.RunView)
     metrics: journal.Metrics = field(default_factory=journal.Metrics)
-    started: journal.JobStarted | None = None
-    newest: journal.PlanAdopted | None = field(default=None, init=False)
     furthest_step: int = 0
     """The newest step that was ever committed."""
     gone_nodes: set[str] = field(default_factory=set)
     """Nodes that were lost or have left, and were not added again."""
-    _profiles: tuple[journal.ProfileKnown, ...] = ()
     _step: int = 0
     _saved: journal.CheckpointSaved | None = None
     _end: journal.JobEnded | None = None
-    _replay: ReplayedRun | None = field(default=None, init=False, compare=False)
+    _replay: ReplayedRun | None = None
+    """The run until it ends; None where nothing that trains has started."""
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
-        """Continue from an image, and use it up. Raises PeerError for an invalid one."""
-        books, plans = image.books, journal.PlanUnpacker().plans(image.plans)
-        if books.started is None:
+        """Continue from an image, which is used up. Raises PeerError for one that is none."""
+        books, replay = image.books, image.books._replay
+        if replay is None:
             raise PeerError("an image of a run that never started")
-        books.newest = plans[-1] if plans else None
-        books._replay = ReplayedRun.of_image(replace(image.replay, plans=plans), books.started, books._profiles)
-        books.account.started, books.account.newest = books.started, books.newest
-        books.view.learn(books.started, books.newest)
-        for entry in (books.started, *books._profiles, books.newest):
+        replay.learn(journal.PlanUnpacker().plans(image.plans))
+        books.account.started, books.account.newest = replay.started, books.newest
+        books.view.learn(replay.started, books.newest)
+        for entry in (replay.started, *replay.profiles.values(), books.newest):
             if entry is not None:
                 books.metrics.learn(entry)
         return books
 
     def image(self) -> BooksImage | None:
-        """Return all that the books know until the next entry, for `of_image`; None if the run has not started."""
+        """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
         if self._replay is None:
             return None
-        replay = self._replay.image()
-        plans = journal.PlanPacker().plans(replay.plans)
-        return BooksImage(books=self, replay=replace(replay, plans=()), plans=plans)
+        return BooksImage(books=self, plans=journal.PlanPacker().plans(self._replay.plans))
+
+    @property
+    def started(self) -> journal.JobStarted | None:
+        return None if self._replay is None else self._replay.started
+
+    @property
+    def newest(self) -> journal.PlanAdopted | None:
+        """The newest plan."""
+        return self._replay.plans[-1] if self._replay is not None and self._replay.plans else None
 
     def apply(self, entry: journal.JournalEntry) -> None:
+        """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)
         match entry:
             case journal.JobStarted():
-                self.started, self._replay = entry, ReplayedRun.begun(entry)
+                self._replay = ReplayedRun.begin(entry)
                 return
-            case journal.ProfileKnown():
-                self._profiles = (*(each for each in self._profiles if each.kind != entry.kind), entry)
-            case journal.PlanAdopted():
-                self.newest = entry
             case journal.StepDone(record=record):
                 self._step = record.step
                 self.furthest_step = max(self.furthest_step, record.step)
@@ -89,7 +90,7 @@ class RunBooks:
 
     @property
     def finished(self) -> FinishedRun | None:
-        """The run, if it has ended well with all of its steps saved."""
+        """The run, where it has ended well, with all of its steps saved."""
         end, saved = self._end, self._saved
         if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
             return None
@@ -98,7 +99,7 @@ class RunBooks:
         return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 
     def finish(self) -> ReplayedRun | None:
-        """Return the run as its journal has left it; None if it has ended, or never trained.
+        """Return the run as its journal has left it; None where it has ended, or never came to train.
 
         No entry follows.
         """
@@ -107,13 +108,11 @@ class RunBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksImage:
-    """Books as they are written, with their plans apart."""
+    """All that books know, as it is written: plans, many of which may be alike, stand apart."""
 
     books: RunBooks
-    replay: ReplayImage
-    """Without its plans."""
     plans: tuple[journal.PlanAdopted | journal.PlanLine, ...]
-    """The plans of `replay`, each as a change of the one before; the last is the newest."""
+    """The plans that the books keep, each as a change of the one before; the last is the newest of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +121,11 @@ class FinishedRun:
 
     job: JobSpec
     name: str
+    """The name of its last checkpoint."""
     step: int
 
     def is_all_of(self, job: JobSpec) -> bool:
-        """Whether it did what `job` asks for: the same model in the same place, trained at least as far."""
+        """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
         same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
             job.tag,
             job.model,

@@ -1,7 +1,7 @@
-"""The agent: starts the workers of one node, relays between them and the master, and reports their ends.
+"""The agent: starts the workers of one node, passes messages between them and the master, and reports their ends.
 
-It outlives its connection: without a master, training continues until a new one connects, or until the orphan
-timeout, when it ends its workers and itself.
+It outlives its connection: without a master, training continues until a new one connects. After the orphan timeout the
+agent ends its workers and itself.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from oobleck.job import ControlSpec
 from oobleck.plan import WorkerId
 
 from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
+from .channel import CLOSED, close
 from .checkpoint_persister import CheckpointPersister
 from .rank_keeper import RankKeeper
 from .resend_queue import ResendQueue
 from .way import Way
 
 _UNSAID_LIMIT = 100_000  # messages kept for a master that is away
-_UNREAD_LIMIT = 10_000  # messages queued for a worker; one that reads none of so many is stuck for good
+_UNREAD_LIMIT = 10_000  # messages queued for a worker; one that reads none of them is stuck for good
 _WORKER_LAST_WORDS_S = 2.0
-"""How long a worker's socket may stay open after its process ended (a child of its own may hold it)."""
+"""How long a worker's socket may stay open after its process ended; a child process may hold it."""
 _GREETING_S = 10.0
 _HEARTBEAT_POLL_S = 0.1  # how often to check for the master's heartbeat interval
 _FIRST_CONTACT_S = 60.0  # how long a new agent waits for its master
-_ASKS_AFTER = 0.25  # an agent that has heard nothing for this share of its patience has its next heartbeats answered
-_LEAVE_S = 5.0  # how long a last conversation with the master may take once the workers are asked to end
+_ASKS_AFTER = 0.25  # after this share of its patience without a message, an agent asks for answers to heartbeats
+_LEAVE_S = 5.0  # how long the last messages to the master may take once the workers are asked to end
 
 
 @dataclass(slots=True)
@@ -42,39 +43,14 @@ class _Worker:
     outgoing: trio.MemorySendChannel[protocol.WorkerBound]
     share: protocol.UseShare
     error: protocol.Raised | None = None
-    """The exception that ends it, once it has said so."""
+    """The exception that ends it, once it has reported that."""
 
     def started(self, device: int) -> protocol.WorkerStarted:
         return protocol.WorkerStarted(device=device, pid=self.handle.pid)
 
 
-@dataclass(slots=True)
-class _Duty:
-    """What the master said at the first contact."""
-
-    control: ControlSpec
-    configure: protocol.Configure | None
-    """None where there are ranks in place of workers."""
-
-    @property
-    def share(self) -> protocol.UseShare:
-        """What each worker may use of the machine by now."""
-        assert self.configure is not None
-        return protocol.UseShare(
-            torch_threads=self.configure.torch_threads, device_memory_bytes=self.configure.device_memory_bytes
-        )
-
-    @property
-    def interval_s(self) -> float:
-        return self.control.heartbeat_interval_s
-
-    @property
-    def orphan_timeout_s(self) -> float:
-        return self.control.orphan_timeout_s
-
-
 class Agent:
-    """One node's agent. `run` returns when it was asked to stop, or when no master came for too long."""
+    """One node's agent. `run` returns when it was asked to stop, or when no master connected for too long."""
 
     def __init__(
         self,
@@ -89,11 +65,10 @@ class Agent:
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
         relays: RelayNetwork | None = None,
     ) -> None:
-        """`workers` is where it starts the workers of a job; `ranks`, the ranks of a script; it has one of them.
+        """It has `workers`, which starts the workers of a job, or `ranks`, which starts the ranks of a script.
 
-        Without `checkpoints`, nothing is saved on this node; without `relays`, it speaks to no other agent.
-
-        `await_notice` returns, with its words, when the node is about to be taken away.
+        Without `checkpoints`, it saves nothing on this node; without `relays`, it connects to no other agent.
+        `await_notice` returns the notice's words when the node is about to be taken away.
         """
         self._await_notice = await_notice
         self._relays = relays
@@ -105,42 +80,41 @@ class Agent:
         self._host = workers
         self._hello = hello
         self._cache_dir = cache_dir
-        self._duty: _Duty | None = None
+        self._control: ControlSpec | None = None
+        self._configure: protocol.Configure | None = None  # stays None where there are ranks in place of workers
         self._workers: dict[int, _Worker] = {}
         self._starting: set[int] = set()
         self._worker_ended = trio.Event()
         self._generation = 0
         self._resend_queue = ResendQueue(limit=_UNSAID_LIMIT)
         self._next: MasterConnection | None = None
-        self._master_came = trio.Event()
+        self._has_master = trio.Event()
         self._heard_s = 0.0
-        self._patience = trio.CancelScope()  # ends a conversation in which it says nothing
-        self._listening = trio.CancelScope()  # ends once it is asked to stop, directly or through a relay
+        self._patience = trio.CancelScope()  # ends a conversation in which the master sends nothing
+        self._listening = trio.CancelScope()  # ends once the master asks the agent to stop, directly or by a relay
         self._way: Way | None = None
         self._stop_reason: str | None = None
-        self._ranks = None if ranks is None else RankKeeper(ranks, say=self._resend_queue.add, show=self._show)
-        self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, self._resend_queue.add)
+        queue = self._resend_queue
+        self._ranks = None if ranks is None else RankKeeper(ranks, say=queue.add, show=queue.offer)
+        self._persister = None if checkpoints is None else CheckpointPersister(checkpoints, queue.add)
+        self._keepers = [keeper for keeper in (self._ranks, self._persister) if keeper is not None]
 
     async def run(self) -> str:
         """Serve masters, one after the other; returns why it ended."""
         async with trio.open_nursery() as nursery:
             if self._host is not None:
                 nursery.start_soon(self._watch_fork_server, self._host)
-            if self._ranks is not None:
-                nursery.start_soon(self._ranks.run)
-            if self._persister is not None:
-                nursery.start_soon(self._persister.run)
+            for keeper in self._keepers:
+                nursery.start_soon(keeper.run)
             nursery.start_soon(self._meet_masters)
             while self._stop_reason is None:
                 with trio.move_on_after(self._patience_s):
-                    await self._master_came.wait()
-                connection, self._next, self._master_came = self._next, None, trio.Event()
+                    await self._has_master.wait()
+                connection, self._next, self._has_master = self._next, None, trio.Event()
                 if connection is None:
                     self._stop_reason = f"no master came for {self._patience_s:g} s"
-                    if self._persister is not None:
-                        self._persister.leave()
-                    if self._ranks is not None:
-                        self._ranks.leave()
+                    for keeper in self._keepers:
+                        keeper.leave()
                     break
                 await self._serve(connection, nursery)
             self._kill_all()
@@ -149,31 +123,29 @@ class Agent:
 
     @property
     def _patience_s(self) -> float:
-        """For how long it continues without a master's word."""
-        return self._duty.orphan_timeout_s if self._duty else _FIRST_CONTACT_S
+        """How long it continues without a message of a master."""
+        return self._control.orphan_timeout_s if self._control else _FIRST_CONTACT_S
 
     # --- the conversation with a master ----------------------------------------------------------------------
 
     async def _meet_masters(self) -> None:
-        """Take in masters that greet, and turn others away; of several that wait, the newest is the one to serve."""
+        """Take in masters that greet, and refuse others; of several that wait, serve the newest."""
         while True:
             connection = await self._accept()
             try:
-                await self._hear_greeting(connection)
+                await self._receive_greeting(connection)
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.TooSlowError, PeerError):
-                await _close(connection)
+                await close(connection)
                 continue
             if self._next is not None:
-                await _close(self._next)
+                await close(self._next)
             self._next = connection
-            self._master_came.set()
+            self._has_master.set()
 
     async def _give_way(self, talk: trio.CancelScope) -> None:
-        """End a conversation once another master comes: this one is gone, and its connection was never closed.
-
-        A network that loses what is under way closes nothing: a master that was cut off comes back by a new connection.
-        """
-        await self._master_came.wait()
+        """End a conversation once another master connects."""
+        # A network that loses packets closes no connection: a master that was cut off comes back by a new one.
+        await self._has_master.wait()
         talk.cancel()
 
     async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
@@ -183,36 +155,36 @@ class Agent:
             reported = () if self._persister is None else self._persister.reports
             self._resend_queue.repeat_unheard(also=reported)
             async with trio.open_nursery() as talk:
-                deliver = partial(self._hear, nursery)
+                deliver = partial(self._take_in, nursery)
                 self._way = way = Way(connection, self._resend_queue, talk, network=self._relays, deliver=deliver)
-                talk.start_soon(way.speak, self._beat)
+                talk.start_soon(way.speak, self._queue_heartbeat)
                 talk.start_soon(self._give_way, talk.cancel_scope)
-                # A master answers heartbeats that ask. One whose machine lost its power never closes the connection.
-                self._heard_s = trio.current_time()  # it greeted
+                # A master whose machine lost its power never closes the connection, but answers no heartbeats either.
+                self._heard_s = trio.current_time()
                 with trio.fail_after(self._patience_s) as self._patience, trio.CancelScope() as self._listening:
                     while self._stop_reason is None:
-                        self._hear(nursery, await connection.receive())
+                        self._take_in(nursery, await connection.receive())
                 with trio.move_on_after(_LEAVE_S):
                     await way.leave()
                     await self._take_leave()
                 talk.cancel_scope.cancel()
-        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
-            pass  # the master is gone or talks nonsense; training continues, and another may come
+        except* (*CLOSED, PeerError, trio.TooSlowError):
+            pass  # the master is gone or broke the protocol; training continues, and another master may connect
         finally:
             self._way = None
-            await _close(connection)
+            await close(connection)
 
-    def _hear(self, nursery: trio.Nursery, message: protocol.MasterMessage) -> None:
-        """The master says something, itself or through others. Raises PeerError."""
-        self._obey(message, nursery)
+    def _take_in(self, nursery: trio.Nursery, message: protocol.MasterMessage) -> None:
+        """Take in a message of the master, sent directly or through others. Raises PeerError."""
+        self._carry_out(message, nursery)
         self._heard_s = trio.current_time()
         self._patience.deadline = self._heard_s + self._patience_s
 
-    async def _hear_greeting(self, connection: MasterConnection) -> None:
+    async def _receive_greeting(self, connection: MasterConnection) -> None:
         with trio.fail_after(_GREETING_S):
             greeting = await connection.receive()
         if not isinstance(greeting, protocol.Greeting):
-            raise PeerError(f"said {type(greeting).__name__} before Greeting")
+            raise PeerError(f"sent {type(greeting).__name__} before Greeting")
         if greeting.tag != self._tag:
             raise PeerError(f"asked for the job {greeting.tag}; this is {self._tag}")
 
@@ -223,29 +195,26 @@ class Agent:
             self._ranks.kill_all()
 
     async def _take_leave(self) -> None:
-        """End the workers and say so, after all that was to be said; then nothing of this node is left."""
+        """End the workers, and report it after all other messages; then nothing of this node is left."""
         self._kill_all()
         while self._workers or self._starting:
             await self._worker_ended.wait()
         if self._ranks is not None:
             await self._ranks.all_gone()
+        for keeper in self._keepers:
             with trio.move_on_after(_LEAVE_S / 2):
-                await self._ranks.settle()
-            self._ranks.leave()
-        if self._persister is not None:
-            with trio.move_on_after(_LEAVE_S / 2):
-                await self._persister.settle()
-            self._persister.leave()
+                await keeper.settle()
+            keeper.leave()
         self._resend_queue.add(protocol.AgentStopped(reason=self._stop_reason or ""))
         await self._resend_queue.all_said()
 
-    def _beat(self) -> float:
-        """Have a heartbeat said, and return when the next one is."""
+    def _queue_heartbeat(self) -> float:
+        """Queue a heartbeat, and return when the next one is due."""
         now_s = trio.current_time()
-        if self._duty is None:
+        if self._control is None:
             return now_s + _HEARTBEAT_POLL_S
         self._resend_queue.beat(asks=now_s - self._heard_s >= _ASKS_AFTER * self._patience_s)
-        return now_s + self._duty.interval_s
+        return now_s + self._control.heartbeat_interval_s
 
     async def _watch_for_notice(
         self, await_notice: Callable[[ControlSpec], Awaitable[str]], control: ControlSpec
@@ -256,43 +225,34 @@ class Agent:
         while True:
             self._resend_queue.add(await host.server_ended())
 
-    def _show(self, output: protocol.RankOutput) -> bool:
-        return self._resend_queue.offer(output)
-
     def request_leave(self, reason: str) -> None:
         """Ask the master to drain this node."""
         self._resend_queue.add(protocol.Leaving(reason=reason))
 
-    def _obey(self, message: protocol.MasterMessage, nursery: trio.Nursery) -> None:
+    def _carry_out(self, message: protocol.MasterMessage, nursery: trio.Nursery) -> None:
         match message:
             case protocol.Configure():
-                is_first, self._duty = self._duty is None, _Duty(message.job.control, message)
+                is_first, self._configure, self._control = self._configure is None, message, message.job.control
                 if self._host is None:
                     raise PeerError("asked for workers; this agent runs a script")
-                if is_first:  # it is said again where it may have been lost with a connection
+                if is_first:  # the master repeats it where it may have been lost with a connection
                     self._open_storage(message)
                     nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
                 for device in self._workers:
                     self._give_share(device)
                 self._watch_notice(message.job.control, nursery)
             case protocol.ConfigureRanks():
-                self._duty = _Duty(message.run.control, None)
+                self._control = message.run.control
                 self._watch_notice(message.run.control, nursery)
                 self._order_ranks(message)
             case protocol.StartRanks() | protocol.EndRanks() | protocol.TraceRanks():
                 self._order_ranks(message)
             case protocol.Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)
-            case (
-                protocol.BecomeRelay()
-                | protocol.JoinRelay()
-                | protocol.UseRelay()
-                | protocol.LeaveRelay()
-                | protocol.Relayed()
-            ):
-                if self._duty is None or self._duty.configure is None or self._way is None:
+            case _ if isinstance(message, protocol.RelayOrder):
+                if self._configure is None or self._way is None:
                     raise PeerError(f"{type(message).__name__} came before Configure")
-                self._way.obey(message, self._duty.configure)
+                self._way.carry_out(message, self._configure)
             case protocol.Greeting():
                 raise PeerError("a second greeting on one connection")
             case (
@@ -305,7 +265,7 @@ class Agent:
                     self._persister.take(message)
             case protocol.StartWorker(device=device):
                 configure = self._duty_for(device)
-                # A master that took over may ask for what the one before has asked for.
+                # A master that took over may repeat the request of the one before.
                 if device not in self._workers and device not in self._starting:
                     self._starting.add(device)
                     nursery.start_soon(self._run_worker, device, configure)
@@ -314,13 +274,13 @@ class Agent:
                     self._workers[device].handle.kill()
             case protocol.PlanOrder(device=device, generation=generation):
                 self._generation = max(self._generation, generation)
-                self._tell(device, message)
+                self._send_to_worker(device, message)
             case protocol.AskActivity(device=device):
-                self._tell(device, message)
+                self._send_to_worker(device, message)
                 if device in self._workers:
                     nursery.start_soon(self._watch_processor, self._workers[device], message)
             case protocol.ForWorker():
-                self._tell(message.device, message)
+                self._send_to_worker(message.device, message)
             case protocol.StopAgent(reason=reason):
                 self._stop_reason = reason
                 self._listening.cancel()
@@ -334,11 +294,11 @@ class Agent:
 
     def _order_ranks(self, order: protocol.RanksOrder) -> None:
         if self._ranks is None:
-            raise PeerError(f"said {type(order).__name__}; this agent has workers, and runs no script")
+            raise PeerError(f"sent {type(order).__name__}; this agent has workers, and runs no script")
         try:
             self._ranks.take(order)
         except trio.WouldBlock:
-            raise PeerError("gives more orders for ranks than can be carried out") from None
+            raise PeerError("sends more orders for ranks than can be carried out") from None
 
     def _open_storage(self, configure: protocol.Configure) -> None:
         if self._checkpoints is None or not configure.job.checkpoint.enabled:
@@ -350,38 +310,45 @@ class Agent:
 
     # --- workers -----------------------------------------------------------------------------------------------
 
-    def _tell(self, device: int, message: protocol.WorkerBound) -> None:
-        """Queue a message for a worker; one for a worker that is gone has no meaning any more."""
+    def _send_to_worker(self, device: int, message: protocol.WorkerBound) -> None:
+        """Queue a message for a worker."""
         worker = self._workers.get(device)
         if worker is None:
-            return
+            return  # nothing matters to a worker that is gone
         try:
             worker.outgoing.send_nowait(message)
         except trio.WouldBlock:
             worker.handle.kill()  # it reads nothing any more
 
     def _give_share(self, device: int) -> None:
-        """Tell a worker what it may use of the machine, where that has changed since it was told."""
-        assert self._duty is not None
-        worker, share = self._workers[device], self._duty.share
+        """Tell a worker its share of the machine, if that has changed."""
+        worker, share = self._workers[device], self._share
         if worker.share != share:
             worker.share = share
-            self._tell(device, share)
+            self._send_to_worker(device, share)
 
     def _duty_for(self, device: int) -> protocol.Configure:
         """What a worker of this device is to do. Raises PeerError where there can be none."""
-        if self._duty is None or self._duty.configure is None:
+        configure = self._configure
+        if configure is None:
             raise PeerError("StartWorker came before Configure")
-        configure = self._duty.configure
         if device not in range(len(configure.devices)):
             raise PeerError(f"asked for a worker on device {device}; there are {len(configure.devices)}")
         return configure
 
+    @property
+    def _share(self) -> protocol.UseShare:
+        """What each worker may use of the machine, by the newest `Configure`."""
+        configure = self._configure
+        assert configure is not None
+        return protocol.UseShare(
+            torch_threads=configure.torch_threads, device_memory_bytes=configure.device_memory_bytes
+        )
+
     async def _run_worker(self, device: int, configure: protocol.Configure) -> None:
-        """Start a worker, relay for it, and report its end."""
+        """Start a worker, pass on its messages, and report its end."""
         assert self._host is not None
-        assert self._duty is not None
-        share = self._duty.share
+        share = self._share
         setup = protocol.SetUpWorker(
             job=configure.job,
             worker_id=WorkerId(node=configure.node, device=device),
@@ -411,7 +378,7 @@ class Agent:
             with trio.CancelScope() as listening:
                 nursery.start_soon(self._end_listening, worker, listening)
                 await self._listen_to_worker(device, worker)
-            handle.kill()  # one that cannot be heard, or talks nonsense, would train on unheard
+            handle.kill()  # its socket is closed, or it broke the protocol, and it would train on unheard
             end = await handle.wait()
             nursery.cancel_scope.cancel()
         del self._workers[device]
@@ -420,7 +387,7 @@ class Agent:
         self._worker_ended = trio.Event()
 
     async def _watch_processor(self, worker: _Worker, asked: protocol.AskActivity) -> None:
-        """Report how much processor time a worker's process uses while it may come on."""
+        """Report how much processor time a worker's process uses until its patience is over."""
         began_s, before_s = trio.current_time(), worker.handle.processor_s()
         await trio.sleep(asked.patience_s)
         used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
@@ -438,30 +405,23 @@ class Agent:
             async for message in queue:
                 await worker.handle.send([message])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # it is gone; its exit is reported by the task that waits for it
+            pass  # the worker is gone; the task that waits for it reports its exit
 
     async def _listen_to_worker(self, device: int, worker: _Worker) -> None:
-        """Relay what a worker says until its socket closes."""
+        """Pass on a worker's messages until its socket closes."""
         while True:
             try:
                 message = await worker.handle.receive()
-            except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError):
+            except (*CLOSED, PeerError):
                 return
             match message:
                 case protocol.WorkerFailed(end=error):
                     worker.error = error
                 case protocol.Pace():
                     self._resend_queue.add_in_passing(message)
-                case protocol.StateSaved() | protocol.StateNotSaved():
+                case _:
                     self._resend_queue.add(message)
                     if self._persister is not None and isinstance(message, protocol.StateSaved):
                         self._persister.take(message)
-                    elif self._persister is not None:
+                    elif self._persister is not None and isinstance(message, protocol.StateNotSaved):
                         self._persister.note(message)
-                case _:
-                    self._resend_queue.add(message)
-
-
-async def _close(connection: MasterConnection) -> None:
-    with trio.CancelScope(shield=True), trio.move_on_after(1):
-        await connection.aclose()

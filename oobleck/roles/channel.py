@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from oobleck.wire import FrameDecoder, encode_frame
+
+CLOSED = (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError)
+"""The errors of a stream that is at its end, broken or closed."""
 
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
@@ -25,10 +28,7 @@ class MessageChannel(Generic[Outgoing, Incoming]):
         self._arrived: deque[Incoming] = deque()
 
     async def send(self, messages: Sequence[Outgoing]) -> None:
-        """Send messages as one write: batching them gives many times the rate.
-
-        Raises trio.BrokenResourceError or trio.ClosedResourceError.
-        """
+        """Send messages as one write. Raises trio.BrokenResourceError or trio.ClosedResourceError."""
         await self._stream.send_all(b"".join(map(encode_frame, messages)))
 
     async def receive(self) -> Incoming:
@@ -47,3 +47,13 @@ class MessageChannel(Generic[Outgoing, Incoming]):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+async def close(resource: _Closable) -> None:
+    """Close a stream, a connection or a listener, whatever is cancelled meanwhile, within a second."""
+    with trio.CancelScope(shield=True), trio.move_on_after(1):
+        await resource.aclose()

@@ -1,6 +1,6 @@
-"""The agent's care for saved states: what workers leave in memory goes to disk, one after the other.
+"""The agent's part that writes saved states: what workers leave in memory goes to disk, in order.
 
-It outlives workers: a state that is whole in memory is written whatever becomes of the process that saved it.
+It outlives workers: a state that is complete in memory is written even if its process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oobleck.errors import CorruptCheckpoint
 from .agent_ports import CheckpointStore
 
 _TASKS_BUFFERED = 100
-_SAVES_KEPT = 2  # of so many saves an agent still knows what was reported
+_SAVES_KEPT = 2  # for how many saves an agent keeps the reports
 
 _Report = protocol.StateSaved | protocol.StateNotSaved | protocol.LayersPersisted
 _Task = (
@@ -38,11 +38,11 @@ class CheckpointPersister:
         self._say = say
         self._post, self._tasks = trio.open_memory_channel[_Task](_TASKS_BUFFERED)
         self._num_pending = 0
-        self._reports: dict[str, list[_Report]] = {}  # by save: the newest last
+        self._reports: dict[str, list[_Report]] = {}  # keyed by save, the newest last
         self._settled = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
-        """Write what is handed over, for ever."""
+        """Carry out tasks until cancelled."""
         async for task in self._tasks:
             match task:
                 case protocol.StateSaved() | protocol.PersistState():
@@ -50,7 +50,7 @@ class CheckpointPersister:
                 case protocol.CommitCheckpoint():
                     await self._commit(task)
                 case protocol.RemoveUnfinished(names=names):
-                    with suppress(OSError):  # what stays takes room, and does no other harm
+                    with suppress(OSError):  # what stays takes room, but does no other harm
                         await self._store.remove_unfinished(names)
                 case protocol.RemoveOld(names=names):
                     with suppress(OSError):
@@ -62,7 +62,7 @@ class CheckpointPersister:
 
     @property
     def reports(self) -> tuple[_Report, ...]:
-        """What was reported of the last saves: a new master knows nothing of what the one before has heard."""
+        """The reports of the last saves, which a new master does not have."""
         return tuple(chain.from_iterable(self._reports.values()))
 
     def note(self, report: _Report) -> None:
@@ -72,12 +72,12 @@ class CheckpointPersister:
             del self._reports[old]
 
     async def settle(self) -> None:
-        """Wait until all that was handed over is done with: leaving earlier would keep its memory in use."""
+        """Wait until all tasks are done: leaving earlier would keep their memory in use."""
         while self._num_pending:
             await self._settled.park()
 
     def take(self, task: _Task) -> None:
-        """Have a saved state written, a checkpoint committed, or a save that was given up removed from the disk."""
+        """Queue a task: a state to write, a checkpoint to commit, or saves to remove."""
         match task:
             case protocol.StateSaved():
                 self.note(task)
@@ -95,7 +95,7 @@ class CheckpointPersister:
             self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
 
     def leave(self) -> None:
-        """The run has ended: give the memory back, unless it has what the disk lacks, which the store knows."""
+        """Free the memory at the run's end, unless it has a state that the disk lacks."""
         self._store.discard_memory()
 
     async def _persist(self, task: protocol.StateSaved | protocol.PersistState) -> None:
@@ -134,13 +134,13 @@ class CheckpointPersister:
                 pass
 
     def _report(self, report: protocol.LayersPersisted | protocol.StateNotSaved) -> None:
-        if report.name in self._reports:  # else it was given up meanwhile
+        if report.name in self._reports:  # else the save was given up meanwhile
             self.note(report)
         self._say(report)
 
 
 def _said(error: OSError | CorruptCheckpoint) -> str:
-    """An error in words for people: the system's, with the file that it is about."""
+    """An error in words for people: the system's, with the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

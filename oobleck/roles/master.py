@@ -1,4 +1,4 @@
-"""The master: one task for each node, one loop that feeds the coordinator and carries out its commands."""
+"""The master: a task for each node, and a loop that feeds the coordinator and carries out its commands."""
 
 from __future__ import annotations
 
@@ -19,27 +19,53 @@ from oobleck.job import JobSpec, NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
+from .channel import CLOSED, close
 from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost, ProfileCache
-from .run_clock import RunClock
 
 _EVENTS_BUFFERED = 10_000
-_EVENTS_AT_ONCE = 100  # so many are taken in before commands are carried out
-_MESSAGES_BUFFERED = 10_000  # for each node; one that takes fewer than it is sent for so long is lost
+_EVENTS_AT_ONCE = 100  # the most events that are taken in before commands are carried out
+_MESSAGES_BUFFERED = 10_000  # for each node; a node that leaves so many unread is lost
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
-"""The waits before each try to find the way to an agent again; the last one before all that follow."""
+"""The waits before each try to reach an agent again; the last one repeats."""
 _FAREWELL_S = 5.0  # how long a few agents may take to end their workers once they are asked to stop
+
+
+class RunClock:
+    """Seconds since a run started, under all its masters, by trio's clock. `start` it within trio."""
+
+    def __init__(self, *, elapsed_s: float = 0.0, held_up_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`elapsed_s` is the run's time under earlier masters.
+
+        `held_up_s` returns how long this process was stopped so far, if trio's clock does not count that.
+        """
+        self._elapsed_s = elapsed_s
+        self._held_up_s = held_up_s
+        self._started_s = 0.0
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._started_s = trio.current_time() - self._elapsed_s + self._held_up_s()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the run started, including those in which this process was stopped."""
+        return trio.current_time() - self._started_s + self._held_up_s()
+
+    def deadline(self, at_s: float) -> float:
+        """Return the trio time of a moment of the run; infinity stays infinity."""
+        return at_s + self._started_s - self._held_up_s()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reported:
-    """An agent said something about relays, or others said something through it."""
+    """An agent sent something about relays, or passed on messages of others."""
 
     node: str
     report: protocol.RelayReport
 
 
 class Master:
-    """Runs one job to its end. `submit` lets others (a control socket, signals) feed events."""
+    """Runs one job to its end. Others, such as a control socket, feed events by `submit`."""
 
     def __init__(
         self,
@@ -52,9 +78,7 @@ class Master:
         clock: RunClock,
         known: Sequence[NodeSpec] = (),
     ) -> None:
-        """`known` are the nodes that a master before had, lost ones included: something may be left on them at the
-        end.
-        """
+        """`known` are the nodes of the master before, lost ones included: they are cleaned at the end."""
         self._coordinator = coordinator
         self._nodes = {spec.name: spec for spec in known}
         self._tag = job.tag
@@ -86,11 +110,11 @@ class Master:
         self._observers.append(observer)
 
     def listen(self, listener: Callable[[str, float], None]) -> None:
-        """Have `listener` called with (node, seconds since the start) whenever a node is heard of."""
+        """Have `listener` called with (node, seconds since the start) whenever a node is heard."""
         self._listeners.append(listener)
 
     def show_output(self, screen: Callable[[protocol.RankOutput], None]) -> None:
-        """Have what ranks write handed to `screen`: it is for people, and nothing is decided by it."""
+        """Have the output of ranks handed to `screen`. It is for people, and decides nothing."""
         self._screens.append(screen)
 
     def submit(self, event: control_events.Event) -> None:
@@ -98,15 +122,15 @@ class Master:
         self._events.send_nowait(event)
 
     async def kill(self, node: str) -> bool:
-        """Kill a node, as if its power had been cut. Its loss is then met as any other. Raises NodeUnreachable.
+        """Kill a node, as if its power had been cut; the run treats its loss like any other. Raises NodeUnreachable.
 
-        Returns False where nothing was there to be killed, or is still there.
+        Returns False if nothing ran there, or still does.
         """
         self.submit(control_events.KillRequested(node=node))
         return await self._cluster.kill(self._nodes[node])
 
     async def run(self) -> control_events.End:
-        """Run the job; returns how it ended, when nothing of it is left running."""
+        """Run the job; return how it ended, once nothing of it is left running."""
         self._clock.start()
         async with trio.open_nursery() as nursery:
             self._carry_out(self._coordinator.start(self.now_s), nursery)
@@ -125,7 +149,7 @@ class Master:
         at = self._clock.deadline(min(self._coordinator.next_deadline(), self._relays.due_s))
         with trio.move_on_at(at):
             commands = self._feed(await self._inbox.receive())
-            with suppress(trio.WouldBlock):  # heartbeats of many nodes come together: one wake-up serves them all
+            with suppress(trio.WouldBlock):  # heartbeats of many nodes arrive together: one wake-up serves them all
                 for _ in range(_EVENTS_AT_ONCE):
                     commands += self._feed(self._inbox.receive_nowait())
             return commands
@@ -141,7 +165,7 @@ class Master:
                 if isinstance(message, protocol.RankOutput):
                     for screen in self._screens:
                         screen(message)
-                self._relays.hear(node, now_s)
+                self._relays.note_heard(node, now_s)
                 self._note_heard(node, now_s)
             case control_events.NodesHeard(heard=heard):
                 for node, heard_s in heard:
@@ -151,9 +175,9 @@ class Master:
         return self._coordinator.handle(now_s, event)
 
     def _meet(self, node: str) -> None:
-        """An agent has said hello; it has no relay yet, whatever it had before."""
+        """An agent has said hello; it has no relay now, whatever it had before."""
         if node in self._tunnels:
-            self._post_all(self._relays.come(node, self.now_s, takes_calls=self._tunnels[node].takes_calls))
+            self._post_all(self._relays.add(node, self.now_s, takes_calls=self._tunnels[node].takes_calls))
             self._look_after_tunnel(node)
 
     def _note_heard(self, node: str, heard_s: float) -> None:
@@ -191,21 +215,19 @@ class Master:
                 case control_events.Connect(node=spec, attach=attach):
                     self._nodes[spec.name] = spec
                     if (before := self._tunnels.get(spec.name)) is not None:
-                        before.scope.cancel()  # it still tries; two would each end the other's agent
+                        before.scope.cancel()  # it still tries, and two would each end the other's agent
                     self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events, attach=attach)
                     nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
                 case control_events.Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
-                    self._post_all(self._relays.go(node, self.now_s))
+                    self._post_all(self._relays.remove(node, self.now_s))
                     nursery.start_soon(self._cluster.clean, self._nodes[node])
                 case control_events.LookUpProfile(key=key, kind=kind):
                     self.submit(control_events.ProfileFound(profile_json=self._profiles.load(key), kind=kind))
-                case control_events.StoreProfile(key=key, profile_json=profile_json):
-                    self._profiles.store(key, profile_json)
                 case control_events.LookUpLink(key=key):
                     self.submit(control_events.LinkFound(key=key, link_json=self._profiles.load(key)))
-                case control_events.StoreLink(key=key, link_json=link_json):
-                    self._profiles.store(key, link_json)
+                case control_events.Store(key=key, value_json=value_json):
+                    self._profiles.store(key, value_json)
                 case control_events.End():
                     self._outcome = command
 
@@ -215,7 +237,7 @@ class Master:
                 self._tunnels[send.node].post(send.message)
 
     async def _say_farewell(self) -> None:
-        """Let agents end by themselves; those that do not in time are ended by `Cluster.clean`."""
+        """Let agents end by themselves; `Cluster.clean` ends those that take too long."""
         with trio.move_on_after(saying_farewell_s(_FAREWELL_S, len(self._nodes))):
             for tunnel in self._tunnels.values():
                 await tunnel.closed.wait()
@@ -224,8 +246,8 @@ class Master:
 class _Tunnel:
     """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event.
 
-    Where the way to the agent is lost, and not the agent, the way is looked for until it is found, or the coordinator
-    has waited long enough. What is to be said meanwhile is kept.
+    If only the connection is lost, and not the agent, it tries to connect again until the coordinator has waited long
+    enough, and keeps messages meanwhile.
     """
 
     def __init__(
@@ -241,15 +263,14 @@ class _Tunnel:
         self._spec = spec
         self._greeting = protocol.Greeting(protocol=protocol.PROTOCOL_VERSION, tag=tag)
         self._events = events
-        self._attach = attach  # an agent lives there: it is to be found, and none is to be started
+        self._attach = attach  # an agent lives there: connect to it, and start none
         self._connection: AgentConnection | None = None
-        self.takes_calls = False
-        """Of the newest connection."""
+        self.takes_calls = False  # the newest connection's
         self._conversation = trio.CancelScope()
         self._post, self._outgoing = trio.open_memory_channel[protocol.MasterMessage](_MESSAGES_BUFFERED)
 
     def post(self, message: protocol.MasterMessage) -> None:
-        """Queue a message; never waits, so that one slow node delays no other."""
+        """Queue a message. Never waits, so that a slow node delays no other."""
         try:
             self._post.send_nowait(message)
         except trio.WouldBlock:
@@ -257,12 +278,12 @@ class _Tunnel:
             self.scope.cancel()
 
     def rest(self, is_resting: bool) -> None:
-        """The agent is heard through another one for now, or is no more."""
+        """Note whether the agent is heard through another one for now."""
         if self._connection is not None:
             self._connection.rest(is_resting)
 
     def begin_again(self) -> None:
-        """End the connection, and look for the agent by a new one: what was said is not known to have arrived."""
+        """End the connection, and reach the agent by a new one: messages may not have arrived."""
         self._conversation.cancel()
 
     async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
@@ -283,7 +304,7 @@ class _Tunnel:
             self.closed.set()
 
     async def _is_only_out_of_reach(self, cluster: Cluster, hello_timeout_s: float) -> bool:
-        """Talk to the agent until the connection ends, and return whether the agent may live, and can be looked for."""
+        """Talk to the agent until the connection ends; return whether the agent may still live."""
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:
@@ -297,8 +318,7 @@ class _Tunnel:
             return True
         finally:
             self._connection = None
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await connection.aclose()
+            await close(connection)
 
     async def _talk(self, connection: AgentConnection, hello_timeout_s: float) -> bool:
         is_link_lost = False
@@ -307,7 +327,7 @@ class _Tunnel:
                 await connection.send([self._greeting])
                 hello = await connection.receive()
             if not isinstance(hello, protocol.Hello):
-                raise PeerError(f"said {type(hello).__name__} before Hello")
+                raise PeerError(f"sent {type(hello).__name__} before Hello")
             self._events.send_nowait(
                 control_events.NodeUp(node=self._spec.name, hello=hello, address=connection.address)
             )
@@ -317,12 +337,12 @@ class _Tunnel:
                 await self._read(connection)
         except* LinkLost:
             is_link_lost = True
-        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
+        except* CLOSED:
             self._fail(entries.ConnectionLost())
         except* trio.TooSlowError:
             is_link_lost = self._attach
             if not self._attach:
-                self._fail(entries.Unreachable(problem=f"its agent said nothing within {hello_timeout_s:g} s"))
+                self._fail(entries.Unreachable(problem=f"its agent did not answer within {hello_timeout_s:g} s"))
         except* PeerError as errors:
             self._fail(entries.ProtocolBroken(problem=str(errors.exceptions[0])))
         return is_link_lost
@@ -330,22 +350,15 @@ class _Tunnel:
     async def _read(self, connection: AgentConnection) -> None:
         while True:
             message = await connection.receive()
-            said: control_events.Event | _Reported
-            match message:
-                case (
-                    protocol.RelayOpen()
-                    | protocol.RelayJoined()
-                    | protocol.RelayLeft()
-                    | protocol.RelaySaid()
-                    | protocol.RelayHeard()
-                ):
-                    said = _Reported(node=self._spec.name, report=message)
-                case _:
-                    said = control_events.MessageReceived(node=self._spec.name, message=message)
+            event: control_events.Event | _Reported
+            if isinstance(message, protocol.RelayReport):
+                event = _Reported(node=self._spec.name, report=message)
+            else:
+                event = control_events.MessageReceived(node=self._spec.name, message=message)
             try:
-                self._events.send_nowait(said)
+                self._events.send_nowait(event)
             except trio.WouldBlock:
-                await self._events.send(said)
+                await self._events.send(event)
 
     async def _write(self, connection: AgentConnection) -> None:
         while True:
@@ -356,15 +369,15 @@ class _Tunnel:
             try:
                 await connection.send(messages)
             except trio.BrokenResourceError:
-                return  # who reads finds out what it is that was lost
+                return  # `_read` finds out what was lost
 
     def _fail(self, loss: entries.Loss) -> None:
         self._events.send_nowait(control_events.NodeFailed(node=self._spec.name, loss=loss))
 
 
 def decode_relayed(frame: bytes) -> protocol.AgentMessage:
-    """Read a message that an agent's relay has passed on. Raises PeerError."""
+    """Read a message that a relay has passed on. Raises PeerError."""
     messages = FrameDecoder[protocol.AgentMessage](protocol.AgentMessage).feed(frame)
     if len(messages) != 1:
-        raise PeerError(f"passes on a frame with {len(messages)} messages; it must be one")
+        raise PeerError(f"passes on a frame with {len(messages)} messages; it must have one")
     return messages[0]

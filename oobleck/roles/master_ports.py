@@ -1,4 +1,4 @@
-"""The master's ports: all that it may ask of the world, and what decides for it."""
+"""The master's ports: everything that it may ask of the world, and what decides for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from oobleck.job import NodeSpec
 
 
 class LinkLost(trio.BrokenResourceError):
-    """The way to a node is lost: a network, a machine in between, or the node. Whether its agent lives is not known.
+    """The connection to a node is lost: a network, a machine in between, or the node. Its agent may live.
 
-    An agent that ends, or is killed, is distinguished from this: then the other side closes the connection.
+    An agent that ends or is killed does not cause this, because then the other side closes the connection.
     """
 
 
@@ -29,9 +29,9 @@ class AgentConnection(Protocol):
 
     @property
     def takes_calls(self) -> bool:
-        """Whether the node was connected to at its address, so that other agents can be expected to do the same.
+        """Whether the master connected to the node's address, so that other agents can probably do the same.
 
-        One that dials in, or is behind a jump host or a proxy command, may take no calls.
+        A node that dials in, or is behind a jump host or a proxy command, may take no calls.
         """
 
     async def send(self, messages: Sequence[MasterMessage]) -> None:
@@ -40,12 +40,12 @@ class AgentConnection(Protocol):
     async def receive(self) -> FromAgent:
         """Wait for the next message.
 
-        Raises LinkLost when the way to the agent is lost, trio.EndOfChannel or another trio.BrokenResourceError when
-        the agent is, PeerError for nonsense.
+        Raises LinkLost when the connection is lost, trio.EndOfChannel or another trio.BrokenResourceError when the
+        agent is, and PeerError for bytes that are no message.
         """
 
     def rest(self, is_resting: bool) -> None:
-        """Say whether the connection is idle for now, since the agent is heard through another one."""
+        """Note whether the connection is idle for now, because the agent is heard through another one."""
 
     async def aclose(self) -> None: ...
 
@@ -56,39 +56,39 @@ class Cluster(Protocol):
     async def reach(self, node: NodeSpec, *, attach: bool) -> AgentConnection:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        An agent that an earlier master left is ended before. With `attach`, it is taken up with, and AgentGone is
-        raised where none lives.
+        Ends an agent of an earlier master before. With `attach`, connects to that agent, and raises AgentGone if it
+        does not live.
         """
 
     async def kill(self, node: NodeSpec) -> bool:
         """Kill the node's processes of this job, as if its power had been cut. Raises NodeUnreachable.
 
-        Returns False where nothing was there to be killed, or is still there.
+        Returns False if nothing ran there, or still does.
         """
 
     async def clean(self, node: NodeSpec) -> None:
-        """End what is left of this job on the node, and remove its files there; best effort, raises nothing."""
+        """End what is left of this job on the node, and remove its files; best effort, raises nothing."""
 
 
 class LiveCluster(Cluster, Protocol):
-    """All that a run on real nodes asks of them. `Cluster` is the part that the master uses."""
+    """Everything that a run asks of real nodes. `Cluster` is the part that the master uses."""
 
     async def is_alive(self, node: NodeSpec) -> bool:
-        """Return whether an agent of this run lives on the node; False where it cannot be reached."""
+        """Return whether an agent of this run lives on the node; False if the node cannot be reached."""
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
-        """Send a signal to processes of the node; False where there are none. Raises NodeUnreachable."""
+        """Send a signal to processes of the node; return False if there are none. Raises NodeUnreachable."""
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
-        """Have the node's workers take `factor` times as long; False where there are none. Raises NodeUnreachable."""
+        """Slow the node's workers down by `factor`; return False if there are none. Raises NodeUnreachable."""
 
     def release(self, node: NodeSpec) -> None:
-        """Give the node back to the launcher that gave it, once it is cleaned."""
+        """Give the node back to its launcher, once it is cleaned."""
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
-        """Give back the memory in which the node keeps states; best effort, raises nothing.
+        """Free the memory in which the node keeps states; best effort, raises nothing.
 
-        With `keeps_only_copy`, memory that its agent has left because it could not be written stays.
+        With `keeps_only_copy`, states stay that its agent could not write to disk.
         """
 
     async def aclose(self) -> None:
@@ -96,10 +96,9 @@ class LiveCluster(Cluster, Protocol):
 
 
 class Decisions(Protocol):
-    """All decisions of a run, as a pure machine: the coordinator of a training job, or of a script's ranks."""
+    """The coordinator of a training job, or of a script's ranks: all decisions of a run, as a pure machine."""
 
-    def start(self, now_s: float) -> list[Command]:
-        """Begin."""
+    def start(self, now_s: float) -> list[Command]: ...
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Take in an event. Raises nothing."""

@@ -1,6 +1,6 @@
-"""The agent's care for the ranks of a script: it starts them, kills the others when one fails, and shows their output.
+"""The agent's part that runs a script's ranks: starts them, kills the others when one fails, and shows their output.
 
-It answers for one generation at a time. What it has not been told to start does not run.
+It runs one generation at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .agent_ports import RankHandle, RankHost
 
 _ORDERS_BUFFERED = 100
 _LOOK_S = 0.05
-_STACK_S = 1.0  # how long a rank may take to write down where it is
+_STACK_S = 1.0  # how long a rank may take to write its stack
 _LOOKS_EACH_TIMEOUT = 20
 _LONGEST_LOOK_S = 5.0
-"""How often signs of life are looked for: so often in the time that they may be missing, and at least so often."""
-_LAST_WORDS_S = 2.0  # how long the end of a rank's output may wait for a master to show it
+"""It looks for signs of life this often in the time for which they may be missing, and at least every few seconds."""
+_LAST_WORDS_S = 2.0  # how long the end of a rank's output may wait for a master that shows it
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class _Generation:
     number: int
     ranks: list[_Rank] = field(default_factory=list)
     is_ending: bool = False
-    """Its ranks are being ended: how they do is of no interest."""
+    """Whether its ranks are being ended, so that failures do not count."""
     is_asked: bool = False
-    """They were asked to end: nothing has failed."""
+    """Whether they were asked to end, because nothing has failed."""
     is_unwritten: bool = False
-    """A file of theirs could not be written to, and that was said."""
+    """Whether it was reported that one of their files cannot be written."""
     gone: trio.Event = field(default_factory=trio.Event)
 
     @property
@@ -60,23 +60,23 @@ class RankKeeper:
         say: Callable[[protocol.AgentMessage], None],
         show: Callable[[protocol.RankOutput], bool],
     ) -> None:
-        """`show` returns False where output cannot be taken now; it is offered again then."""
+        """`show` returns False if it cannot take output now; it is offered again later."""
         self._host = host
         self._say = say
         self._show = show
         self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
         self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
-        self._cleared = 0  # of generations up to this one nothing runs, or will
+        self._cleared = 0  # no rank of generations up to this one runs, or will
         self._current: _Generation | None = None
         self._started: protocol.RanksStarted | None = None
 
     def take(self, order: protocol.RanksOrder) -> None:
-        """Have an order carried out after those before it. Raises trio.WouldBlock for far too many."""
+        """Queue an order. Raises trio.WouldBlock for far too many."""
         self._post.send_nowait(order)
 
     async def run(self) -> None:
-        """Carry out orders, for ever."""
+        """Carry out orders until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host.run)
             nursery.start_soon(self._watch_server)
@@ -94,7 +94,7 @@ class RankKeeper:
                         assert_never(order)
 
     def kill_all(self) -> None:
-        """Kill all ranks; how they end is not reported any more."""
+        """Kill all ranks; their ends are not reported any more."""
         if self._current is not None:
             self._current.is_ending = True
             _kill(self._current.living)
@@ -105,11 +105,11 @@ class RankKeeper:
             await self._current.gone.wait()
 
     async def settle(self) -> None:
-        """Have what ranks have saved written to disk, and wait for it."""
+        """Have saved states written to disk, and wait for that."""
         await self._host.settle()
 
     def leave(self) -> None:
-        """Give back the memory of what is on disk."""
+        """Free the memory of states that are on disk."""
         self._host.leave()
 
     async def _watch_server(self) -> None:
@@ -117,7 +117,7 @@ class RankKeeper:
             self._say(await self._host.server_ended())
 
     async def _configure(self, order: protocol.ConfigureRanks) -> None:
-        """Prepare at first; later, a master that may have missed what was said is told it again."""
+        """Prepare at first; later, repeat reports for a master that may have missed them."""
         if self._configured is None:
             try:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
@@ -138,7 +138,7 @@ class RankKeeper:
     async def _start(self, order: protocol.StartRanks, nursery: trio.Nursery) -> None:
         configured = self._configured
         if configured is None or self._current is not None or order.generation <= self._cleared:
-            return  # it was ended before it began, or is said again
+            return  # the generation was ended before it began, or the order is repeated
         self._current = generation = _Generation(order.generation)
         self._started = None
         setups = [
@@ -162,7 +162,7 @@ class RankKeeper:
         self._say(self._started)
 
     async def _watch(self, generation: _Generation, rank: _Rank) -> None:
-        """Wait for a rank's end; where it failed, the others end too, at once: they could only wait for it."""
+        """Wait for a rank's end. If it failed, end the others at once, which could only wait for it."""
         end = await rank.handle.wait()
         has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending
         if has_failed:
@@ -185,9 +185,8 @@ class RankKeeper:
             await self._finish(generation)
 
     async def _finish(self, generation: _Generation) -> None:
-        """All ranks are gone."""
         await self._host.keep_states(is_planned=generation.is_asked)
-        await self._show_rest(generation)  # before their end is reported, for the run may end over it
+        await self._show_rest(generation)  # before their end is reported, because the run may end over it
         if generation.is_ending:
             self._cleared = max(self._cleared, generation.number)
             self._current = None
@@ -205,7 +204,7 @@ class RankKeeper:
                 self._say_ready()
             return
         generation.is_ending = True
-        if generation.gone.is_set():  # all had ended well, and start once more
+        if generation.gone.is_set():  # all had ended well, and start again
             self._cleared, self._current = number, None
             self._say_ready()
             return
@@ -220,19 +219,19 @@ class RankKeeper:
     # --- hangs -------------------------------------------------------------------------------------------------------
 
     async def _watch_signs(self, generation: _Generation, timeout_s: float) -> None:
-        """Say when ranks have shown no sign of life for long, and when they have again."""
+        """Report when ranks have shown no sign of life for too long, and when they show one again."""
         signs = NodeSigns(timeout_s=timeout_s, generation=generation.number)
         while not generation.gone.is_set():
             living = generation.living
             count = self._host.num_saved() + sum(rank.handle.written_bytes() for rank in generation.ranks)
             used_s = {rank.setup.rank: rank.handle.used_s() for rank in living}
-            said = signs.look(trio.current_time(), count=count, used_s=used_s)
-            if said is not None and living and not generation.is_ending:
-                self._say(said)
+            report = signs.look(trio.current_time(), count=count, used_s=used_s)
+            if report is not None and living and not generation.is_ending:
+                self._say(report)
             await trio.sleep(min(timeout_s / _LOOKS_EACH_TIMEOUT, _LONGEST_LOOK_S))
 
     async def _trace(self, number: int) -> None:
-        """Say where ranks are."""
+        """Report where ranks are."""
         generation = self._current
         if generation is None or generation.number != number:
             return
@@ -246,18 +245,18 @@ class RankKeeper:
     # --- output ------------------------------------------------------------------------------------------------------
 
     async def _show_output(self, generation: _Generation) -> None:
-        """Have what ranks write shown, until they are gone."""
+        """Show the ranks' output until they are gone."""
         while not generation.gone.is_set():
             self._take_output(generation, is_last=False)
             await trio.sleep(_LOOK_S)
 
     async def _show_rest(self, generation: _Generation) -> None:
         with trio.move_on_after(_LAST_WORDS_S):
-            while not self._take_output(generation, is_last=True):  # noqa: ASYNC110  nothing tells of room for it
+            while not self._take_output(generation, is_last=True):  # noqa: ASYNC110  nothing signals that there is room for it
                 await trio.sleep(_LOOK_S)
 
     def _take_output(self, generation: _Generation, *, is_last: bool) -> bool:
-        """Offer what ranks have written; returns whether nothing is left of it."""
+        """Offer the ranks' output; return whether nothing of it is left."""
         problems = [problem for rank in generation.ranks if (problem := rank.handle.new_problem()) is not None]
         if problems and not generation.is_unwritten:
             generation.is_unwritten = True

@@ -1,6 +1,6 @@
-"""The relay's side of a link between agents: it hands on what the master says, and gathers what the others say.
+"""The relay's side of a link between agents: it passes on the master's messages, and merges those of the agents.
 
-It keeps nothing. What is lost with it, both ends say again: see `way.py` and `control/relays/mail.py`.
+It keeps nothing. Both ends repeat what is lost with it: see `way.py` and `control/relays/mail.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from oobleck.job import ControlSpec
 from oobleck.wire import FrameDecoder, encode_frame
 
 from .agent_ports import RelayListener
-from .channel import MessageChannel
+from .channel import CLOSED, MessageChannel, close
 
 ToRelay = protocol.FromAgent | protocol.RelayCall
 FromRelay = protocol.Relayed | protocol.RelayBeat
 
 _CALL_S = 10.0
-_MAX_STRANGERS = 128  # callers that have not said yet which child they are; further ones wait
-_UNSENT_LIMIT = 10_000  # messages queued for a child; one that takes none of so many is left to the master
+_MAX_STRANGERS = 128  # callers that have not told their position yet; further ones wait
+_UNSENT_LIMIT = 10_000  # messages queued for a child; a child that reads none of them is left to the master
 _PASSES = 4
-"""How often in an interval a relay says who was heard: each level of the tree delays it by no more than that."""
-_BEATS = 8  # how often in a lease a relay is heard by its children, at least
+"""How often in an interval a relay reports who was heard, which limits the delay of each level of the tree."""
+_BEATS = 8  # how often in a lease a relay's children hear it, at least
 
 
 def beats_s(control: ControlSpec) -> float:
-    """Return how often a relay says something to its children, in seconds."""
+    """Return how often a relay sends something to its children, in seconds."""
     return min(control.heartbeat_interval_s, control.lease_s / _BEATS)
 
 
@@ -52,7 +52,7 @@ class _Child:
             self.scope.cancel()
 
     async def write(self, every_s: float) -> None:
-        """Send what is posted, and a beat where nothing is."""
+        """Send what is posted, and a beat if nothing is."""
         while True:
             messages: list[FromRelay] = []
             with trio.move_on_after(every_s):
@@ -82,7 +82,7 @@ class Relay:
         self._strangers = trio.Semaphore(_MAX_STRANGERS)
 
     def hand_on(self, message: protocol.Relayed) -> None:
-        """Pass a message to all that it is for, but this agent. The master looks after a child that is gone."""
+        """Pass a message on to all that it is for, but this agent. The master looks after a child that is gone."""
         targets: defaultdict[int, list[int]] = defaultdict(list)
         for position in protocol.numbers_in(message.to):
             child = child_towards(self._position, position, self._fanout)
@@ -93,13 +93,13 @@ class Relay:
                 self._children[child].post(replace(message, to=protocol.runs_of(positions)))
 
     def say_again(self) -> None:
-        """What the children have said may be lost: have them say it again."""
+        """Have the children repeat messages that may be lost."""
         self._gathering.forget()
         for child in self._children.values():
             child.post(protocol.RelayBeat(says_again=True))
 
     def note_known(self, news: str) -> None:
-        """What a child said first the master knows from others: it need not keep it."""
+        """Tell a child that the master has its news from others, so that it need not keep them."""
         child = self._gathering.source_of(news)
         if child in self._children:
             self._children[child].post(protocol.RelayBeat(known=news))
@@ -127,14 +127,13 @@ class Relay:
             finally:
                 self._strangers.release()
             await self._speak_for(_Child(channel), channel, position)
-        except* (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, trio.TooSlowError):
-            pass  # it speaks to the master directly now, or is lost, or is nobody of ours
+        except* (*CLOSED, PeerError, trio.TooSlowError):
+            pass  # it speaks to the master directly now, or is lost, or does not belong to the run
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await caller.aclose()
+            await close(caller)
 
     async def _speak_for(self, child: _Child, channel: MessageChannel[FromRelay, ToRelay], position: int) -> None:
-        """Pass on what a child says, and what is said to it, until its link ends."""
+        """Pass on messages from and to a child until its link ends."""
         if position in self._children:
             self._children[position].scope.cancel()
         self._children[position] = child
@@ -163,14 +162,11 @@ class Relay:
                 case protocol.RelaySaid() | protocol.RelayHeard():
                     is_passed_on = self._gathering.pass_on(position, message, now_s)
                 case protocol.RelayCall() | protocol.RelayOpen() | protocol.RelayJoined() | protocol.RelayLeft():
-                    raise PeerError(f"said {type(message).__name__}, which is for the master")
+                    raise PeerError(f"sent {type(message).__name__}, which is for the master")
                 case _:
                     is_passed_on = self._gathering.hear(position, message, now_s)
             if not is_passed_on:
-                child.post(
-                    protocol.RelayBeat(
-                        known=message.news if isinstance(message, protocol.RelaySaid) else protocol.news_in(message)
-                    )
-                )
+                news = message.news if isinstance(message, protocol.RelaySaid) else protocol.news_in(message)
+                child.post(protocol.RelayBeat(known=news))
             if self._gathering.due_s < due_s:
                 self._is_due_sooner.set()

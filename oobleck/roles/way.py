@@ -1,11 +1,11 @@
 """The way between an agent and its master: the connection that the master has made, or a relay while there is one.
 
-    direct ── linked: RelayJoined is the last word ──> waiting ── UseRelay ──> through the relay
-       ^                                                  └──────────┬────────────┘
-       └── RelayLeft, then all that was not answered ── the link ends, or LeaveRelay
+    direct ── linked: RelayJoined is the last message ──> waiting ── UseRelay ──> through the relay
+       ^                                                     └──────────┬────────────┘
+       └── RelayLeft, then all that was not answered ──── the link ends, or LeaveRelay
 
-Of what is on its way when a way ends, nothing is lost: the agent says again what the master has not answered, and the
-master what the agent has not heard, by the number in RelayLeft.
+No message is lost when a way ends: the agent repeats what the master has not answered, and the master what the agent
+has not received, by the number in RelayLeft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oobleck.errors import PeerError
 from oobleck.wire import FrameDecoder
 
 from .agent_ports import MasterConnection, RelayNetwork
-from .channel import MessageChannel
+from .channel import CLOSED, MessageChannel, close
 from .relay import FromRelay, Relay, ToRelay
 from .resend_queue import ResendQueue
 
@@ -39,11 +39,9 @@ class _Uplink:
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
-        self.channel: MessageChannel[ToRelay, FromRelay] | None = None
-        """Once the relay has answered."""
+        self.channel: MessageChannel[ToRelay, FromRelay] | None = None  # None until the relay has answered
         self.is_announced = False
-        self.settled = trio.Event()
-        """It may be used, or is lost."""
+        self.settled = trio.Event()  # set once it may be used, or is lost
         self.gone = trio.Event()
         self.problem = ""
 
@@ -60,9 +58,8 @@ class Way:
         network: RelayNetwork | None,
         deliver: Callable[[protocol.MasterMessage], None],
     ) -> None:
-        """`nursery` ends with the conversation. `deliver` takes what comes through a relay; it may raise PeerError.
-
-        Without `network`, no relay is used.
+        """`nursery` ends with the conversation. `deliver` takes messages that come through a relay, and may raise
+        PeerError. Without `network`, the agent uses no relay.
         """
         self._connection = connection
         self._queue = queue
@@ -74,10 +71,10 @@ class Way:
         self._relay: Relay | None = None
         self._relay_scope = trio.CancelScope()
         self._position = -1
-        self._number = 0  # of the newest message that was relayed to this agent, or to those who speak through it
+        self._number = 0  # the number of the newest message that was relayed to this agent, or to others through it
 
-    def obey(self, order: protocol.RelayOrder, configure: protocol.Configure) -> None:
-        """Do what the master says about relays. Raises PeerError."""
+    def carry_out(self, order: protocol.RelayOrder, configure: protocol.Configure) -> None:
+        """Carry out a master's order about relays. Raises PeerError."""
         match order:
             case protocol.Relayed():
                 self._take(order)
@@ -101,10 +98,10 @@ class Way:
             case _:
                 assert_never(order)
 
-    # --- what the agent says -----------------------------------------------------------------------------------
+    # --- from the agent ----------------------------------------------------------------------------------------
 
     async def speak(self, beat: Callable[[], float]) -> None:
-        """Say at once what there is to say, and have `beat` called in time, which returns when it wants to be next."""
+        """Send what the queue has, at once, and call `beat` in time, which returns when to call it next."""
         beats_s = trio.current_time()
         while True:
             with trio.move_on_at(beats_s):
@@ -119,26 +116,26 @@ class Way:
 
     async def _say_directly(self, uplink: _Uplink | None) -> None:
         reports, self._reports = self._reports, []
-        said = [*reports, *self._queue.take()]
+        messages = [*reports, *self._queue.take()]
         if uplink is None or uplink.channel is None:
-            if said:
-                await self._connection.send(said)
+            if messages:
+                await self._connection.send(messages)
             return
         uplink.is_announced = True
-        await self._connection.send([*said, protocol.RelayJoined(attempt=uplink.attempt)])
+        await self._connection.send([*messages, protocol.RelayJoined(attempt=uplink.attempt)])
         await uplink.settled.wait()  # the master always answers, or the conversation ends
 
     async def _say_through(self, uplink: _Uplink) -> None:
         reports, self._reports = self._reports, []
         if reports:
             await self._connection.send(reports)
-        said = self._queue.take()
-        if said and uplink.channel is not None:
+        messages = self._queue.take()
+        if messages and uplink.channel is not None:
             try:
-                await uplink.channel.send(said)
+                await uplink.channel.send(messages)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 uplink.problem = "it takes nothing any more"
-                uplink.scope.cancel()  # what was said in vain is not answered, so it is said again
+                uplink.scope.cancel()  # what was lost is not answered, so it is sent again
 
     async def leave(self) -> None:
         """Speak directly from now on."""
@@ -147,24 +144,24 @@ class Way:
             uplink.scope.cancel()
             await uplink.gone.wait()
 
-    # --- what the master says, through others and for others -------------------------------------------------
+    # --- from the master, through others and for others ------------------------------------------------------
 
     def _take(self, message: protocol.Relayed) -> None:
         if message.number <= self._number:
-            return  # it has come by another way
+            return  # it has arrived by another way
         self._number = message.number
         if self._relay is not None:
             self._relay.hand_on(message)
         if any(first <= self._position < first + count for first, count in message.to):
-            for said in FrameDecoder[protocol.MasterMessage](protocol.MasterMessage).feed(message.message):
-                if isinstance(said, protocol.ForWorker):
+            for inner in FrameDecoder[protocol.MasterMessage](protocol.MasterMessage).feed(message.message):
+                if isinstance(inner, protocol.ForWorker):
                     for device in message.devices:
-                        self._deliver(replace(said, device=device))
+                        self._deliver(replace(inner, device=device))
                 else:
-                    self._deliver(said)
+                    self._deliver(inner)
 
     async def _serve(self, order: protocol.BecomeRelay, configure: protocol.Configure, network: RelayNetwork) -> None:
-        """Be a relay until another position is given, or the conversation ends."""
+        """Be a relay until the agent gets another position, or the conversation ends."""
         with trio.CancelScope() as self._relay_scope:
             try:
                 listener = await network.listen(configure.address)
@@ -177,8 +174,7 @@ class Way:
                 self._queue.wake()
                 await relay.run(listener)
             finally:
-                with trio.CancelScope(shield=True), trio.move_on_after(1):
-                    await listener.aclose()
+                await close(listener)
 
     # --- the link to a relay -----------------------------------------------------------------------------------
 
@@ -194,11 +190,10 @@ class Way:
                 try:
                     await self._follow(uplink, channel, patience_s=PATIENCE * configure.job.control.lease_s)
                 finally:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1):
-                        await channel.aclose()
+                    await close(channel)
         except trio.TooSlowError:
             uplink.problem = "it is silent"
-        except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError, PeerError, OSError) as error:
+        except (*CLOSED, PeerError, OSError) as error:
             uplink.problem = str(error) or type(error).__name__
         self._uplink = None
         uplink.settled.set()
@@ -211,7 +206,7 @@ class Way:
         with trio.fail_after(_CALL_S):
             await channel.send([protocol.RelayCall(position=self._position)])
             if not isinstance(await channel.receive(), protocol.RelayBeat):
-                raise PeerError("began with something else than RelayBeat")
+                raise PeerError("began with another message than RelayBeat")
         uplink.channel = channel
         self._queue.wake()
         await uplink.settled.wait()
@@ -232,7 +227,7 @@ class Way:
                     assert_never(message)
 
     def _say_again(self) -> None:
-        """What was said may be lost, by this agent and by those who speak through it."""
+        """Have messages repeated that may be lost, this agent's and those of others through it."""
         self._queue.repeat_unheard()
         self._queue.wake()
         if self._relay is not None:

@@ -1,7 +1,4 @@
-"""The protocol as bytes: messages in frames, journal entries as JSON lines.
-
-It knows how any of our frozen dataclasses is written and strictly read back. It does no I/O.
-"""
+"""The protocol as bytes: writes and strictly reads dataclasses, as frames and as JSON lines. Does no I/O."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Frames and JSON lines: the protocol's messages and the journal's entries as bytes.
 
-A frame is a big-endian u32 length and, in that many bytes, one msgpack map: the message's fields, and its
-class's name under "@type". A JSON line is the same map as JSON. Nothing here does I/O: a `FrameDecoder` is fed
-what arrived, in whatever pieces, and gives back whole messages. Decoding never executes anything.
+A frame is a big-endian u32 length and, in that many bytes, one msgpack map: the message's fields, and its class's name
+under "@type". A JSON line is the same map as JSON. Decoding never executes anything.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 _LENGTH = struct.Struct(">I")
 _BROKEN_TEXT = "surrogatepass"
-"""A traceback may hold lone surrogates (undecodable file names); it must arrive all the same."""
+"""A traceback may hold lone surrogates, from file names that cannot be decoded, and must still arrive."""
 
 T = TypeVar("T")
 
@@ -39,24 +38,23 @@ def encode_frame(message: object) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Turn a stream of bytes into messages of the accepted classes.
+    """Turns a stream of bytes into messages of the accepted classes.
 
-    A decoder that has raised is of no more use: where the next frame starts is anybody's guess, so the
-    connection is to be closed, and feeding it raises the same error again.
+    After an error it is not known where the next frame starts: close the connection. The decoder raises the same error
+    again.
     """
 
     def __init__(self, accepts: Accepts[T], *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """Accept a union of dataclasses, a tuple of them, or a single one; bodies of `max_frame_bytes` at most."""
+        """Accept a union of dataclasses, a tuple of them, or a single one, in bodies of at most `max_frame_bytes`."""
         self._shape = _tagged(accepts, Notation.BINARY)
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._error: PeerError | None = None
 
     def feed(self, data: bytes | bytearray) -> list[T]:
-        """Take bytes as they arrived; return the messages that are complete now.
+        """Take bytes as they arrived, in any pieces; return the messages that are complete now.
 
-        Raises PeerError that names what is wrong. Whole messages that came in the same piece before the
-        broken one are lost with the connection.
+        Raises PeerError that names what is wrong. Whole messages before the broken one in these bytes are lost.
         """
         if self._error is not None:
             raise self._error
@@ -69,7 +67,7 @@ class FrameDecoder(Generic[T]):
             raise
 
     def end(self) -> None:
-        """Say that no more bytes come. Raises PeerError if the last frame is incomplete."""
+        """Check that the stream may end here. Raises PeerError if the last frame is incomplete."""
         if self._error is not None:
             raise self._error
         if self._buffer:
@@ -86,7 +84,7 @@ class FrameDecoder(Generic[T]):
         return messages
 
     def _frame_stop(self, start: int) -> int | None:
-        """Where the frame that starts here ends; None if it is not all there yet."""
+        """Return where the frame that starts here ends; None if it is not complete yet."""
         if len(self._buffer) < start + _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, start)
@@ -99,7 +97,7 @@ class FrameDecoder(Generic[T]):
         try:
             raw = msgpack.unpackb(body, object_pairs_hook=unique_keys, unicode_errors=_BROKEN_TEXT)
         except (ValueError, TypeError) as error:
-            # TypeError: a key that cannot be hashed, without the C extension. All else is a ValueError.
+            # TypeError: a key that cannot be hashed, without the C extension. All other errors are ValueErrors.
             raise PeerError(f"a frame that is not msgpack: {str(error) or type(error).__name__}") from error
         return cast("T", _read(self._shape, raw))
 
@@ -110,10 +108,7 @@ def to_builtins(value: object) -> object:
 
 
 def from_builtins(expected: Accepts[T], raw: object) -> T:
-    """Read what `to_builtins` wrote; of a union or a tuple of classes, the one named under "@type".
-
-    Raises PeerError that names the path of what is wrong.
-    """
+    """Read what `to_builtins` wrote; for several classes, the one named under "@type". Raises PeerError."""
     shape = _untagged(expected) if isinstance(expected, type) else _tagged(expected, Notation.TEXT)
     return cast("T", _read(shape, raw))
 

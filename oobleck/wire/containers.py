@@ -1,4 +1,4 @@
-"""The shapes of what holds other values: tuples, collections, mappings, unions and dataclasses."""
+"""The shapes of values that hold others: tuples, collections, mappings, unions and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from oobleck.errors import OobleckError
 from .shape import Mismatch, Shape, described, unchanged, unexpected
 
 TYPE_KEY = "@type"
-"""Holds the class's name where several classes are possible. No field can be called so."""
+"""The key of the class's name where several classes are possible. No field can have this name."""
 
 _SHOWN_PROBLEMS = 5
+
+_Collection = list[object] | set[object] | frozenset[object] | dict[object, object]
 
 
 def sequence(part: Shape) -> Shape:
@@ -38,7 +40,7 @@ def sequence(part: Shape) -> Shape:
 
 
 def fixed_tuple(parts: tuple[Shape, ...]) -> Shape:
-    """A tuple of so many items, each with its shape."""
+    """A tuple of a fixed length, whose items have a shape each."""
     name = f"a list of {len(parts)}"
 
     def write(value: object) -> object:
@@ -59,12 +61,12 @@ def fixed_tuple(parts: tuple[Shape, ...]) -> Shape:
     return Shape(name=name, values=(tuple,), builtins=(list,), write=write, read=read)
 
 
-def collection(cls: type[list[object] | set[object] | dict[object, object]], items: Shape) -> Shape:
-    """A list, set or dict, which is written as the tuple of its items; `items` is the shape of that."""
+def collection(cls: type[_Collection], items: Shape) -> Shape:
+    """A list, a set or a dict, written as the tuple of its items, whose shape is `items`."""
 
     def write(value: object) -> object:
-        assert isinstance(value, list | set | dict)
-        ordered = sorted(value) if isinstance(value, set) else value  # equal sets are written alike
+        assert isinstance(value, list | set | frozenset | dict)
+        ordered = sorted(value) if isinstance(value, set | frozenset) else value  # equal sets are written alike
         return items.write(tuple(ordered.items() if isinstance(ordered, dict) else ordered))
 
     def read(raw: object) -> object:
@@ -79,7 +81,7 @@ def collection(cls: type[list[object] | set[object] | dict[object, object]], ite
 
 
 def mapping(part: Shape) -> Shape:
-    """A mapping from text, whose values are all of one shape; read back as a dict."""
+    """A mapping from text, whose values are all of one shape; read as a dict."""
     name = f"a map of {part.name}"
 
     def write(value: object) -> object:
@@ -103,7 +105,7 @@ def mapping(part: Shape) -> Shape:
 
 
 def record(cls: type, shapes: Mapping[str, Shape]) -> Shape:
-    """A dataclass, by the shapes of all its fields; what its constructor refuses is a mismatch too."""
+    """A dataclass, by the shapes of all its fields. What its constructor refuses is a mismatch too."""
     writers = tuple((name, None if shape.write is unchanged else shape.write) for name, shape in shapes.items())
     readers = tuple((name, shape.read) for name, shape in shapes.items())
 
@@ -144,7 +146,7 @@ def _wrong_fields(cls: type, actual: frozenset[object], expected: frozenset[str]
 
 
 def tagged(classes: tuple[type, ...], shapes: Mapping[str, Shape]) -> Shape:
-    """One of several dataclasses, by their names: the name is written beside the fields."""
+    """One of several dataclasses, whose name is written next to the fields."""
 
     def write(value: object) -> object:
         name = type(value).__name__
@@ -168,9 +170,9 @@ def tagged(classes: tuple[type, ...], shapes: Mapping[str, Shape]) -> Shape:
 
 
 def choice(shapes: tuple[Shape, ...]) -> Shape:
-    """One of several shapes that differ in what they are written as; of two that read int, the first does.
+    """One of several shapes that are written as different builtins; of two that read int, the first is used.
 
-    Raises TypeError where what is written would not say which it is.
+    Raises TypeError where the builtin would not tell which shape it is.
     """
     name = " or ".join(shape.name for shape in shapes)
     readers: dict[type, Callable[[object], object]] = {}
@@ -180,7 +182,7 @@ def choice(shapes: tuple[Shape, ...]) -> Shape:
                 raise TypeError(f"{name}: more than one of these is written as {builtin.__name__}")
 
     def write(value: object) -> object:
-        # By exact class first, for a bool is also an int; a Mapping may be of any class.
+        # By exact class first, because a bool is also an int; a Mapping may be of any class.
         for shape in shapes:
             if type(value) in shape.values:
                 return shape.write(value)

@@ -1,20 +1,18 @@
-"""How a value of a declared type is written as builtins, and strictly read back.
+"""Compiles a type annotation into the `Shape` by which its values are written as builtins, and strictly read back.
 
-A `Shape` is compiled once from a type annotation: scalars, enums, literals, optionals, tuples, string-keyed
-mappings, dataclasses, named tuples, and unions of those. Reading rejects whatever the annotation does not allow and
-names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is always written and must be
-there on reading, defaults notwithstanding: a peer that leaves one out speaks another protocol. Fields that the
-constructor does not take are left out. Lists, sets and dicts are for state that is saved; messages hold none.
+Annotations may be scalars, enums, literals, optionals, tuples, string-keyed mappings, dataclasses, named tuples, and
+unions of those. Lists, sets and dicts are for saved state; messages hold none. Reading rejects everything that the
+annotation does not allow, and names the place ("Order.plan.pipelines[2]: field 'nodes' is missing"). Every field is
+always written and required, defaults notwithstanding: a peer that leaves one out speaks another protocol. Fields that
+the constructor does not take are left out.
 
-A dataclass that says `is_encoded_once` is written as bytes of its own, and those are kept: see `encoded_once`.
-
-There are two notations. `BINARY` is what msgpack carries: bytes and floats as they are. `TEXT` is what JSON
-carries: bytes as {"@bytes": base64}, and the floats that JSON lacks as {"@float": "nan"}, "inf" or "-inf".
+There are two notations. `BINARY`, for msgpack, has bytes and floats as they are. `TEXT`, for JSON, has bytes as
+{"@bytes": base64}, and the floats that JSON lacks as {"@float": "nan"}, "inf" or "-inf".
 
 msgspec is not used, though it is twenty times as fast: it writes a NaN to JSON as null, which it then cannot read as a
 float; it refuses the lone surrogates of a traceback; it fills missing fields from defaults and takes the last of two
-keys; and it knows no unions of dataclasses, so that jobs and plans would have to be its own Structs. See
-`tests/test_libraries.py`, which holds each of these.
+keys; and it knows no unions of dataclasses, so that jobs and plans would have to be its own Structs.
+`tests/test_libraries.py` holds each of these.
 """
 
 from __future__ import annotations
@@ -33,25 +31,25 @@ import msgpack
 from oobleck.json_table import unique_keys
 
 from . import containers
-from .scalars import binary, enumerated, exactly, floating, literal
+from . import shape as single
 from .shape import Notation, Shape, unexpected
 
 
 @cache
 def shape_of(annotation: object, notation: Notation) -> Shape:
-    """Compile a type annotation. Raises TypeError for one without a shape: our own bug, never a peer's."""
+    """Compile a type annotation. Raises TypeError for one without a shape, which is a bug."""
     if annotation is None or annotation is types.NoneType:
-        return exactly(types.NoneType, "null")
+        return single.exactly(types.NoneType, "null")
     if annotation is float:
-        return floating(notation)
+        return single.floating(notation)
     if annotation is bytes:
-        return binary(notation)
+        return single.binary(notation)
     if not isinstance(annotation, type):
         return _generic(annotation, notation)
     if annotation in (bool, int, str):
-        return exactly(annotation, annotation.__name__)
+        return single.exactly(annotation, annotation.__name__)
     if issubclass(annotation, StrEnum):
-        return enumerated(annotation)
+        return single.enumerated(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = get_type_hints(annotation)
         return containers.record(annotation, {name: shape_of(hints[name], notation) for name in hints})
@@ -66,7 +64,7 @@ def shape_of(annotation: object, notation: Notation) -> Shape:
 
 @cache
 def tagged_shape_of(classes: tuple[type, ...], notation: Notation) -> Shape:
-    """The shape of one of several dataclasses, with the class's name beside its fields. Raises TypeError as above."""
+    """The shape of one of several dataclasses, with the class's name next to its fields. Raises TypeError as above."""
     if not classes or not all(is_dataclass(cls) for cls in classes):
         raise TypeError(f"only dataclasses are told apart by their names, not {classes!r}")
     shapes = {cls.__name__: shape_of(cls, notation) for cls in classes}
@@ -78,14 +76,14 @@ def tagged_shape_of(classes: tuple[type, ...], notation: Notation) -> Shape:
 def _generic(annotation: object, notation: Notation) -> Shape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return literal(arguments)
+        return single.literal(arguments)
     if origin is tuple:
         return _tuple(arguments, notation)
     if origin in (Mapping, dict) and arguments[0] is str:
         return containers.mapping(shape_of(arguments[1], notation))
     if origin is dict:
         return containers.collection(dict, containers.sequence(_tuple(arguments, notation)))
-    if origin in (list, set):
+    if origin in (list, set, frozenset):
         return containers.collection(origin, containers.sequence(shape_of(arguments[0], notation)))
     if origin in (Union, types.UnionType):
         return _union(arguments, notation)
@@ -105,24 +103,21 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
     shapes = [shape_of(argument, notation) for argument in arguments if argument not in classes]
     if classes:
         shapes.insert(0, shape_of(classes[0], notation) if len(classes) == 1 else tagged_shape_of(classes, notation))
-    # float takes ints too, but where int is allowed beside it, an int stays an int.
+    # float takes ints too, but an int stays an int in a union with int.
     shapes.sort(key=lambda shape: shape.name == "float")
     return containers.choice(tuple(shapes))
 
 
 MOST_BYTES = 16 * 1024 * 1024
-"""What is longer, once it is unpacked, is not accepted."""
-_KEPT = 4  # so many values are told at the same time, at most: one for each plan that workers have
+"""The most bytes of an unpacked value."""
+_KEPT = 4  # at most this many values are sent at the same time: one for each plan that workers have
 _BROKEN_TEXT = "surrogatepass"
 
 
 def encoded_once(part: Shape) -> Shape:
-    """Bytes that hold a value in msgpack, deflated; of what thousands are told alike, they are written once.
-
-    A plan names each node, and names are much alike.
-    """
+    """A dataclass that `is_encoded_once`: as deflated msgpack, whose bytes are kept for thousands of equal messages."""
+    # Keyed by identity. The value is kept too, so that no other one has its identity.
     kept: OrderedDict[int, tuple[object, bytes]] = OrderedDict()
-    """By identity; the value is kept along, so that no other one has its identity."""
 
     def write(value: object) -> object:
         if id(value) not in kept:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from oobleck import __version__
-from oobleck.control.events.inputs import (
+from oobleck.control.events import (
     Command,
     End,
     Event,

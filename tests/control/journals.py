@@ -11,6 +11,8 @@ from oobleck.control.journal import (
     GenerationEnded,
     GenerationFormed,
     GenerationRuns,
+    History,
+    HistoryAccount,
     JobEnded,
     JobStarted,
     JournalEntry,
@@ -187,3 +189,11 @@ def books_of(entries: Iterable[JournalEntry]) -> RunBooks:
 def replay_run(entries: Iterable[JournalEntry]) -> ReplayedRun | None:
     """What another master finds of a run; None where it has ended, or never came to train."""
     return books_of(entries).finish()
+
+
+def history_of(entries: Iterable[JournalEntry]) -> History:
+    """The history of a run, up to its last entry."""
+    account = HistoryAccount()
+    for entry in entries:
+        account.apply(entry)
+    return account.history()

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.events.inputs import (
+from oobleck.control.events import (
     AddRequested,
     Command,
     Connect,

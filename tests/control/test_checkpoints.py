@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from oobleck.control.events.inputs import ProfileFound, Send, StopRequested
+from oobleck.control.events import ProfileFound, Send, StopRequested
 from oobleck.control.journal import (
     Action,
     CheckpointSaved,

@@ -51,7 +51,7 @@ def test_every_message_for_a_worker_is_relayed_to_it():
 
 @pytest.fixture
 def members() -> Membership:
-    return Membership((NodeSpec(name="n0", host="n0", devices=(0, 1)),))
+    return Membership.of((NodeSpec(name="n0", host="n0", devices=(0, 1)),))
 
 
 def test_a_node_speaks_for_its_own_devices(members: Membership):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import ProfileFound, Send
+from oobleck.control.events import ProfileFound, Send
 from oobleck.control.journal import (
     Action,
     Failure,

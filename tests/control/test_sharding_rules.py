@@ -12,7 +12,7 @@ from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
 from oobleck.control.events import Record, Send, SendAll, Turn
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
-from oobleck.control.journal.data_view import DataView
+from oobleck.control.journal.view import DataView
 from oobleck.control.protocol import (
     CommitRecord,
     DataPosition,

@@ -82,7 +82,7 @@ def test_nodes_are_drained_added_killed_frozen_and_taken_away_and_each_costs_no_
         frozen = worker_pids(runner)["node2"]
         birth = started_at(frozen)
         freeze(runner, "node2")
-        run.up.wait_for("node2 lost: not heard of for")
+        run.up.wait_for("node2 lost: silent for")
         run.up.wait_for("node2 lost; ")
         run.up.wait_for_steps(3)
         assert started_at(frozen) != birth, "its worker was ended"
@@ -289,7 +289,7 @@ def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], r
     with start(*(word for setting in settings for word in ("--set", setting))) as run:
         frozen = {pid: started_at(pid) for pid in (worker_pids(runner)["node2"],)}
         freeze(runner, "node2")
-        run.up.wait_for("node2 lost: not heard of for")
+        run.up.wait_for("node2 lost: silent for")
         run.up.wait_for("node2 lost; ")
         run.up.wait_for_steps(5)
         for pid, ticks in frozen.items():

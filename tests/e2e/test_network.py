@@ -45,7 +45,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         worker = worker_pids(runner)["gamma"]
         birth = started_at(worker)
         network.cut(MASTER, "gamma")
-        up.wait_for("gamma lost: not heard of for")
+        up.wait_for("gamma lost: silent for")
         up.wait_for("gamma lost; ")
         up.wait_for_steps(3)
         assert started_at(worker) == birth, "nobody can end it"
@@ -55,7 +55,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         up.wait_for_steps(3)
         # A node's only cable is cut: its peers and the master lose it.
         network.unplug("beta")
-        up.wait_for("beta lost: not heard of for")
+        up.wait_for("beta lost: silent for")
         up.wait_for("beta lost; ")
         network.plug_in("beta")
         up.wait_for("beta taken in; absorb")

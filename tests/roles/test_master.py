@@ -11,9 +11,8 @@ import trio.testing
 from oobleck.control.events import AddRequested, Command, Connect, End, Event, StopRequested
 from oobleck.control.protocol import BecomeRelay, Greeting, MasterMessage
 from oobleck.job import ControlSpec, JobSpec, NodeSpec
-from oobleck.roles.master import Master
+from oobleck.roles.master import Master, RunClock
 from oobleck.roles.master_ports import AgentConnection
-from oobleck.roles.run_clock import RunClock
 
 from .virtual import AgentEnd, AgentLink, agent_hello
 

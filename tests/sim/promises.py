@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oobleck.control.events import BatchReceived, Event, MessageReceived
-from oobleck.control.events.inputs import Disconnect, SendOrders
+from oobleck.control.events import BatchReceived, Disconnect, Event, MessageReceived, SendOrders
 from oobleck.control.journal import JobEnded, JobStarted, MasterResumed, NodeConnected, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord, PlanUpdate, Status, StepCommitted
 from oobleck.sim.cluster.fabric import Violation

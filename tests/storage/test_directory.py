@@ -150,7 +150,7 @@ def test_a_manifest_that_cannot_be_read_is_named(directory: CheckpointDirectory,
         ("generation", 7, "are those of"),
         ("num_parts", 0, "num_parts is 0"),
         ("layer_names", [], "no layers"),
-        ("saved_at", "yesterday", "which is no time"),
+        ("saved_at", "yesterday", "which is not a time"),
         ("samples_seen", -5, "samples_seen is -5"),
     ],
 )

@@ -26,8 +26,7 @@ from oobleck.control.training import Coordinator
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.roles.master import Master
-from oobleck.roles.run_clock import RunClock
+from oobleck.roles.master import Master, RunClock
 from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter

@@ -168,12 +168,12 @@ class _Tree:
         self._nodes = list(nodes)
         self._fanout = control.relay_fanout
         for node in nodes:
-            self.desk.come(node, 0.0)
+            self.desk.add(node, 0.0)
         now_s = 0.0
         while fanout and any(not self._is_settled(node) for node in nodes):
             now_s += control.lease_s / 8
             for node in nodes:
-                self.desk.hear(node, now_s)
+                self.desk.note_heard(node, now_s)
             for send in self.desk.handle_deadline(now_s):
                 self._obey(send, now_s)
 
@@ -216,7 +216,7 @@ def _measure_loss(num_nodes: int, fanout: int) -> Loss:
     commands = plane.handle(NodeFailed(node=lost, loss=ConnectionLost()))
     while not (fences := [each for each in commands if isinstance(each, SendAll) and isinstance(each.message, Fence)]):
         commands = plane.wait()
-    tree.desk.go(lost, 0.0)
+    tree.desk.remove(lost, 0.0)
     survivors = [worker_id for worker_id in plane.update.plan.worker_ids if worker_id.node != lost]
     (fence,) = (each.message for each in fences)
     assert isinstance(fence, Fence)

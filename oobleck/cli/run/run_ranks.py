@@ -28,8 +28,7 @@ from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
-from oobleck.roles.master import Master
-from oobleck.roles.run_clock import RunClock
+from oobleck.roles.master import Master, RunClock
 from oobleck.runtime.cluster import SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors

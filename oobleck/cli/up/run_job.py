@@ -32,9 +32,8 @@ from oobleck.host.streams import Output, lasting
 from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
-from oobleck.roles.master import Master
+from oobleck.roles.master import Master, RunClock
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.roles.run_clock import RunClock
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
-from .failures import Failure, Remedy, failure_of_end
+from .failures import Failure, failure_of_end
 from .goodput import TimeSplit
 from .history import History, HistoryAccount
-from .incidents import Finding, Incident, Measure, Response
+from .incidents import Finding, Incident, Measure
 from .losses import (
     AgentLeft,
     AgentLost,
@@ -71,16 +71,20 @@ from .snapshot import (
     WorkState,
     state_at_end,
 )
-from .state_entries import (
+from .step_entries import (
     CheckpointSaved,
     DataEntry,
     DataPlaced,
+    Evaluated,
     RecordsDealt,
+    ReplicasDiffer,
     SaveFailed,
     ShardQuarantined,
     ShardsKnown,
+    StepDone,
+    StepRunsLong,
+    StepsDone,
 )
-from .step_entries import Evaluated, ReplicasDiffer, StepDone, StepRunsLong, StepsDone
 from .summary import NodeSummary, RecoverySummary, RunAccount, StepTime, Summary, summarize
 from .tally import LossTally
 from .view import RunView
@@ -150,9 +154,7 @@ __all__ = [
     "RecoveryDone",
     "RecoveryStarted",
     "RecoverySummary",
-    "Remedy",
     "ReplicasDiffer",
-    "Response",
     "RunAccount",
     "RunSnapshot",
     "RunState",

@@ -1,7 +1,7 @@
-"""Failures explained: follows the journal's entries and gathers those that belong together into incidents.
+"""Explains failures: gathers the journal's entries that belong together into incidents. Pure.
 
-One failure makes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
-earliest finding that no peer caused; the others follow it. Pure.
+One failure causes others: when a node dies, the collectives of its peers fail too. So the root of an incident is the
+earliest finding that no peer caused; the others follow from it.
 
     entry                             finding                                       caused by a peer
     WorkerDown                        by how the worker ended                       if a collective ended it
@@ -17,7 +17,7 @@ earliest finding that no peer caused; the others follow it. Pure.
     ForkServerDown, MasterResumed,
     SaveFailed, JournalGap,
     ShardQuarantined
-    JobEnded                          whatever nothing else explains                if a collective did it
+    JobEnded                          an end that nothing else explains             if a collective did it
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import assert_never
 
 from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId
@@ -40,18 +39,23 @@ from .losses import Silent
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
 from .rank_entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
-from .state_entries import SaveFailed, ShardQuarantined
-from .step_entries import ReplicasDiffer, StepDone
+from .step_entries import ReplicasDiffer, SaveFailed, ShardQuarantined, StepDone
 
 _BELONGS_TOGETHER_S = 2.0
-"""Findings that follow each other this closely are one incident, if no recovery says more."""
+"""Without a recovery, findings this close to each other are one incident."""
 _REPEATED_WITHIN_S = 600.0
+_FAILURE_OF_CAUSE = {
+    PlanCause.PEER_FAILED: Failure.PEER,
+    PlanCause.DATA_UNREADABLE: Failure.DATA_ERROR,
+    PlanCause.HANG: Failure.HANG,
+}
+"""What only the start of a recovery shows. Entries of their own show other causes, and some are no failures."""
 _NO_FAILURES = frozenset({ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-"""Exit codes of runs that ended as they were asked to."""
+"""The exit codes of runs that ended as the user wanted."""
 
 
 def diagnose(entries: Iterable[JournalEntry]) -> tuple[Incident, ...]:
-    """The incidents of a journal, whole or cut off, in order: O(entries)."""
+    """Return the incidents of a journal, whole or cut off, in order: O(entries)."""
     diagnosis = Diagnosis()
     for entry in entries:
         diagnosis.apply(entry)
@@ -65,26 +69,23 @@ class Diagnosis:
         self._incidents: list[Incident] = []
         self._open: Incident | None = None
         self._is_recovering = False
-        """From the one that is open."""
+        """Whether the run recovers from the open incident."""
         self._noticed_s = 0.0
-        """When its newest finding was; a node that froze did so before."""
+        """When its newest finding was noticed; a node that froze did so before."""
         self._has_planned = False
         self._has_bad_loss = False
         self._open_gap_s = -1.0
         self._differing: dict[str, ReplicasDiffer] = {}
-        """By node: the newest entry of a copy there that differs."""
         self._slow: dict[str, node_entries.PaceChanged] = {}
-        """By node: the newest entry of its being slow."""
         self._origins: dict[str, str] = {}
         self._recent: deque[tuple[float, str]] = deque()  # (when, node) of roots, of the last ten minutes
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """All so far; the last may be under way."""
+        """All incidents so far; the last may be under way."""
         return tuple(replace(incident) for incident in self._incidents)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry into account; most say nothing of failures."""
         match entry:
             case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
                 self._origins = {node.name: node.origin for node in nodes}
@@ -111,10 +112,15 @@ class Diagnosis:
                 self._differing.update((worker_id.node, entry) for worker_id in entry.odd)
             case RecoveryStarted():
                 self._begin_recovery(entry)
-            case HangExplained():
-                self._explain_hang(entry)
+            case HangExplained(cut_off=cut_off, stuck=stuck):
+                for name in cut_off:
+                    self._find(Failure.CUT_OFF, entry, name)
+                for worker_id in stuck:
+                    self._find(Failure.STUCK, entry, worker_id.node, worker_id=worker_id)
             case PlanAdopted():
-                self._adopt(entry)
+                self._has_planned = True
+                if self._is_recovering and entry.action is not Action.START:
+                    self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
             case RecoveryDone():
                 self._end_recovery(entry)
             case RankDown():
@@ -128,7 +134,9 @@ class Diagnosis:
                 if self._is_recovering:
                     self._respond(Measure.RANKS_RESTARTED, reason=entry.sentence)
             case GenerationRuns():
-                self._end_restart(entry)
+                if self._open is not None and self._is_recovering:
+                    self._open.stall_s += entry.away_s
+                    self._close(entry.t_s)
             case StepDone():
                 self._look_at_loss(entry)
             case SaveFailed() if not entry.is_our_doing:
@@ -152,9 +160,9 @@ class Diagnosis:
     # --- what entries say ----------------------------------------------------------------------------------------
 
     def _find_gap(self, entry: JournalGap) -> None:
-        """One that is over has begun before, and is another incident only where nothing could say so then."""
         if entry.is_open:
             self._open_gap_s = entry.since_s
+        # The end of a gap is an incident of its own only if its beginning could not be written, or entries are lost.
         if entry.is_open or self._open_gap_s != entry.since_s or entry.num_lost:
             self._find(Failure.JOURNAL_GAP, entry)
 
@@ -178,37 +186,14 @@ class Diagnosis:
         if self._open is None and self._incidents and self._incidents[-1].ended_s == entry.t_s:
             self._open = self._incidents[-1]  # the recovery of one loss was overtaken by this one
             self._open.ended_s = None
-        match entry.cause:
-            case PlanCause.PEER_FAILED:
-                self._find(Failure.PEER, entry)
-            case PlanCause.DATA_UNREADABLE:
-                self._find(Failure.DATA_ERROR, entry)
-            case PlanCause.HANG:
-                self._find(Failure.HANG, entry)
-            case PlanCause.CORRUPTION:
-                for node in entry.nodes:
-                    self._find(Failure.CORRUPTION, self._differing.get(node, entry), node, began_s=entry.t_s)
-            case PlanCause.SLOW:
-                for node in slow:
-                    self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
-            case PlanCause.LOSS | PlanCause.NETWORK | PlanCause.MASTER_LOST | PlanCause.CHECKPOINT_BROKEN:
-                pass  # an entry of its own, before this one, says it
-            case PlanCause.JOINED | PlanCause.DRAINED | PlanCause.SCALED | PlanCause.RETRIED:
-                pass  # nothing is wrong
-            case _:
-                assert_never(entry.cause)
+        if (failure := _FAILURE_OF_CAUSE.get(entry.cause)) is not None:
+            self._find(failure, entry)
+        if entry.cause is PlanCause.CORRUPTION:
+            for node in entry.nodes:
+                self._find(Failure.CORRUPTION, self._differing.get(node, entry), node, began_s=entry.t_s)
+        for node in slow:
+            self._find(Failure.SLOW, self._slow[node], node, began_s=entry.t_s)
         self._is_recovering = self._open is not None
-
-    def _explain_hang(self, entry: HangExplained) -> None:
-        for node in entry.cut_off:
-            self._find(Failure.CUT_OFF, entry, node)
-        for worker_id in entry.stuck:
-            self._find(Failure.STUCK, entry, worker_id.node, worker_id=worker_id)
-
-    def _adopt(self, entry: PlanAdopted) -> None:
-        self._has_planned = True
-        if self._is_recovering and entry.action is not Action.START:
-            self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
 
     def _end_recovery(self, entry: RecoveryDone) -> None:
         incident = self._open
@@ -225,11 +210,6 @@ class Diagnosis:
         if entry.error is not None and entry.error.is_exception:
             failure = Failure.USER_EXCEPTION
         self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
-
-    def _end_restart(self, entry: GenerationRuns) -> None:
-        if self._open is not None and self._is_recovering:
-            self._open.stall_s += entry.away_s
-            self._close(entry.t_s)
 
     def _look_at_loss(self, entry: StepDone) -> None:
         self._settle(entry.t_s)
@@ -265,7 +245,7 @@ class Diagnosis:
         began_s: float | None = None,
         is_tried_again: bool | None = None,
     ) -> None:
-        """Add what the evidence shows; `began_s` where that began at another time than the entry's."""
+        """Add what the evidence shows; `began_s` if it began before the entry."""
         noticed_s = max(evidence.t_s, evidence.t_s if began_s is None else began_s)
         self._settle(noticed_s)
         if self._open is None:
@@ -289,7 +269,7 @@ class Diagnosis:
             self._open.responses += (response,)
 
     def _settle(self, now_s: float = math.inf) -> None:
-        """Close an incident that no recovery followed: it was no part of training."""
+        """Close an incident that no recovery followed."""
         if not self._is_recovering and now_s - self._noticed_s > _BELONGS_TOGETHER_S:
             self._close(self._noticed_s)
 

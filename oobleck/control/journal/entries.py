@@ -1,7 +1,6 @@
 """All journal entries: everything that the master sees and decides, in order.
 
-The dashboard renders them, the summary is computed from them, a restarted master recovers from them, and a test
-replays them. `t_s` counts seconds since the run started, on the master's clock.
+`t_s` counts seconds since the run started, on the master's clock.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from .node_entries import NodeEntry
 from .plan_entries import PlanEntry
 from .rank_entries import RankEntry
 from .run_entries import RunEntry
-from .state_entries import StateEntry
 from .step_entries import StepEntry
 
-JournalEntry = RunEntry | NodeEntry | PlanEntry | StepEntry | StateEntry | RankEntry
+JournalEntry = RunEntry | NodeEntry | PlanEntry | StepEntry | RankEntry

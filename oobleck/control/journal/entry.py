@@ -1,4 +1,4 @@
-"""What every journal entry is, and the enums in them: facts for those who decide, and words for people."""
+"""The base of all journal entries, and of the enums in them: facts for decisions, and words for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oobleck.planner import WorkerId
 
 
 class Worded(StrEnum):
-    """An enum each of whose members has its words beside its value: `NOTHING = "nothing", "Nothing to do."`."""
+    """An enum whose members have words next to their values: `NOTHING = "nothing", "Nothing to do."`."""
 
     template: str
 
@@ -23,24 +23,25 @@ class Worded(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the journal. Not an ABC, whose `isinstance` is slow: months of training make millions of entries."""
+    """A line of the journal."""
 
+    # Not an ABC, whose `isinstance` is slow: months of training make millions of entries.
     t_s: float
 
     @property
     def level(self) -> str:
-        """How much it should alarm: info, warning or error."""
+        """Its severity: info, warning or error."""
         return "info"
 
     @property
     @abstractmethod
     def sentence(self) -> str:
-        """All of it for people, without its time; no program reads it."""
+        """All of it for people, without its time. No program reads it."""
 
     def evidence(self, worker_id: WorkerId | None) -> str:
-        """What something wrong, with this worker or none in particular, is known by."""
+        """Say what shows that something is wrong, with this worker or none in particular."""
         return self.sentence
 
     def detail(self, worker_id: WorkerId | None) -> str:
-        """What more there is in many lines: a traceback, a stack; empty where there is nothing."""
+        """Return further lines: a traceback, a stack; empty where there are none."""
         return ""

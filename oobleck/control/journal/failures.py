@@ -1,6 +1,6 @@
-"""What can be at fault in a run, and what a person should do about it: two enums, each member with its words.
+"""What can be at fault in a run, and what a person should do about it: two enums whose members have words.
 
-`failure_of_end` says what ended a process; a `Loss` says itself what the node was lost by.
+`failure_of_end` finds what ended a process; each `Loss` has its own failure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, 
 from .entry import Worded
 
 _CRASHES = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: what a process brings upon itself."""
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process causes itself."""
 
 
 class Remedy(Worded):
     """What a person should do now."""
 
     def text(self, *, node: str, repeated: int) -> str:
-        """Return the remedy as a sentence; of a node that was at fault `repeated` times."""
+        """Return the remedy as a sentence, for a node that was at fault `repeated` times."""
         return self.template.format(node=node, repeated=repeated)
 
     NOTHING = "nothing", "Nothing to do."
@@ -28,19 +28,13 @@ class Remedy(Worded):
     NOTHING_CONTINUED = "nothing_continued", "Nothing to do: training continued meanwhile."
     READ_TRACEBACK = "read_traceback", "Read the traceback in the agent's log; the same code will fail again."
     READ_LOG = "read_log", "See the end of the agent's log on that node."
-    READ_STACKS = (
-        "read_stacks",
-        "See the stacks in the agents' logs; a hang that comes back is a bug in the training code.",
-    )
-    READ_STACK = (
-        "read_stack",
-        "See where its training thread was; a hang that comes back is a bug in the training code.",
-    )
+    READ_STACKS = "read_stacks", "See the stacks in the agents' logs; a hang that recurs is a bug in the training code."
+    READ_STACK = "read_stack", "See where its training thread was; a hang that recurs is a bug in the training code."
     READ_REASON = "read_reason", "See the reason above."
     CORRECT_JOB = "correct_job", "Change the job as the message says; it must be the same on every node."
     CORRECT_DATA = (
         "correct_data",
-        "Correct data.paths or data.shards, or what they name; it must be the same on every node.",
+        "Correct data.paths, data.shards or their files; all nodes must have the same.",
     )
     USE_LESS_MEMORY = "use_less_memory", "Make microbatch_size smaller, or turn activation_checkpointing on."
     LOOK_AT_DEVICE = (
@@ -57,21 +51,15 @@ class Remedy(Worded):
     )
     LOOK_FOR_CORE_DUMP = (
         "look_for_core_dump",
-        "A crash in native code: look for a core dump, and compare driver and torch versions.",
+        "Native code crashed: look for a core dump, and compare driver and torch versions.",
     )
     REACH_MACHINE = "reach_machine", "See whether the machine is up and SSH answers."
     LOOK_AT_LOAD = "look_at_load", "See whether the machine swaps, or was suspended."
-    CHECK_SPEED = (
-        "check_speed",
-        "Look for other work on it, and for clocks that are throttled: `oobleck check` measures it.",
-    )
-    CHECK_NETWORK = (
-        "check_network",
-        "See the network between it and the others: `oobleck check` names the link or the node.",
-    )
+    CHECK_SPEED = "check_speed", "Look for other work and throttled clocks on it: `oobleck check` measures its speed."
+    CHECK_NETWORK = "check_network", "See the network between it and the others: `oobleck check` names the fault."
     CHECK_IF_REPEATED = (
         "check_if_repeated",
-        "Nothing to do unless it comes back; then check the network with `oobleck check`.",
+        "If it recurs, check the network with `oobleck check`; else nothing to do.",
     )
     CHECK_REPEATED_NODE = (
         "check_repeated_node",
@@ -80,22 +68,16 @@ class Remedy(Worded):
             "`oobleck drain {node}` takes it out if it is still in, `oobleck add` brings it back."
         ),
     )
-    TEST_MEMORY = (
-        "test_memory",
-        "If it comes back, test the machine's memory: the copy was replaced, the cause was not.",
-    )
+    TEST_MEMORY = "test_memory", "If it recurs, test the machine's memory: the copy was replaced, the cause was not."
     REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
-    MAKE_ROOM = "make_room", "Make room on that disk, or in its shared memory; the next save is tried automatically."
-    MAKE_ROOM_FOR_JOURNAL = (
-        "make_room_for_journal",
-        "Make room where the run's directory is: what is kept in memory is written then.",
-    )
+    MAKE_ROOM = "make_room", "Free space on that disk, or in shared memory; the next save is tried automatically."
+    MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal", "Free disk space for the run's directory: it is then written."
     IS_TRIED_AGAIN = "is_tried_again", "The node is tried again automatically."
     ADD_NODE = "add_node", "The node is not tried again: `oobleck add {node}` brings it back."
 
 
 class Failure(StrEnum):
-    """What was at fault: in a few words, and with what to do about it."""
+    """What was at fault, in a few words, and its remedy."""
 
     text: str
     remedy: Remedy
@@ -144,7 +126,6 @@ _FAILURE_OF_ERROR = {
 
 
 def failure_of_end(end: WorkerEnd) -> Failure:
-    """What ended a worker."""
     match end:
         case Killed(is_out_of_memory=True):
             return Failure.OUT_OF_MEMORY

@@ -1,7 +1,8 @@
-"""Where the time of a run went: the states that partition it, and the goodput that follows from them.
+"""What the time of a run, and of its nodes, went into: the states that partition it, and the goodput.
 
-The states are disjoint and their seconds sum to the elapsed time. This is the one place that says how; the
-dashboard, the summary and the simulator all ask it. It knows nothing but journal entries.
+Computed from the journal's entries alone, for the dashboard, the summary and the simulator.
+
+The states of a run are disjoint, and their seconds sum to the elapsed time:
 
     from                       until                        counts as
     the start                  the first step begins        starting
@@ -10,36 +11,50 @@ dashboard, the summary and the simulator all ask it. It knows nothing but journa
       within it, new plan      the step begins              reconfiguring
     a plan without pipelines   the next plan                idle
     the last commit            the end                      stopping, or reconfiguring if that never ended
+
+A node is present from the moment its agent connects until it is lost, leaves, or the run ends; one that is found unfit
+stays, and idles. The parts of its time are disjoint too, and sum to the time for which it was present:
+
+    a node of the plan, while        steps are committed for the first time      training
+                                     the run recovers, or runs steps again       recovering
+                                     it starts, saves, stops                     other
+    any other node, or no plan       always                                      idle
+
+Before the first plan all present nodes count as the plan's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, field, replace
 
 from .entries import JournalEntry
+from .losses import Unfit
+from .node_entries import NodeConnected, NodeLeft, NodeLost
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .run_entries import JobEnded
 from .step_entries import StepDone, StepsDone
 
+_HOUR_S = 3600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Seconds that a run spent in each state; every moment belongs to one."""
+    """Seconds that a run spent in each state."""
 
     starting_s: float = 0.0
     useful_s: float = 0.0
     """Steps committed for the first time, at the speed of the best plan."""
     redone_s: float = 0.0
-    """Steps that had been committed before."""
     reconfiguring_s: float = 0.0
     degraded_s: float = 0.0
     """The part of useful time that the best plan for the nodes held would have saved."""
     idle_s: float = 0.0
-    """No plan: too few nodes."""
+    """Too few nodes for any plan."""
     checkpoint_s: float = 0.0
     stopping_s: float = 0.0
-    """After the last commit: a step that was never finished, saving, ending the workers."""
+    """After the last commit: an unfinished step, saving, ending the workers."""
 
     @property
     def elapsed_s(self) -> float:
@@ -52,7 +67,7 @@ class TimeSplit:
 
     @property
     def downtime_s(self) -> dict[str, float]:
-        """Seconds of every state but the useful one, by its name."""
+        """Seconds of every state but the useful one, keyed by state."""
         return {
             "starting": self.starting_s,
             "redone": self.redone_s,
@@ -63,28 +78,9 @@ class TimeSplit:
             "stopping": self.stopping_s,
         }
 
-    def plus(
-        self,
-        *,
-        starting_s: float = 0.0,
-        useful_s: float = 0.0,
-        redone_s: float = 0.0,
-        reconfiguring_s: float = 0.0,
-        degraded_s: float = 0.0,
-        idle_s: float = 0.0,
-        stopping_s: float = 0.0,
-    ) -> TimeSplit:
-        """The split with these seconds added. Each part by its name: a journal of months has millions of steps."""
-        return TimeSplit(
-            starting_s=self.starting_s + starting_s,
-            useful_s=self.useful_s + useful_s,
-            redone_s=self.redone_s + redone_s,
-            reconfiguring_s=self.reconfiguring_s + reconfiguring_s,
-            degraded_s=self.degraded_s + degraded_s,
-            idle_s=self.idle_s + idle_s,
-            checkpoint_s=self.checkpoint_s,
-            stopping_s=self.stopping_s + stopping_s,
-        )
+    def plus(self, **seconds: float) -> TimeSplit:
+        """Return the split with these seconds added, by the names of its fields."""
+        return replace(self, **{name: getattr(self, name) + more_s for name, more_s in seconds.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +94,11 @@ class _Interval:
 
 @dataclass(slots=True, kw_only=True)
 class TimeAccount:
-    """Adds up a run's time from its journal, entry by entry, in O(1) each.
-
-    A recovery's stall is known only when the recovery is over, and then the step that it interrupted may be
-    committed already. So intervals stay open from the start of a recovery to its end. A value on the wire.
-    """
+    """Adds up a run's time from its journal, in O(1) an entry. A value on the wire."""
 
     _settled: TimeSplit = field(default_factory=TimeSplit)
+    # A recovery's stall is known only when the recovery is over. By then the step that it interrupted may be committed,
+    # so intervals stay open from the start of a recovery to its end.
     _open: list[_Interval] = field(default_factory=list)
     _mark_s: float = 0.0
     """Everything before is in `_settled` or `_open`."""
@@ -115,12 +109,11 @@ class TimeAccount:
     _recovering: dict[int, float] = field(default_factory=dict)
     """The start of each recovery that is not over, keyed by its generation."""
     _stall_due_s: float = 0.0
-    """The part of the time after the mark that is known to be a stall."""
+    """How much of the time after the mark is known to be a stall."""
     _plan_changed: bool = False
     _degraded_share: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry into account; entries that take no time change nothing."""
         match entry:
             case StepDone():
                 self._commit(entry.t_s, entry.record.step, entry.record.duration_s)
@@ -141,11 +134,11 @@ class TimeAccount:
 
     @property
     def settled(self) -> TimeSplit | None:
-        """The split up to the newest moment before which nothing can change any more; None while a recovery lasts."""
+        """The split up to the moment before which nothing can change any more; None while a recovery lasts."""
         return None if self._open else self._settled
 
     def at(self, now_s: float, *, ended: bool = False) -> TimeSplit:
-        """The split of the first `now_s` seconds; the step in flight counts as if it will be committed."""
+        """Return the split of the first `now_s` seconds; the step in flight counts as committed."""
         split = self._settled
         for interval in self._open:
             split = _add(split, interval)
@@ -164,13 +157,12 @@ class TimeAccount:
         remaining_s = now_s - self._mark_s - reconfiguring_s
         if not self._has_begun:
             return split.plus(starting_s=remaining_s)
-        return split.plus(stopping_s=remaining_s) if ended else self._add_work(split, remaining_s)
-
-    def _add_work(self, split: TimeSplit, length_s: float) -> TimeSplit:
-        return _add(split, _Interval(length_s=length_s, redone=False, degraded_share=self._degraded_share))
+        if ended:
+            return split.plus(stopping_s=remaining_s)
+        return _add(split, _Interval(length_s=remaining_s, redone=False, degraded_share=self._degraded_share))
 
     def _commit(self, t_s: float, step: int, duration_s: float) -> None:
-        """Account for one step, or for several at once, that took so long all in all."""
+        """Account for one step, or for several at once that took `duration_s` together."""
         length_s = max(0.0, t_s - self._mark_s)
         worked_s = min(length_s, duration_s)
         if not self._has_begun:
@@ -178,18 +170,13 @@ class TimeAccount:
             self._has_begun = True
             length_s = worked_s
         elif self._plan_changed and not self._recovering and not self._stall_due_s:
-            # A plan that follows no loss (a node joined): what the step itself does not explain is the change.
+            # The plan follows no loss (a node joined): time that the step does not explain went into the change.
             self._stall_due_s = length_s - worked_s
         stall_s = min(self._stall_due_s, length_s)
         if stall_s:
             self._settled = self._settled.plus(reconfiguring_s=stall_s)
-        self._open.append(
-            _Interval(
-                length_s=length_s - stall_s,
-                redone=step <= self._newest_step,
-                degraded_share=self._degraded_share,
-            )
-        )
+        is_redone = step <= self._newest_step
+        self._open.append(_Interval(length_s=length_s - stall_s, redone=is_redone, degraded_share=self._degraded_share))
         self._newest_step = max(self._newest_step, step)
         self._mark_s = max(self._mark_s, t_s)
         self._stall_due_s -= stall_s
@@ -197,15 +184,13 @@ class TimeAccount:
         self._settle()
 
     def _recover(self, entry: RecoveryDone) -> None:
-        """Move the stall out of the intervals since the recovery began, then out of the time to come."""
+        """Take the stall out of the intervals since the recovery began, then out of the time to come."""
         stall_s = entry.stall_s
         for index, interval in enumerate(self._open):
             taken_s = min(stall_s, interval.length_s)
             stall_s -= taken_s
             self._settled = self._settled.plus(reconfiguring_s=taken_s)
-            self._open[index] = _Interval(
-                length_s=interval.length_s - taken_s, redone=interval.redone, degraded_share=interval.degraded_share
-            )
+            self._open[index] = replace(interval, length_s=interval.length_s - taken_s)
         uncounted_s = max(0.0, entry.t_s - self._mark_s)
         self._stall_due_s = min(self._stall_due_s + stall_s, uncounted_s)
         self._recovering = {g: t_s for g, t_s in self._recovering.items() if g > entry.generation}
@@ -235,3 +220,120 @@ def _add(split: TimeSplit, interval: _Interval) -> TimeSplit:
         return split.plus(redone_s=interval.length_s)
     degraded_s = interval.length_s * interval.degraded_share
     return split.plus(useful_s=interval.length_s - degraded_s, degraded_s=degraded_s)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHours:
+    """Hours of nodes, however many devices they have; the others sum to `there`."""
+
+    there: float = 0.0
+    training: float = 0.0
+    """Nodes of the plan, in steps that were committed for the first time."""
+    recovering: float = 0.0
+    """Nodes of the plan, while no committed step made progress, or committed steps ran again."""
+    idle: float = 0.0
+    """Present nodes outside the plan: spare, resting, just joined, unfit, or too few for any plan."""
+    other: float = 0.0
+    """Nodes of the plan, starting, saving, and after the last commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """How many nodes are present from `since_s` on, and how many of them are in the plan."""
+
+    since_s: float
+    there: int
+    at_work: int
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeAccount:
+    """Adds up the nodes' time from the journal: O(1) an entry, and O(nodes) for a plan. A value on the wire."""
+
+    time: TimeAccount = field(default_factory=TimeAccount)
+    _there: set[str] = field(default_factory=set)
+    _unfit: set[str] = field(default_factory=set)
+    _planned: set[str] | None = None
+    """The nodes of the plan in force; None before the first."""
+    # What a stretch of time was is known only when no recovery is under way. Until then stretches keep the numbers of
+    # nodes; then the time of those at work is shared out as the run's own was.
+    _stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch(0.0, 0, 0)])
+    _shared: TimeSplit = field(default_factory=TimeSplit)
+    """The time of the run that is shared out so far."""
+    _seconds: NodeHours = field(default_factory=NodeHours)
+
+    def apply(self, entry: JournalEntry) -> None:
+        self.time.apply(entry)
+        settled = self.time.settled
+        if settled is not None and settled.elapsed_s > self._shared.elapsed_s:
+            self._seconds = self._share_out(settled)
+            self._shared = settled
+            first_kept = bisect_right(self._stretches, settled.elapsed_s, lo=1, key=lambda each: each.since_s) - 1
+            del self._stretches[:first_kept]
+        match entry:
+            case NodeConnected():
+                self._there.add(entry.node)
+                self._unfit.discard(entry.node)
+            case NodeLost(loss=Unfit()):
+                self._unfit.add(entry.node)
+            case NodeLost() | NodeLeft():
+                self._there.discard(entry.node)
+                self._unfit.discard(entry.node)
+            case PlanAdopted():
+                self._planned = set(entry.plan.nodes)
+            case JobEnded():
+                self._there.clear()
+            case _:
+                return
+        self._note(entry.t_s)
+
+    def at(self, now_s: float) -> NodeHours:
+        """Return the hours of the first `now_s` seconds; the step in flight counts as committed."""
+        seconds = asdict(self._share_out(self.time.at(now_s)))
+        return NodeHours(**{part: each_s / _HOUR_S for part, each_s in seconds.items()})
+
+    def _note(self, now_s: float) -> None:
+        working = self._there - self._unfit if self._unfit else self._there
+        at_work = len(working) if self._planned is None else len(working & self._planned)
+        since_s = max(now_s, self._stretches[-1].since_s)
+        self._stretches.append(_Stretch(since_s, len(self._there), at_work))
+
+    def _share_out(self, split: TimeSplit) -> NodeHours:
+        """Return the seconds of each part once the run's time up to the end of `split` is shared out."""
+        before, books = self._shared, self._seconds
+        begun_s = before.elapsed_s + split.starting_s - before.starting_s
+        starting_s, started_s = self._counted(before.elapsed_s, begun_s)
+        there_s, at_work_s = self._counted(begun_s, split.elapsed_s)
+        length_s = split.elapsed_s - begun_s
+        at_once = at_work_s / length_s if length_s > 0 else 0.0
+        trained_s = at_once * (_training_s(split) - _training_s(before))
+        recovered_s = at_once * (_recovering_s(split) - _recovering_s(before))
+        idled_s = at_once * (split.idle_s - before.idle_s)
+        return NodeHours(
+            there=books.there + starting_s + there_s,
+            training=books.training + trained_s,
+            recovering=books.recovering + recovered_s,
+            idle=books.idle + (starting_s - started_s) + (there_s - at_work_s) + idled_s,
+            other=books.other + started_s + (at_work_s - trained_s - recovered_s - idled_s),
+        )
+
+    def _counted(self, start_s: float, stop_s: float) -> tuple[float, float]:
+        """Return the seconds of all present nodes between two moments, and of those at work."""
+        there_s = at_work_s = 0.0
+        ends = [stretch.since_s for stretch in self._stretches][1:]
+        for stretch, end_s in zip(self._stretches, [*ends, stop_s], strict=True):
+            seconds = max(0.0, min(end_s, stop_s) - max(stretch.since_s, start_s))
+            there_s += stretch.there * seconds
+            at_work_s += stretch.at_work * seconds
+        return there_s, at_work_s
+
+
+def _training_s(split: TimeSplit) -> float:
+    return split.useful_s + split.degraded_s
+
+
+def _recovering_s(split: TimeSplit) -> float:
+    return split.reconfiguring_s + split.redone_s

@@ -1,14 +1,13 @@
-"""What a run did over time, as series to draw: throughput, nodes, loss, and the plan of each generation.
+"""A run over time, as series to draw: throughput, nodes, loss, and the plan of each generation.
 
-Computed from the journal alone, running or finished, and thinned, so that a run of months is as easy to draw as one
-of minutes. Pure.
+Computed from the journal alone, and thinned, so that a run of months is as easy to draw as one of minutes. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .entries import JournalEntry
@@ -21,7 +20,7 @@ from .step_entries import StepDone, StepsDone
 MAX_PLANS = 50
 MAX_POINTS = 400
 _KEPT_POINTS = 8 * MAX_POINTS
-"""While a journal is read: means of means are drawn at the end."""
+"""How many points are kept while a journal is read; the drawn ones are means of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,30 +33,21 @@ class History:
     rates: tuple[tuple[float, float, float], ...]
     """(from, until, tokens/s): each step's tokens over the time since the step before, so that a pause is a dip."""
     num_nodes: tuple[tuple[float, int], ...]
-    """(since when, nodes that train)."""
+    """(since when, how many nodes train)."""
     losses: tuple[tuple[float, float], ...]
-    """(step, loss), of losses that are numbers; a step that was committed again counts as it was committed last."""
+    """(step, loss) of finite losses; a step that was committed again has its last one."""
     plans: tuple[PlanAdopted, ...]
-    """The newest; of thousands nobody looks at all."""
+    """The newest plans, `MAX_PLANS` at most."""
     num_plans: int
-    """All that there were."""
     script: ScriptStarted | None = None
-    """In place of `started`, where a script was run."""
+    """In place of `started`, where the run is a script's."""
     generations: tuple[GenerationFormed, ...] = ()
-    """The script's, the newest."""
+    """The newest generations of the script, `MAX_PLANS` at most."""
     num_generations: int = 0
 
 
-def history_of(entries: Iterable[JournalEntry], *, now_s: float | None = None) -> History:
-    """Collect a run's history: O(entries). `now_s` is the age of an active run; None ends it at its last entry."""
-    account = HistoryAccount()
-    for entry in entries:
-        account.apply(entry)
-    return account.history(now_s)
-
-
 class HistoryAccount:
-    """Collects a run's history as its journal is read; of steps and plans no more is kept than is drawn."""
+    """Collects a run's history as its journal is read, in bounded space."""
 
     def __init__(self) -> None:
         self._time = TimeAccount()
@@ -72,7 +62,6 @@ class HistoryAccount:
         self._num_generations = 0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in; O(1) amortised."""
         self._time.apply(entry)
         self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:
@@ -96,7 +85,7 @@ class HistoryAccount:
                 pass
 
     def history(self, now_s: float | None = None) -> History:
-        """The history so far, of an active run up to `now_s`."""
+        """Return the history so far, up to `now_s` for an active run."""
         elapsed_s = max(self._elapsed_s, now_s or 0.0)
         return History(
             started=self._started,
@@ -114,18 +103,17 @@ class HistoryAccount:
 
 
 class _Thinning:
-    """Points in order, of which neighbours become their mean where there are too many; the first stays as it is."""
+    """Points in order. If there are too many, neighbours become their mean; the first point stays."""
 
     def __init__(self) -> None:
         self._means: list[tuple[float, float]] = []
-        """Of `_size` points each."""
         self._size = 1
         self._newest: list[tuple[float, float]] = []
-        """Fewer than that."""
+        """Fewer than `_size` points, which have no mean yet."""
         self._first: tuple[float, float] | None = None
 
     def add(self, x: float, y: float) -> None:
-        """Add a point; those at it and after it are forgotten. O(1) amortised."""
+        """Add a point, and forget those at `x` and after it. O(1) amortised."""
         for points in (self._newest, self._means):
             while points and points[-1][0] >= x:
                 points.pop()
@@ -164,7 +152,7 @@ def _add_rate(rates: list[tuple[float, float, float]], entry: StepDone | StepsDo
 def mean_rates(
     rates: Sequence[tuple[float, float, float]], elapsed_s: float, *, most: int = MAX_POINTS
 ) -> tuple[tuple[float, float, float], ...]:
-    """Rates in at most so many intervals of equal length, each with the mean over it: their integral stays the same."""
+    """Return the mean rates over at most `most` equal intervals, with the same integral."""
     if len(rates) <= most or elapsed_s <= 0:
         return tuple(rates)
     width_s = elapsed_s / most
@@ -178,7 +166,7 @@ def mean_rates(
 
 
 def thinned(points: Sequence[tuple[float, float]], *, most: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
-    """At most about so many points: means of neighbours; the first and the last stay as they are."""
+    """Return about `most` points at most: means of neighbours, but the first and the last stay."""
     if len(points) <= most:
         return tuple(points)
     size = math.ceil((len(points) - 2) / (most - 2))

@@ -1,4 +1,4 @@
-"""Incidents: what went wrong, what that is known by, what was done about it, and what it cost. Values only."""
+"""Incidents: what went wrong, the evidence, what was done about it, and what it cost. Values only."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ class Finding:
     """One thing that went wrong."""
 
     t_s: float
-    """When it happened, as far as it is known: a frozen node is noticed late."""
+    """When it happened, as far as that is known: a frozen node is noticed late."""
     failure: Failure
     node: str | None
-    """None where it is the whole run's."""
+    """None where it concerns the whole run."""
     evidence: Entry
     origin: str = ""
-    """What has given the node; empty where a user has named it."""
+    """What provided the node; empty where a user named it."""
     worker_id: WorkerId | None = None
-    """Where one worker is at fault: of those that the evidence names, this one."""
     is_tried_again: bool | None = None
-    """Whether the lost node is, without anybody asking for it; None where none was lost."""
+    """Whether the lost node is tried again automatically; None where none was lost."""
 
     @property
     def is_caused_by_peer(self) -> bool:
@@ -35,17 +34,15 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """What it is known by, as a sentence."""
         return self.evidence.evidence(self.worker_id)
 
     @property
     def detail(self) -> str:
-        """What more there is in many lines: a traceback, a stack; empty where there is nothing."""
         return self.evidence.detail(self.worker_id)
 
 
 class Measure(Worded):
-    """What was done about a failure, in words with whom it was done for."""
+    """What was done about a failure, in words with the node or shard concerned."""
 
     WORKER_RESTARTED = "worker_restarted", "the worker of {subject} is started again"
     NODE_LEFT_OUT = "node_left_out", "the run continues without {subject}"
@@ -62,15 +59,13 @@ class Measure(Worded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A measure, with whom it was taken for."""
+    """A measure, and what it was taken for."""
 
     measure: Measure
     subject: str = ""
-    """The node or the shard."""
     position: int = 0
-    """In a shard: from where on it is left out."""
+    """The record from which on a shard is left out."""
     reason: str = ""
-    """Of the new plan, or of the job's end."""
 
     @property
     def text(self) -> str:
@@ -82,14 +77,13 @@ class Response:
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """A failure with what it led to. One that is under way is still being put together."""
+    """A failure with what it led to. It grows while it is under way."""
 
     number: int
-    """From 1, in the order of the journal."""
     findings: tuple[Finding, ...] = ()
     responses: tuple[Response, ...] = ()
     stall_s: float = 0.0
-    """Time in which no microbatch of a committed step made progress anywhere."""
+    """Seconds in which no microbatch of a committed step made progress anywhere."""
     microbatches_redone: int = 0
     steps_lost: int = 0
     bytes_moved: int = 0
@@ -108,18 +102,16 @@ class Incident:
 
     @property
     def consequences(self) -> tuple[Finding, ...]:
-        """What went wrong besides, in order; most of it because of the root."""
+        """The other findings, in order; most of them follow from the root."""
         root = self.root
         return tuple(finding for finding in self.findings if finding is not root)
 
     @property
     def title(self) -> str:
-        """What was at fault, in a few words."""
         return f"{self.root.node}: {self.root.failure.text}" if self.root.node else self.root.failure.text
 
     @property
     def advice(self) -> str:
-        """What a person should do now, as sentences."""
         node, repeated = self.root.node or "", self.repeated
         return " ".join(remedy.text(node=node, repeated=repeated) for remedy in self.remedies)
 

@@ -1,7 +1,7 @@
 """Why a node was lost: one class for each way, with what is known of it.
 
 Decisions match on these classes, or on their `cause`; `text` is for people. Texts within them come from outside (SSH,
-an interpreter, a peer), and nobody looks into them.
+an interpreter, a peer), and no program parses them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ class LossCause(StrEnum):
     CONNECTION_LOST = "connection_lost"
     LEASE_EXPIRED = "lease_expired"
     WORKER_EXITED = "worker_exited"
-    """A worker ended: its node may stay, and start it again."""
+    """A worker ended: its node may stay, and restart it."""
     AGENT_LEFT = "agent_left"
     CUT_OFF = "cut_off"
-    """It reaches the master, and not its peers."""
     UNREACHABLE = "unreachable"
     UNFIT = "unfit"
-    """It can be reached, and was found faulty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,6 @@ class AgentLost:
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     had_no_master: bool = False
-    """It was lost while there was no master to see it."""
 
     @property
     def text(self) -> str:
@@ -55,21 +52,20 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReading:
-    """It reads none of what it is sent."""
+    """It does not read its messages."""
 
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     num_unread: int
-    """Messages that waited for it at last."""
 
     @property
     def text(self) -> str:
-        return f"took none of {self.num_unread} messages"
+        return f"did not read any of {self.num_unread} messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolBroken:
-    """It said what the protocol does not allow."""
+    """It sent what the protocol does not allow."""
 
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
@@ -82,22 +78,22 @@ class ProtocolBroken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silent:
-    """Its agent, or a worker of it, said nothing."""
+    """Its agent, or a worker of it, sent nothing."""
 
     cause: ClassVar[LossCause] = LossCause.LEASE_EXPIRED
     failure: ClassVar[Failure] = Failure.FROZEN
     silent_s: float
     is_worker: bool = False
-    """Its agent was heard, and its worker did not answer."""
+    """Whether its agent was heard, but its worker did not answer."""
 
     @property
     def text(self) -> str:
-        return f"{'its worker did not answer' if self.is_worker else 'not heard of'} for {self.silent_s:.1f} s"
+        return f"{'its worker did not answer' if self.is_worker else 'silent'} for {self.silent_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnded:
-    """Its worker ended, and is not started again."""
+    """Its worker ended, and is not restarted."""
 
     cause: ClassVar[LossCause] = LossCause.WORKER_EXITED
     pid: int
@@ -113,7 +109,7 @@ class WorkerEnded:
 
     @property
     def is_users(self) -> bool:
-        """Whether it says what the user must change."""
+        """Whether it tells the user what to change."""
         return isinstance(self.end, Raised) and self.end.kind.is_users
 
 
@@ -137,7 +133,6 @@ class AgentLeft:
     cause: ClassVar[LossCause] = LossCause.AGENT_LEFT
     failure: ClassVar[Failure] = Failure.REQUESTED
     reason: str
-    """What the agent said as it left."""
 
     @property
     def text(self) -> str:
@@ -146,37 +141,36 @@ class AgentLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """Its peers do not reach it."""
+    """It reaches the master, but its peers do not reach it."""
 
     cause: ClassVar[LossCause] = LossCause.CUT_OFF
     failure: ClassVar[Failure] = Failure.CUT_OFF
-    text: ClassVar[str] = "it reaches the master, and its peers do not reach it"
+    text: ClassVar[str] = "it reaches the master, but its peers do not reach it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unreachable:
+class _Excluded:
+    """It cannot take part."""
+
+    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
+    failure: ClassVar[Failure] = Failure.UNFIT_NODE
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return self.problem
+
+
+class Unreachable(_Excluded):
     """It could not be reached."""
 
-    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
-    failure: ClassVar[Failure] = Failure.UNFIT_NODE
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return self.problem
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class Misfit(_Excluded):
     """It was reached, and does not fit the run."""
 
-    cause: ClassVar[LossCause] = LossCause.UNREACHABLE
-    failure: ClassVar[Failure] = Failure.UNFIT_NODE
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return self.problem
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""A run in numbers, as monitoring wants them: one sample a step, or whenever one is asked for.
+"""A run in numbers, for monitoring: one sample a step, or whenever one is asked for. Pure.
 
-Pure: follows the journal's entries. `prometheus_text` writes a sample in Prometheus' text format (version 0.0.4).
-prometheus-client is not used: it would save fifteen lines, and `--metrics` would need it installed. Its server knows
-no UNIX sockets and runs in threads of its own. The tests read the text with its parser.
+`prometheus_text` writes a sample in Prometheus' text format (version 0.0.4). prometheus-client is not used: it would
+save fifteen lines, and `--metrics` would need it installed. Its server knows no UNIX sockets and runs in its own
+threads. The tests read the text with its parser.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .run_entries import JobStarted, ProfileKnown
 from .step_entries import StepDone, StepsDone
 
 _FLOPS_PER_PARAMETER, _FLOPS_PER_FROZEN = 6, 4
-"""Of a token's forward and backward pass: a multiplication and an addition, three times, or twice where the parameter
-has no gradient. Attention is left out."""
+"""Operations of a token's forward and backward pass: a multiplication and an addition, three times, or twice where the
+parameter has no gradient. Attention is left out."""
 _PARAMETER_BYTES = {"float64": 8}
 _HALF_PRECISION = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSample:
-    """A run at one moment; None for what is not known yet, or is no number."""
+    """A run at one moment; None for values that are not known yet, or not finite."""
 
     t_s: float
     step: int
@@ -41,14 +41,13 @@ class MetricSample:
     grad_norm: float | None
     learning_rate: float | None
     step_time_s: float | None
-    """Of the newest step, like the next two."""
+    """The newest step's, like the next two."""
     tokens_per_s: float | None
     mfu: float | None
-    """Useful floating-point operations over the devices' peak, 0 to 1; None where no data sheet of them is known."""
+    """Useful floating-point operations over the devices' peak, 0 to 1; None without a data sheet of each device."""
     tokens: int
-    """Of committed steps."""
     goodput: float
-    """Useful over elapsed time; the parts, which sum to the elapsed time, are the next two."""
+    """Useful over elapsed time; the next two, its parts, sum to the elapsed time."""
     useful_s: float
     downtime_s: Mapping[str, float] = field(default_factory=dict)
     """Keyed by state."""
@@ -59,15 +58,14 @@ class MetricSample:
     steps_lost: int
 
     def to_dict(self) -> dict[str, object]:
-        """The sample as JSON-able values."""
         return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)
 class Metrics:
-    """Mutable: follows a journal, O(1) an entry but for plans and profiles.
+    """Follows a journal, O(1) an entry but for plans and profiles.
 
-    A value on the wire, which holds neither the job nor profiles nor the newest plan: `learn` those entries again.
+    A value on the wire, which lacks the job, the profiles and the newest plan: `learn` those entries again.
     """
 
     _account: TimeAccount = field(default_factory=TimeAccount)
@@ -83,13 +81,11 @@ class Metrics:
     _generation: int = field(default=0, init=False)
     _dtype: str = field(default="float32", init=False)
     _profiles: dict[str, Profile] = field(default_factory=dict, init=False)
-    """Keyed by the kind of node."""
     _kind_of: dict[str, str] = field(default_factory=dict, init=False)
     _kinds: Counter[str] = field(default_factory=Counter, init=False)
     """How many devices of each kind train."""
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry into account."""
         self._account.apply(entry)
         match entry:
             case JobStarted() | ProfileKnown() | PlanAdopted():
@@ -109,7 +105,7 @@ class Metrics:
                 pass
 
     def learn(self, entry: JobStarted | ProfileKnown | PlanAdopted) -> None:
-        """Take in what an entry says of the job, the profiles or the newest plan, and not that time has passed."""
+        """Take in an entry's job, profile or plan, but not that time has passed."""
         match entry:
             case JobStarted():
                 self._dtype = entry.job.dtype
@@ -124,7 +120,7 @@ class Metrics:
                 self._kinds = Counter(kind_of.get(worker_id.node, DEFAULT_KIND) for worker_id in worker_ids)
 
     def sample(self, now_s: float) -> MetricSample:
-        """The run `now_s` seconds after its start."""
+        """Return the run's sample `now_s` seconds after its start."""
         record, split = self._record, self._account.at(now_s)
         worked_s = record.duration_s if record and record.duration_s > 0 else None
         rate = self._step_tokens / worked_s if worked_s else None
@@ -190,12 +186,12 @@ _NAMES = {"step_time_s": "step_time_seconds", "tokens_per_s": "tokens_per_second
 
 
 def prometheus_text(sample: MetricSample, tag: str) -> str:
-    """Write a sample in Prometheus' text format; what is not known is left out."""
+    """Write a sample in Prometheus' text format, without the values that are not known."""
     return "".join(f"{line}\n" for line in _prometheus_lines(sample, tag))
 
 
 def _prometheus_lines(sample: MetricSample, tag: str) -> Iterator[str]:
-    label = f'run="{tag}"'  # a tag has letters, digits and ._- alone
+    label = f'run="{tag}"'  # a tag needs no escapes: it has letters, digits and ._- only
     values = sample.to_dict()
     for key, (kind, text) in _HELP.items():
         value = values[key]

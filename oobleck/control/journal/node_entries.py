@@ -14,7 +14,7 @@ from .failures import Failure
 from .losses import Loss, WorkerEnded
 
 _MAY_BE_REQUESTED = frozenset({Failure.CONTACT_LOST, Failure.UNFIT_NODE, Failure.CUT_OFF})
-"""What a node that the user had killed shows; whatever else it was lost by came before."""
+"""How the loss of a node that the user had killed looks; any other failure came before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,11 @@ class WorkerUp(Entry):
     device: int
     pid: int
     data_digest: str
-    """Equal on all nodes, or they would train on different text."""
+    """Equal on all nodes, else they would train on different text."""
     address: protocol.WorkerAddress | None = None
     saves: bool = False
-    """Whether it has a place to save its state in."""
     alike: protocol.Things = ()
-    """What else it has as all others do."""
+    """What else must be equal on all workers."""
 
     @property
     def sentence(self) -> str:
@@ -49,7 +48,7 @@ class WorkerUp(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDown(Entry):
-    """A worker ended by itself; its node stays, and starts it again, with the node's other workers."""
+    """A worker ended; its node stays, and restarts it, with the node's other workers."""
 
     level: ClassVar[str] = "warning"
     node: str
@@ -57,7 +56,7 @@ class WorkerDown(Entry):
     pid: int
     end: protocol.WorkerEnd
     also: tuple[int, ...] = ()
-    """Devices whose workers are ended for that."""
+    """Devices whose workers are ended for that, and restarted too."""
 
     @property
     def sentence(self) -> str:
@@ -77,13 +76,11 @@ class NodeLost(Entry):
     node: str
     loss: Loss
     is_requested: bool = False
-    """The user had it killed."""
     is_tried_again: bool = False
-    """Without anybody asking for it."""
 
     @property
     def failure(self) -> Failure:
-        """What it was lost by; of one that the user had killed, that is all, if nothing of its own came before."""
+        """What it was lost by: the user's request, unless another failure came before."""
         failure = self.loss.failure
         return Failure.REQUESTED if self.is_requested and failure in _MAY_BE_REQUESTED else failure
 
@@ -101,19 +98,19 @@ class NodeLost(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnfit(Entry):
-    """A node that is not in the run was found faulty by its check, and stays out."""
+    """A node's check found it faulty; it is not in the run, and stays out."""
 
     level: ClassVar[str] = "warning"
     node: str
     fault: str
     is_tried_again: bool
-    """Without anybody asking for it: one that was lost is; one that a run begins without is not."""
+    """Whether it is tried again automatically: a lost node is, one that a run begins without is not."""
 
     @property
     def sentence(self) -> str:
         if self.is_tried_again:
-            return f"{self.node}: it is not taken in again: {self.fault}"
-        way_back = f"once it is repaired, `oobleck add {self.node}` lets it in"
+            return f"{self.node} is not taken in again: {self.fault}"
+        way_back = f"once it is repaired, `oobleck add {self.node}` adds it"
         return f"{self.node} is faulty and left out: {self.fault}; {way_back}"
 
     def evidence(self, worker_id: WorkerId | None) -> str:
@@ -122,12 +119,11 @@ class NodeUnfit(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminationNoticed(Entry):
-    """A node will be taken away: it is drained before."""
+    """A node will be taken away, and is drained before."""
 
     level: ClassVar[str] = "warning"
     node: str
     reason: str
-    """In the words of the agent that announced it."""
 
     @property
     def sentence(self) -> str:
@@ -139,7 +135,7 @@ class TerminationNoticed(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerDown(Entry):
-    """The process that forks a node's workers has ended. Workers that it has forked live on."""
+    """The process that forks a node's workers has ended. The workers that it has forked live on."""
 
     level: ClassVar[str] = "warning"
     node: str
@@ -151,13 +147,13 @@ class ForkServerDown(Entry):
         return f"{self.node}'s fork server ended: {self.evidence(None)}"
 
     def evidence(self, worker_id: WorkerId | None) -> str:
-        never = "it is not started again, for it has ended too often"
+        never = "it is not started again, because it has ended too often"
         return f"{protocol.server_end_text(self.end)}; {'it is started again' if self.is_restarted else never}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeft(Entry):
-    """A node was drained: it holds nothing that is needed any more."""
+    """A node was drained, and holds nothing any more that is needed."""
 
     node: str
 
@@ -168,7 +164,7 @@ class NodeLeft(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAdded(Entry):
-    """The user gave the job another node."""
+    """The job has another node."""
 
     node: NodeSpec
 
@@ -183,7 +179,7 @@ class PaceChanged(Entry):
 
     node: str
     factor: float
-    """Its time over the usual: 1 where it is not slow any more."""
+    """Its time over the usual time: 1 where it is not slow any more."""
 
     @property
     def level(self) -> str:

@@ -15,12 +15,12 @@ from .losses import LossCause
 
 
 class PlanCause(StrEnum):
-    """Why there is a new plan, and how that is said."""
+    """Why there is a new plan, and its words."""
 
     known_by: str
-    """What went wrong is known by this, where no entry of its own says it."""
+    """What shows that something is wrong, where no entry of its own does."""
     happened: str
-    """To the nodes that it is about."""
+    """What happened to the nodes concerned."""
     _begins: str
 
     def __new__(cls, value: str, begins: str = "", happened: str = "lost", known_by: str = "") -> PlanCause:
@@ -32,14 +32,13 @@ class PlanCause(StrEnum):
     LOSS = "loss"
     """A node or a worker was lost; `LossCause` says why."""
     PEER_FAILED = "peer_failed", "", "lost", "a collective failed, and no node was lost"
-    HANG = "hang", "", "lost", "no step was committed for many times as long as one takes"
-    """And no node was lost."""
+    HANG = "hang", "", "lost", "no step was committed for many times the usual time"
     NETWORK = "network"
-    """More nodes do not reach each other than may be lost: they are asked again until the network is back."""
+    """More nodes do not reach each other than may be lost: the master asks them again until the network is back."""
     MASTER_LOST = "master_lost"
-    """The master was lost in the middle of a recovery: its successor begins that again."""
+    """The master was lost in the middle of a recovery, which its successor begins again."""
     CHECKPOINT_BROKEN = "checkpoint_broken"
-    """A checkpoint could not be read while it was gone back to: the one before is taken."""
+    """The checkpoint to go back to could not be read: the run takes the one before."""
     CORRUPTION = (
         "corruption",
         "making the layers of {} equal to their other copies",
@@ -47,34 +46,32 @@ class PlanCause(StrEnum):
         "copies of a layer differ",
     )
     DATA_UNREADABLE = "data_unreadable", "", "lost", "a record of the step in flight could not be read"
-    """The step is begun again."""
     SLOW = "slow", "planning again for the pace of {}", "planned for"
     """Nodes became slow, or normal again."""
     JOINED = "joined", "taking in {}", "taken in"
-    """A node came, or a worker came back."""
-    DRAINED = "drained", "letting {} go", "drained"
-    """A node leaves, and gives its state away first."""
+    """A node joined, or a worker came back."""
+    DRAINED = "drained", "draining {}", "drained"
+    """A node leaves, and hands its state over first."""
     SCALED = "scaled", "continuing with more nodes, or fewer: {}", "set aside or taken back"
-    """Another number of nodes is the better one."""
-    RETRIED = "retried", "trying again whether {} is slow", "tried again"
+    RETRIED = "retried", "trying {} again, which was slow", "tried again"
     """Nodes that were left out for being slow get another chance."""
 
     def begins(self, names: str) -> str:
-        """Say that a recovery about these nodes begins."""
+        """Say that a recovery for these nodes begins."""
         if self is PlanCause.NETWORK:
-            return f"asking all nodes again whether they reach each other{f'; {names} lost' if names else ''}"
+            return f"asking all nodes once more whether they reach each other{f'; {names} lost' if names else ''}"
         if self._begins:
             return self._begins.format(names)
         return f"recovering from the loss of {names}" if names else "regrouping; no node is lost"
 
     @property
     def is_planned(self) -> bool:
-        """No node was lost, and nothing is wrong but the speed of a node."""
+        """Whether no node was lost, and nothing is wrong but a node's speed."""
         return self in (PlanCause.JOINED, PlanCause.DRAINED, PlanCause.SLOW, PlanCause.SCALED, PlanCause.RETRIED)
 
     @property
     def is_calm(self) -> bool:
-        """Nothing wrong had led to it: a change of the plan, and no recovery."""
+        """Whether nothing went wrong: a change of the plan, and no recovery."""
         return self.is_planned and self is not PlanCause.SLOW
 
 
@@ -90,12 +87,12 @@ class Action(StrEnum):
     RESTART_WORKER = "restart_worker"
     CHECKPOINT = "checkpoint"
     BEGIN_AGAIN = "begin_again"
-    """All state is lost, and nothing is saved: the model's initial values, and step 0."""
+    """All state is lost and nothing is saved: training restarts from the initial values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted(Entry):
-    """A generation begins: the plan, why it was chosen, and what is expected of it."""
+    """A generation begins: the plan, why it was chosen, and what it predicts."""
 
     generation: int
     plan: ExecutionPlan
@@ -104,31 +101,27 @@ class PlanAdopted(Entry):
     predicted_step_s: float
     num_layers: int
     redundant: bool
-    """False when fewer than f + 1 copies of some layer live."""
+    """False where fewer than f + 1 copies of a layer live."""
     best_step_s: float | None = None
-    """Predicted step time of the best plan for the nodes held; None where the plan is that one."""
+    """The predicted step time of the best plan for these nodes; None where this plan is the best."""
     pipeline_generations: tuple[int, ...] = ()
-    """For each pipeline, the generation in which its group is formed."""
+    """The generation in which each pipeline's group is formed."""
     boundary: int = 0
     """Steps applied when the plan takes effect."""
     partial: PartialStep = NOTHING
-    """What of the step after is committed then."""
+    """What is committed of the next step then."""
     num_sections: int = 1
-    """Into how many sections a step is cut."""
     schedules: tuple[ScheduleKind, ...] = ()
-    """For each pipeline, in which order its stages work."""
     finish: int | None = None
-    """The step in flight, to be finished first; None when what is not committed of it is forgotten."""
+    """The step in flight, which is finished first; None where its uncommitted part is discarded."""
     finished_under: int | None = None
-    """The generation of the plan under which that step is finished."""
     restored: str | None = None
-    """The checkpoint that is gone back to; None where none is."""
     restored_step: int | None = None
-    """Its step; 0 where the model's initial values are gone back to; None where nothing is."""
+    """The step that the run goes back to; 0 for the model's initial values; None where it does not go back."""
     segments: tuple[Segment, ...] = ()
-    """What broken pipelines leave of it, given to the whole ones."""
+    """What broken pipelines leave of the step in flight, for the whole ones to do."""
     oldest: int = 0
-    """The oldest generation whose plan a worker may still have in force."""
+    """The oldest generation whose plan may still be in force on a worker."""
 
     @property
     def level(self) -> str:
@@ -146,11 +139,9 @@ class HangExplained(Entry):
     level: ClassVar[str] = "warning"
     generation: int
     cut_off: tuple[str, ...]
-    """Nodes that their peers do not reach."""
     stuck: tuple[WorkerId, ...]
-    """Workers that others wait for, and that wait for none."""
+    """Workers that others wait for, and that wait for no other."""
     stacks: tuple[tuple[WorkerId, str], ...]
-    """Where each worker's training thread was."""
 
     @property
     def sentence(self) -> str:
@@ -158,10 +149,10 @@ class HangExplained(Entry):
             return f"the network between {', '.join(self.cut_off)} and their peers is cut"
         if self.stuck:
             return f"all wait for {', '.join(map(str, self.stuck))}"
-        return "no worker is stuck, and no network cut"
+        return "no worker is stuck, and no network is cut"
 
     def evidence(self, worker_id: WorkerId | None) -> str:
-        return self.sentence if worker_id is None else f"all wait for {worker_id}, and it waits for nobody"
+        return self.sentence if worker_id is None else f"all wait for {worker_id}, which waits for no other"
 
     def detail(self, worker_id: WorkerId | None) -> str:
         return "" if worker_id is None else dict(self.stacks).get(worker_id, "")
@@ -169,17 +160,17 @@ class HangExplained(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Entry):
-    """A new plan is needed; survivors are being fenced."""
+    """The run needs a new plan, and fences the survivors."""
 
     generation: int
     nodes: tuple[str, ...]
     cause: PlanCause
     loss: LossCause | None = None
-    """Why these nodes, or their workers, were lost; None where none was."""
+    """Why these nodes, or their workers, were lost; None if none was."""
 
     @property
     def why(self) -> LossCause | PlanCause:
-        """The cause in a word: of a loss, what kind of loss it was."""
+        """The cause in a word; for a loss, what kind of loss it was."""
         return self.loss or self.cause
 
     @property
@@ -196,7 +187,7 @@ class RecoveryStarted(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersArriving(Entry):
-    """A worker has received a part of the layers that the newest plan gives it; only long transfers report this."""
+    """A worker has received a part of the layers that the newest plan gives it. Only long transfers report this."""
 
     generation: int
     node: str
@@ -229,13 +220,11 @@ class RecoveryDone(Entry):
     microbatches_redone: int
     steps_lost: int
     unfinished: str = ""
-    """Why survivors never came to compute under its plan; empty where they did."""
+    """Why the survivors never computed under its plan; empty where they did."""
     loss: LossCause | None = None
-    """As in `RecoveryStarted`."""
 
     @property
     def why(self) -> LossCause | PlanCause:
-        """The cause in a word: of a loss, what kind of loss it was."""
         return self.loss or self.cause
 
     @property

@@ -1,7 +1,7 @@
-"""Plans in the journal's file: each as what it changes of the plan before, so that a loss costs as much as it changes.
+"""Plans in the journal's file, each as a change of the plan before: a loss takes as much room as what it changes.
 
 A file's first plan is whole, and so is each that follows a gap; see `control/plans/plan_delta.py`. Plans of few
-pipelines are written as they are: for people.
+pipelines are always written whole, for people.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from .plan_entries import PlanAdopted
 
 _EMPTY = ExecutionPlan(pipelines=())
 _FEW_PIPELINES = 16
-"""A plan of no more is a few KB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLine:
-    """A plan that was adopted: all of its entry but the plan, and what the plan changes."""
+    """An adopted plan, as its entry without the plan, and the change."""
 
     entry: PlanAdopted
-    """Its plan and what it has for each pipeline are left out."""
+    """Without its plan, and its values for each pipeline."""
     base: int | None
-    """The generation of the plan before; None where this one is whole."""
+    """The generation of the plan that is changed; None where this one is whole."""
     change: PlanChange
 
 
 JournalLine = JournalEntry | PlanLine
-"""What a line of the file may be."""
 
 
 class PlanPacker:
@@ -44,7 +42,7 @@ class PlanPacker:
         self._base: PlanAdopted | None = None
 
     def forget(self) -> None:
-        """Who reads may lack the plan before: the next one is whole."""
+        """Make the next plan whole: a reader may lack the one before."""
         self._base = None
 
     def line(self, entry: JournalEntry) -> JournalLine:
@@ -61,7 +59,6 @@ class PlanPacker:
         )
 
     def plans(self, entries: Iterable[PlanAdopted]) -> tuple[PlanAdopted | PlanLine, ...]:
-        """Return the lines for plans alone."""
         lines = map(self.line, entries)
         return tuple(line for line in lines if isinstance(line, PlanAdopted | PlanLine))
 
@@ -74,10 +71,7 @@ class PlanUnpacker:
         self._base = base
 
     def entry(self, line: JournalLine) -> JournalEntry:
-        """Return what a line says; O(nodes) for a plan.
-
-        Raises PeerError for a plan that changes another one than the one before.
-        """
+        """Return a line's entry; O(nodes) for a plan. Raises PeerError for a change of another plan than the last."""
         if isinstance(line, PlanLine):
             return self._unpack(line)
         if isinstance(line, PlanAdopted):
@@ -85,7 +79,7 @@ class PlanUnpacker:
         return line
 
     def plans(self, lines: Iterable[PlanAdopted | PlanLine]) -> tuple[PlanAdopted, ...]:
-        """Return what lines about plans alone say. Raises PeerError as `entry` does."""
+        """Return the entries of lines for plans alone. Raises PeerError as `entry` does."""
         entries = map(self.entry, lines)
         return tuple(entry for entry in entries if isinstance(entry, PlanAdopted))
 

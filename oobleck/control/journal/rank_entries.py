@@ -14,7 +14,7 @@ from .entry import Entry, Worded
 
 
 class GenerationCause(Worded):
-    """Why a generation ends, and another one begins; in words with the nodes that it is about."""
+    """Why a generation ends, and another one begins, in words with the nodes concerned."""
 
     START = "start", "it begins"
     RANK_FAILED = "rank_failed", "a rank has failed"
@@ -61,9 +61,9 @@ class GenerationFormed(Entry):
     generation: int
     cause: GenerationCause
     nodes: tuple[NodeRanks, ...]
-    """By group rank: the first one has rank 0."""
+    """In the order of group ranks: the first one has rank 0."""
     num_failures: int
-    """How many generations have ended so far because a rank failed."""
+    """How many generations have ended because a rank failed."""
 
     @property
     def world_size(self) -> int:
@@ -81,13 +81,13 @@ class GenerationRuns(Entry):
 
     generation: int
     away_s: float
-    """Since the generation before ended; of the first one, since the run started."""
+    """Seconds since the generation before ended; for the first one, since the run started."""
     is_warm: bool
-    """Whether all were forked from processes that had imported what the script imports."""
+    """Whether all were forked from processes with the script's imports."""
 
     @property
     def sentence(self) -> str:
-        how = "warm" if self.is_warm else "cold: nothing of theirs was imported before"
+        how = "warm" if self.is_warm else "cold: nothing was imported ahead"
         return f"generation {self.generation} runs, {self.away_s:.2f} s later ({how})"
 
 
@@ -104,7 +104,7 @@ class RankDown(Entry):
     end: ProcessEnd
     error: RankError | None
     is_first: bool
-    """Of its generation: the others may have failed because of it."""
+    """Whether it is the first of its generation: others may have failed because of it."""
 
     @property
     def sentence(self) -> str:
@@ -118,23 +118,21 @@ class RankDown(Entry):
 
     @property
     def _end_text(self) -> str:
-        """`exit code 1: ValueError: no such column`."""
-        said = f": {self.error.message}" if self.error is not None and self.error.message else ""
-        return f"{end_text(self.end)}{said}"
+        why = f": {self.error.message}" if self.error is not None and self.error.message else ""
+        return f"{end_text(self.end)}{why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HungRank:
-    """Where a rank was when all hung."""
+    """Where a rank was when all ranks hung."""
 
     node: str
     rank: int
     place: str
-    """In the script; empty where it did not say."""
+    """The line of the script; empty where it is not known."""
     is_waiting: bool
-    """In a collective, or in a backward pass."""
+    """Whether it was in a collective, or in a backward pass."""
     stack: str
-    """Of all its threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +142,9 @@ class RanksHung(Entry):
     level: ClassVar[str] = "warning"
     generation: int
     quiet_s: float
-    """For how long none has printed or saved anything."""
     culprits: tuple[HungRank, ...]
-    """Those that do not wait while others do, a few of them; empty where none stands out."""
+    """A few of the ranks that do not wait while others do; empty where none stands out."""
     num_waiting: int
-    """How many wait in a collective."""
 
     @property
     def sentence(self) -> str:
@@ -175,7 +171,7 @@ class GenerationEnded(Entry):
     generation: int
     cause: GenerationCause
     nodes: tuple[str, ...] = ()
-    """That were lost, have come, or are to leave."""
+    """The nodes that were lost, have joined, or are to leave."""
 
     @property
     def level(self) -> str:

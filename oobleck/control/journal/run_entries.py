@@ -30,25 +30,24 @@ class JobStarted(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterResumed(Entry):
-    """Another master has taken over a run that went on without one."""
+    """Another master has taken over a run that continued without one."""
 
     level: ClassVar[str] = "warning"
     away_s: float
-    """Since the last entry of the master before."""
+    """How long ago the previous master made its last entry."""
 
     @property
     def sentence(self) -> str:
-        return f"a new master takes over; the one before was last heard {self.away_s:.1f} s ago"
+        return f"a new master takes over; the previous one was last active {self.away_s:.1f} s ago"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKnown(Entry):
-    """The model's profile on one kind of node, as the JSON of a profile file: what every plan is computed from."""
+    """The model's profile on one kind of node, as a profile file's JSON: every plan is computed from it."""
 
     profile_json: str
     kind: str = DEFAULT_KIND
     num_devices: int = 1
-    """Of each node of that kind."""
 
     @property
     def sentence(self) -> str:
@@ -57,7 +56,7 @@ class ProfileKnown(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecided(Entry):
-    """From here on so many nodes train, and the others rest."""
+    """From here on `num_nodes` nodes train, and the others rest."""
 
     policy: str
     num_nodes: int
@@ -71,9 +70,9 @@ class ScalingDecided(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalGap(Entry):
-    """The journal itself could not be written for a while; what it says of that time came late, or is missing.
+    """The journal could not be written for a while; its entries of that time came late, or are missing.
 
-    There is one when it begins (`until_s` is None), where the disk has room for it, and one when it is over.
+    One entry marks the gap's beginning (`until_s` is None), if the disk has room for it, and one its end.
     """
 
     level: ClassVar[str] = "error"
@@ -82,9 +81,9 @@ class JournalGap(Entry):
     until_s: float | None
     problem: str
     num_late: int = 0
-    """Entries that were written when that was possible again."""
+    """Entries that were written once that was possible again."""
     num_lost: int = 0
-    """Entries that were not: there were more than are kept."""
+    """Entries that were never written: there were more than are kept."""
 
     @property
     def is_open(self) -> bool:
@@ -96,14 +95,14 @@ class JournalGap(Entry):
         if self.until_s is None:
             return f"{since}; what happened since is not in it yet"
         lost = f"{self.num_lost} entries are missing" if self.num_lost else "nothing is missing"
-        return f"{since}; since {self.until_s:.1f} s it is: {self.num_late} entries came late, {lost}"
+        return f"{since}; it is written again since {self.until_s:.1f} s: {self.num_late} entries came late, {lost}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Entry):
-    """Something for people to read, never to decide by; `level` is info, warning or error."""
+    """A text for people, which decides nothing; `level` is info, warning or error."""
 
-    level: str = field()  # without this, the property of that name would be its default
+    level: str = field()  # without this, the inherited property would be its default
     text: str
 
     @property
@@ -120,8 +119,7 @@ class WorkerError:
 
     @property
     def text(self) -> str:
-        """All that is known of it."""
-        return f"an error ended the workers; {self.worker_id} said:\n{self.end.traceback or self.end.message}"
+        return f"an error ended the workers; {self.worker_id} reported:\n{self.end.traceback or self.end.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,6 @@ class JobEnded(Entry):
     exit_code: int
     reason: str
     error: WorkerError | None = None
-    """The exception that ended the workers, where that is why the run ended."""
 
     @property
     def level(self) -> str:

@@ -1,6 +1,6 @@
-"""What a person wants to see of a run at one moment: plain values, ready to be drawn or sent as JSON.
+"""A run at one moment, for people: plain values, ready to be drawn or sent as JSON.
 
-It imports next to nothing of the package, so that commands which only show it start quickly.
+It imports next to nothing of the package, so that commands that only show it start quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class RunState(StrEnum):
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
     WAITING = "waiting"
-    """For nodes: too few to train."""
     DONE = "done"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -28,7 +27,7 @@ _RESUMABLE = frozenset({ExitCode.NOT_SAVED, ExitCode.RESUMABLE, ExitCode.INTERRU
 
 
 def state_at_end(exit_code: int, *, is_whole: bool) -> RunState:
-    """How a run has ended; one that was stopped on request ends as well as one that has done all (`is_whole`)."""
+    """Return how a run has ended; `is_whole`: it has done all its steps, and was not stopped before."""
     if exit_code == ExitCode.DONE:
         return RunState.DONE if is_whole else RunState.STOPPED
     return RunState.STOPPED if exit_code in _RESUMABLE else RunState.FAILED
@@ -71,7 +70,6 @@ class StageView:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """All of its chunks."""
         return (self.first_layer, self.stop_layer), *self.more_chunks
 
 
@@ -91,9 +89,9 @@ class NodeView:
     state: NodeState
     heard_s_ago: float | None
     origin: str = ""
-    """What has given it; empty for one that a user has named."""
+    """What provided it; empty for a node that a user named."""
     kind: str = ""
-    """What its devices are, and how many; empty where all nodes are alike."""
+    """Its devices, and how many; empty where all nodes are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,28 +115,27 @@ class RunSnapshot:
     max_steps: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
-    """Median of the recent steps."""
+    """Median of the recent steps, like the next one."""
     step_time_s: float | None = None
-    """Median of the recent steps."""
     goodput: float = 0.0
     """0 to 1."""
     elapsed_s: float = 0.0
     remaining_s: float | None = None
     redundant: bool = True
-    """Whether more failures than none are survived without loss of state."""
+    """Whether the run survives a failure without loss of state."""
     fault_threshold: int = 0
     num_recoveries: int = 0
-    """Changes of the plan that something wrong had led to; nodes that join or leave in order do not count."""
+    """Changes of the plan that a fault caused; nodes that join or leave in order do not count."""
     scaling: str = ""
-    """How many nodes are to train, and why; empty where all do without a decision."""
+    """How many nodes are to train, and why; empty where all train."""
     pipelines: tuple[PipelineView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     events: tuple[EventLine, ...] = ()
     """The newest ones, oldest first."""
     exit_code: int | None = None
     data: str | None = None
-    """How far the run is in its shards, where its data is in some."""
+    """How far the run is in its shards; None where its data is not in shards."""
 
     def to_dict(self) -> dict[str, object]:
-        """The snapshot as JSON-able values: what `oobleck status --json` prints."""
+        """Return the snapshot as JSON-able values: what `oobleck status --json` prints."""
         return asdict(self)

@@ -1,11 +1,11 @@
-"""Entries about steps: committed, evaluated, compared."""
+"""Entries about steps, the checkpoints that are saved after them, and the records of shards that they take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oobleck.control.protocol import CommitRecord
+from oobleck.control.protocol import CommitRecord, DataPosition, StepRecords
 from oobleck.planner import WorkerId
 
 from .entry import Entry
@@ -26,11 +26,10 @@ class StepDone(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsDone(Entry):
-    """Many like steps, up to the one committed now: what a simulation of months says in place of one entry a step."""
+    """Many equal steps, up to the one committed now: a simulation of months has this in place of an entry for each."""
 
     first_step: int
     record: CommitRecord
-    """Of the last step."""
     tokens_per_step: int
 
     @property
@@ -44,15 +43,15 @@ class StepsDone(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunsLong(Entry):
-    """A step takes far longer than usual, and its workers come on: it is waited for."""
+    """A step takes far longer than usual, but its workers make progress, so the run waits."""
 
     step: int
     running_s: float
     """Since the step before was committed, or the plan was ordered."""
     computing: tuple[WorkerId, ...]
-    """The workers that others wait for; none where all exchange something, and come on with that."""
+    """The workers that others wait for; none where all exchange data and make progress with that."""
     microbatch: int | None
-    """What the first of these computes, counted from 0; None where it did not say."""
+    """The microbatch that the first of these computes, counted from 0; None where it did not report one."""
 
     @property
     def sentence(self) -> str:
@@ -61,7 +60,6 @@ class StepRunsLong(Entry):
 
     @property
     def _doing(self) -> str:
-        """`node2's worker computes microbatch 0`."""
         if not self.computing:
             return "its workers exchange data"
         first, num_others = self.computing[0], len(self.computing) - 1
@@ -72,7 +70,7 @@ class StepRunsLong(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Entry):
-    """The model of a step was evaluated on samples that it is not trained on."""
+    """A step's model was evaluated on samples that it is not trained on."""
 
     step: int
     loss: float
@@ -86,24 +84,121 @@ class Evaluated(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasDiffer(Entry):
-    """Copies of a layer differ after a step: memory or a processor has computed wrongly, or kept it so."""
+    """Copies of a layer differ after a step: a processor computed it wrongly, or memory corrupted it."""
 
     level: ClassVar[str] = "error"
     step: int
     layer: int
     odd: tuple[WorkerId, ...]
-    """They take the layer from the others."""
+    """The workers that take the layer from the others."""
     trusted: tuple[WorkerId, ...]
     is_sure: bool
-    """Whether it is known that the odd ones are wrong: of two that differ it is not."""
+    """Whether the odd copies are known to be wrong: of two copies that differ, either may be."""
 
     @property
     def sentence(self) -> str:
         odd, trusted = (", ".join(map(str, worker_ids)) for worker_ids in (self.odd, self.trusted))
         text = f"after step {self.step} layer {self.layer} on {odd} differs from that on {trusted}"
         if self.is_sure:
-            return f"{text}; {odd} computed or kept it wrongly, and takes it from the others"
-        return f"{text}; nobody can tell which is right: {odd} takes it from the others; check all of these nodes"
+            return f"{text}; {odd} computed it wrongly or corrupted it, and takes it from the others"
+        return f"{text}; either may be right: {odd} takes it from the others; check all of these nodes"
 
 
-StepEntry = StepDone | StepRunsLong | StepsDone | Evaluated | ReplicasDiffer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Entry):
+    """A checkpoint is complete on disk."""
+
+    name: str
+    step: int
+    saved_at: str
+    size_bytes: int
+    pause_s: float
+    duration_s: float
+    """How long it took from memory to disk."""
+
+    @property
+    def sentence(self) -> str:
+        what = f"checkpoint of step {self.step}: {self.size_bytes / 2**20:.1f} MiB"
+        return f"{what}; training waited {self.pause_s:.3f} s, the disk took {self.duration_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Entry):
+    """A save was given up: there is no checkpoint of this step."""
+
+    step: int
+    """0 where the step is not known."""
+    reason: str
+    newest_step: int | None
+    """The step of the newest checkpoint on disk; None where there is none."""
+    is_our_doing: bool = False
+    """Memory and disk are in order: a node was lost, and the next save follows at once."""
+
+    @property
+    def level(self) -> str:
+        return "warning" if self.is_our_doing else "error"
+
+    @property
+    def sentence(self) -> str:
+        what = f"step {self.step} is not saved" if self.step else "a save has failed"
+        newest = f"the newest checkpoint is that of step {self.newest_step}"
+        return f"{what}: {self.reason}; {'there is no checkpoint' if self.newest_step is None else newest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardsKnown(Entry):
+    """The shards of the job's data, in the order of their numbers."""
+
+    names: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        return f"the data is in {len(self.names)} shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlaced(Entry):
+    """Steps take records from this position on; records assigned to later steps before are taken back."""
+
+    generation: int
+    """The generation whose plan is the first to follow it."""
+    assignment_version: int
+    step: int
+    """The last step that is committed before."""
+    position: DataPosition
+
+    @property
+    def sentence(self) -> str:
+        return f"the data continues at record {self.position.records}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsDealt(Entry):
+    """Which records a step takes; they are read once the step is committed."""
+
+    records: StepRecords
+
+    @property
+    def sentence(self) -> str:
+        return f"step {self.records.step} takes {self.records.num_records} records"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardQuarantined(Entry):
+    """A shard cannot be read: no step takes any more of it."""
+
+    level: ClassVar[str] = "error"
+    shard: str
+    position: int
+    problem: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.shard} is quarantined, so the data is incomplete: {self.problem}"
+
+    def evidence(self, worker_id: WorkerId | None) -> str:
+        return f"{self.shard}: {self.problem}"
+
+
+DataEntry = ShardsKnown | DataPlaced | RecordsDealt | ShardQuarantined
+StepEntry = StepDone | StepRunsLong | StepsDone | Evaluated | ReplicasDiffer | CheckpointSaved | SaveFailed | DataEntry

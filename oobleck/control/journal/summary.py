@@ -1,7 +1,4 @@
-"""What a run came to: one schema for runs on real nodes and for simulated ones.
-
-Computed from the journal alone, so it can be made again from a journal on disk at any time.
-"""
+"""The results of a run, from its journal alone: one schema for real and for simulated runs."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ from oobleck.json_table import to_json
 from oobleck.planner import ExecutionPlan
 
 from .entries import JournalEntry
-from .node_hours import NodeAccount, NodeHours
+from .goodput import NodeAccount, NodeHours
 from .plan_entries import PlanAdopted, PlanCause, RecoveryDone
 from .rank_entries import ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap
-from .state_entries import CheckpointSaved, SaveFailed
-from .step_entries import Evaluated, StepDone, StepsDone
+from .step_entries import CheckpointSaved, Evaluated, SaveFailed, StepDone, StepsDone
 from .tally import LossTally, StepTally
 
 _CALM = frozenset(cause.value for cause in PlanCause if cause.is_calm)
@@ -33,19 +29,19 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySummary:
-    """One recovery: what was lost, what was done about it, and what that cost."""
+    """One recovery: what was lost, how the plan changed, and what that cost."""
 
     t_s: float
     """When the loss was noticed."""
     cause: str
-    """A `PlanCause`; of a loss, its `LossCause`."""
+    """A `PlanCause`; for a loss, its `LossCause`."""
     nodes: tuple[str, ...]
     action: str
     detect_s: float
     decide_s: float
     transfer_s: float
     stall_s: float
-    """Time in which no microbatch of a committed step made progress anywhere."""
+    """Seconds in which no microbatch of a committed step made progress anywhere."""
     bytes_moved: int
     microbatches_redone: int
     unfinished: str = ""
@@ -54,7 +50,7 @@ class RecoverySummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """What the model of a step was worth on samples that it is not trained on."""
+    """A step's loss on samples that the model is not trained on."""
 
     step: int
     loss: float
@@ -62,19 +58,11 @@ class EvaluationSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSummary(NodeHours):
-    """Node-hours: those that were there, what they went into, and what was got for them."""
+    """Node-hours: what they went into, and what they yielded."""
 
     per_step: float | None
-    """Of all that were there, for each committed step; None without any."""
+    """Hours `there` for each committed step; None without any."""
     per_million_tokens: float | None
-
-    @classmethod
-    def of(cls, hours: NodeHours, *, num_steps: int, tokens: int) -> NodeSummary:
-        return cls(
-            **asdict(hours),
-            per_step=hours.there / num_steps if num_steps else None,
-            per_million_tokens=hours.there / tokens * 1e6 if tokens else None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +79,6 @@ class StageSummary:
 class PipelineSummary:
     num_microbatches: int
     stages: tuple[StageSummary, ...]
-    """From the first layer to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,47 +105,45 @@ class Summary:
     samples_repeated: int
     samples_missing: int
     losses: tuple[float, ...]
-    """One a committed step, in order; empty for a simulated run."""
+    """The loss of each committed step, in order; empty for a simulated run."""
     tokens_per_s: float | None
     """Tokens of committed steps over the time from the end of the start to the last commit, losses included."""
     step_time_s: StepTime | None
     goodput: float
     """Share of the elapsed time that went into steps committed for the first time, 0 to 1."""
     downtime_s: Mapping[str, float]
-    """Seconds of every other state; with the useful ones they sum to the elapsed time."""
+    """Seconds of every other state; with the useful seconds they sum to the elapsed time."""
     elapsed_s: float
     generations: int
     recoveries: tuple[RecoverySummary, ...]
     seed: int
     plan: PlanSummary | None
     evaluations: tuple[EvaluationSummary, ...] = ()
-    """In the order of steps, one for each step that was evaluated."""
     node_hours: NodeSummary | None = None
     """None for models of other systems, which keep no journal."""
     begun_after: int = 0
-    """The step of the checkpoint that the run began from: those before were committed by runs before it."""
+    """The step of the checkpoint that the run began from: earlier runs committed the steps up to it."""
     saved_step: int | None = None
-    """Of the newest checkpoint that the run has made, or has begun from."""
+    """The step of the newest checkpoint that the run has made, or began from."""
     saves_failed: int = 0
     journal_lacks: str = ""
-    """What the journal says of its own gaps; empty where it knows all that happened."""
+    """The sentence of the journal's gap; empty where no entry is missing."""
 
     @property
     def last_step(self) -> int:
-        """The newest step that is committed, by this run or by those that it continues from."""
+        """The newest committed step, of this run or of those that it continues from."""
         return self.begun_after + self.steps_committed
 
     @property
     def num_recoveries(self) -> int:
-        """Those of `recoveries` that something wrong had led to: nodes that join or leave in order do not count."""
+        """The recoveries that a fault caused: nodes that join or leave in order do not count."""
         return sum(done.cause not in _CALM for done in self.recoveries)
 
     def to_dict(self) -> dict[str, object]:
-        """The summary as JSON-able values."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """The summary as indented JSON. A loss that is no number becomes null."""
+        """Return the summary as indented JSON. A loss that is not finite becomes null."""
         return to_json(self.to_dict(), indent=2)
 
 
@@ -174,9 +159,9 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
 
 @dataclass(slots=True, kw_only=True)
 class RunAccount:
-    """A journal's summary as it grows, all but the losses. No entry is kept, and nothing of a step alone.
+    """A journal's summary as it grows, without the losses. Keeps no entry, and nothing of single steps.
 
-    A value on the wire, without the job and the newest plan: those must be set again.
+    A value on the wire, which lacks `started` and `newest`: set those again.
     """
 
     started: JobStarted | None = field(default=None, init=False)
@@ -194,7 +179,6 @@ class RunAccount:
     _elapsed_s: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry in; O(1) amortised."""
         self._nodes.apply(entry)
         self._elapsed_s = max(self._elapsed_s, entry.t_s)
         match entry:
@@ -230,7 +214,7 @@ class RunAccount:
             self._evaluations = {step: loss for step, loss in self._evaluations.items() if step <= restored}
 
     def summary(self, losses: tuple[float, ...] = ()) -> Summary:
-        """What the run has come to, with the losses of its committed steps."""
+        """Return the summary so far, with the losses of the committed steps."""
         job, end, plan, gap, tally = self.started, self._end, self.newest, self._gap, self._tally
         split = self._nodes.time.at(self._elapsed_s)
         batch = job.job.global_batch_size if job else 0
@@ -260,7 +244,11 @@ class RunAccount:
             evaluations=tuple(
                 EvaluationSummary(step=step, loss=loss) for step, loss in sorted(self._evaluations.items())
             ),
-            node_hours=NodeSummary.of(hours, num_steps=tally.num_steps, tokens=tally.tokens),
+            node_hours=NodeSummary(
+                **asdict(hours),
+                per_step=hours.there / tally.num_steps if tally.num_steps else None,
+                per_million_tokens=hours.there / tally.tokens * 1e6 if tally.tokens else None,
+            ),
             begun_after=tally.begun_after,
             saved_step=self._saved_step,
             saves_failed=self._saves_failed,

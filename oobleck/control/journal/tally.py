@@ -1,7 +1,7 @@
-"""The committed steps of a run, counted: a step that was committed again counts once, and what it redid is stated.
+"""Counts the committed steps of a run, each once, however often it was committed.
 
-Runs have millions of steps, and no step is kept: those that follow each other and are alike are one run of steps, and
-seconds are counted by their first digits.
+Runs have millions of steps, so none is kept: equal steps in a row are one record, and durations are counted by their
+first digits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .step_entries import StepDone, StepsDone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alike:
-    """Steps `first` to `last`: all have committed the same."""
+    """Steps `first` to `last`, which all committed the same."""
 
     first: int
     last: int
@@ -29,35 +29,33 @@ class _Alike:
         return self.last - self.first + 1
 
     def is_followed_by(self, other: _Alike) -> bool:
-        """Whether `other` are the next steps, and alike."""
+        """Whether `other` are the next steps, and equal."""
         ours = (self.last + 1, self.samples, self.repeated, self.missing, self.tokens)
         return ours == (other.first, other.samples, other.repeated, other.missing, other.tokens)
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTally:
-    """Counts the commits of a journal. When a step comes again, those from it on were lost. A value on the wire."""
+    """Counts the commits of a journal. When a step is committed again, all from it on were lost. A wire value."""
 
     _alike: list[_Alike] = field(default_factory=list)
     _first_step: int = 1
     num_committed_again: int = 0
-    """Steps that were committed, lost, and had to be run again."""
     last_s: float | None = None
     _durations: dict[float, int] = field(default_factory=dict)
-    """How many steps took so many seconds, to four digits; lost steps are among them."""
+    """How many steps took each duration in seconds, to four digits; lost steps included."""
 
     def begin_after(self, step: int) -> None:
-        """The run continues from a checkpoint of this step, which another run has saved."""
+        """Note that the run continues from another run's checkpoint of this step."""
         if not self._alike:
             self._first_step = step + 1
 
     @property
     def begun_after(self) -> int:
-        """The step that a run before this one has left; 0 for none."""
+        """The step that the run began after; 0 at its beginning."""
         return self._first_step - 1
 
     def add(self, entry: StepDone | StepsDone) -> None:
-        """Take a commit in; O(1) amortised."""
         record = entry.record
         new = _Alike(
             first=record.step if isinstance(entry, StepDone) else entry.first_step,
@@ -77,7 +75,6 @@ class StepTally:
         self._durations[rounded_s] = self._durations.get(rounded_s, 0) + new.num_steps
 
     def _cut(self, first: int) -> None:
-        """Forget what was committed from a step on."""
         while self._alike and self._alike[-1].last >= first:
             newest = self._alike.pop()
             self.num_committed_again += newest.last - max(first, newest.first) + 1
@@ -90,7 +87,7 @@ class StepTally:
 
     @property
     def num_missing(self) -> int:
-        """Steps that were never committed although a later one was; those of a run before this one do not count."""
+        """How many steps were never committed although a later one was, not counting those of earlier runs."""
         return (self._alike[-1].last - self._first_step + 1 if self._alike else 0) - self.num_steps
 
     @property
@@ -120,24 +117,20 @@ class StepTally:
 
 
 class LossTally:
-    """The losses of the committed steps, one a step where every step has an entry of its own: 16 bytes each.
-
-    Simulated steps have none.
-    """
+    """The losses of the committed steps, 16 bytes each; steps that share an entry have none."""
 
     def __init__(self) -> None:
         self._steps = array("q")
         self._losses = array("d")
 
     def add(self, entry: StepDone | StepsDone) -> None:
-        """Take a commit in; O(1) amortised."""
         if isinstance(entry, StepDone):
             self.add_loss(entry.record.step, entry.record.loss)
         else:
             self._cut(entry.first_step)
 
     def add_loss(self, step: int, loss: float) -> None:
-        """Take a step's loss in; what was committed from that step on is forgotten."""
+        """Add a step's loss, and forget those from that step on."""
         self._cut(step)
         self._steps.append(step)
         self._losses.append(loss)
@@ -153,7 +146,7 @@ class LossTally:
 
 
 def _at_rank(ordered: list[tuple[float, int]], rank: int) -> float:
-    """The value at a rank, from 1, of values that each come so many times."""
+    """Return the value at a rank, counted from 1, of (value, count) pairs in order."""
     for value, count in ordered:
         rank -= count
         if rank <= 0:

@@ -1,8 +1,4 @@
-"""The journal as a person sees it: a machine that follows the entries and gives snapshots.
-
-Pure: time comes with the entries and as an argument. It decides nothing; it only puts together what
-others have decided.
-"""
+"""The journal as a person sees it: follows the entries and returns snapshots. Decides nothing. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +6,64 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from oobleck.control.protocol import DataPosition
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
 from . import node_entries, snapshot
-from .data_view import DataView
 from .entries import JournalEntry
 from .goodput import TimeAccount
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .rank_entries import GenerationCause, GenerationEnded, GenerationFormed, GenerationRuns, ScriptStarted
 from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
-from .state_entries import DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown
-from .step_entries import StepDone
+from .step_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown, StepDone
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
 StageKey = tuple[str, int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class DataView:
+    """Follows the entries about shards: how far a run is in them. A value on the wire."""
+
+    _num_shards: int = 0
+    _quarantined: list[str] = field(default_factory=list)
+    _placed: DataPosition = field(default_factory=DataPosition)
+    _dealt: list[tuple[int, DataPosition, bool]] = field(default_factory=list)
+    """(step, position after it, whether it is the last) of steps with records that are not committed yet."""
+    _is_last: bool = False
+    """Whether no step follows the newest committed one."""
+
+    def apply(self, entry: DataEntry) -> None:
+        match entry:
+            case ShardsKnown(names=names):
+                self._num_shards = len(names)
+            case DataPlaced(position=position):
+                self._placed, self._is_last = position, False
+                self._dealt.clear()
+            case RecordsDealt(records=records):
+                self._dealt.append((records.step, records.after, records.is_last))
+            case ShardQuarantined(shard=shard):
+                self._quarantined.append(shard)
+
+    def commit(self, step: int) -> None:
+        """Note that a step is committed, and its records are read."""
+        while self._dealt and self._dealt[0][0] <= step:
+            _, self._placed, self._is_last = self._dealt.pop(0)
+
+    def text(self, *, has_ended: bool) -> str | None:
+        """Return what is read by now, in words; None where the data is not in shards."""
+        if not self._num_shards:
+            return None
+        position = self._placed
+        done = position.opened - len(position.open) - len(position.left)
+        words = [f"{position.records:,} records", f"{done} shards of {self._num_shards} read to the end"]
+        if self._quarantined:
+            words.append(f"{len(self._quarantined)} in quarantine: {', '.join(self._quarantined)}")
+        if not self._dealt and not self._is_last and not has_ended:
+            words.append("waiting for more data")
+        return "; ".join(words)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,13 +73,12 @@ class RanksView:
     tag: str = ""
     command: str = ""
     state: snapshot.RunState | None = None
-    """None for a run that is of no script."""
+    """None for a run that trains a job."""
     generation: int = 0
     num_restarts: int = 0
     is_finished: bool = False
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry."""
         match entry:
             case ScriptStarted(run=run):
                 self.tag, self.command, self.state = run.tag, run.kinds, snapshot.RunState.STARTING
@@ -59,10 +96,9 @@ class RanksView:
 
 @dataclass(slots=True, kw_only=True)
 class RunView:
-    """Follows a run's journal. `apply` takes the next entry; `at` returns what the run looks like.
+    """Follows a run's journal. O(1) an entry, O(stages) for a plan; a snapshot costs O(stages + nodes).
 
-    Applying costs O(1) but for a new plan (O(stages)); a snapshot costs O(stages + nodes). A value on the wire, which
-    holds neither the job nor the newest plan.
+    A value on the wire, which lacks the job and the newest plan: `learn` those again.
     """
 
     _account: TimeAccount = field(default_factory=TimeAccount)
@@ -76,7 +112,6 @@ class RunView:
     _kinds: dict[str, str] = field(default_factory=dict)
     _changing: set[StageKey] = field(default_factory=set)
     _recovering: set[int] = field(default_factory=set)
-    """Generations."""
     _num_recoveries: int = 0
     _events: list[snapshot.EventLine] = field(default_factory=list)
     _ended: JobEnded | None = None
@@ -89,7 +124,7 @@ class RunView:
     _heard_s: dict[str, float] = field(default_factory=dict, init=False)
 
     def learn(self, started: JobStarted | None, newest: PlanAdopted | None) -> None:
-        """Take in what a value from the wire lacks."""
+        """Take in the entries that a value from the wire lacks."""
         self._job = None if started is None else started.job
         if newest is not None:
             self._plan, self._generation, self._redundant = newest.plan, newest.generation, newest.redundant
@@ -99,11 +134,10 @@ class RunView:
         return self._ended is not None
 
     def heard(self, node: str, now_s: float) -> None:
-        """Note that a node was heard of: heartbeats are no journal entries."""
+        """Note that a node was heard. Heartbeats are not journal entries."""
         self._heard_s[node] = now_s
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take the next entry of the journal."""
         self._account.apply(entry)
         if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
@@ -150,7 +184,7 @@ class RunView:
             self._ranks.apply(entry)
 
     def at(self, now_s: float) -> snapshot.RunSnapshot:
-        """Return what the run looks like `now_s` seconds after its start, or at its end if that was before."""
+        """Return the run's state `now_s` seconds after its start, or at its end if that came before."""
         elapsed_s = self._ended.t_s if self._ended else now_s
         job = self._job
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
@@ -197,8 +231,10 @@ class RunView:
         return snapshot.RunState.TRAINING if self._step else snapshot.RunState.STARTING
 
     def _adopt(self, entry: PlanAdopted) -> None:
-        before = {key for pipeline in self._plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
-        after = {key for pipeline in entry.plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
+        before, after = (
+            {key for pipeline in plan.pipelines for stage in pipeline.stages for key in _keys(stage)}
+            for plan in (self._plan, entry.plan)
+        )
         self._changing = after - before
         self._plan, self._generation, self._redundant = entry.plan, entry.generation, entry.redundant
         training = set(entry.plan.nodes)
@@ -211,7 +247,7 @@ class RunView:
                 self._nodes[name] = snapshot.NodeState.READY
 
     def _form(self, entry: GenerationFormed) -> None:
-        """Nodes with ranks take part; others that are there are spares."""
+        """Nodes with ranks take part; other present nodes are spares."""
         part = {each.node for each in entry.nodes}
         for name, state in self._nodes.items():
             if name in part:
@@ -249,18 +285,15 @@ class RunView:
             )
 
     def _work_state(self, stage: Stage, broken: bool) -> snapshot.WorkState:
-        """A stage of a broken pipeline waits for a new plan; a whole pipeline continues during a recovery."""
         if self._nodes.get(_node(stage)) is snapshot.NodeState.LOST:
             return snapshot.WorkState.LOST
         if self._ended is not None:
             return snapshot.WorkState.ENDED
         if not self._step:
             return snapshot.WorkState.STARTING
-        return (
-            snapshot.WorkState.RECONFIGURING
-            if broken or not self._changing.isdisjoint(_keys(stage))
-            else snapshot.WorkState.TRAINING
-        )
+        # A stage of a broken pipeline waits for a new plan; a whole pipeline continues during a recovery.
+        is_waiting = broken or not self._changing.isdisjoint(_keys(stage))
+        return snapshot.WorkState.RECONFIGURING if is_waiting else snapshot.WorkState.TRAINING
 
     def _node_view(self, name: str, now_s: float, *, has_kinds: bool) -> snapshot.NodeView:
         state = self._nodes[name]
@@ -281,5 +314,4 @@ def _node(stage: Stage) -> str:
 
 
 def _keys(stage: Stage) -> list[StageKey]:
-    """Of each chunk."""
     return [(_node(stage), chunk.start, chunk.stop) for chunk in stage.chunks]

@@ -1,11 +1,10 @@
-"""Node checks: what to measure next, and which node or link the results name."""
+"""Node checks: what to measure next, and which node or link is at fault by the results."""
 
 from __future__ import annotations
 
 from .gpus import (
     ClockLimit,
     GpuFacts,
-    GpuFinding,
     GpuProblem,
     GpuReading,
     NvmlState,
@@ -34,7 +33,6 @@ __all__ = [
     "CheckedNode",
     "ClockLimit",
     "GpuFacts",
-    "GpuFinding",
     "GpuProblem",
     "GpuReading",
     "Health",

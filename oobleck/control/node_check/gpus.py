@@ -1,17 +1,17 @@
-"""What is known of a node's GPUs, and what is wrong with them: evidence as fields, and a sentence for people.
+"""What is known of a node's GPUs, and what is wrong with them: evidence as fields, and sentences for people. Pure.
 
-Pure. A probe reads NVML while the GPU computes, and measures a matrix product and a copy; here that is compared with
-what the driver says the GPU can do, and with its maker's data sheet.
+A probe reads NVML while the GPU computes, and measures a matrix product and a copy. This module compares the results
+with the GPU's abilities by its driver, and with its maker's data sheet.
 
     problem               found by                                               the node is
-    lost, needs a reset   what NVML raises                                       faulty
-    memory errors         uncorrected ones, and repairs that failed or wait      faulty; a note once they are repaired
+    lost, needs a reset   errors that NVML raises                                faulty
+    memory errors         uncorrected ones, and failed or pending repairs        faulty; a note once they are repaired
     heat, power           the driver holds the clocks down                       slow
     PCIe width, NVLink    narrower, or fewer links, than it can have             slow
     product, memory       under a share of the data sheet                        slow
     clocks set, PCIe generation, no data sheet, nothing read                     as healthy as it is otherwise: a note
 
-The shares are judgement, with room for clocks that follow the power limit; nothing was measured for them.
+The shares are judgement, not measured, with room for clocks that follow the power limit.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from oobleck.planner import DeviceSheet, sheet_of_product
 from .rounds import Health, NodeVerdict
 
 _LEAST_PRODUCT = 0.5
-"""Of the data sheet's rate of matrix products in bfloat16."""
+"""The least share of the data sheet's rate of matrix products in bfloat16."""
 _LEAST_MEMORY = 0.65
-"""Of the data sheet's rate of memory."""
+"""The least share of the data sheet's rate of memory."""
 
 
 class NvmlState(StrEnum):
-    """Whether NVML could be asked about a GPU."""
+    """Whether NVML answered about a GPU."""
 
     READ = "read"
     NO_MODULE = "no module"
-    """pynvml is not installed there."""
+    """pynvml is not installed."""
     NO_DRIVER = "no driver"
-    """Its library is not there, or the driver is not loaded."""
+    """NVML's library is missing, or the driver is not loaded."""
     LOST = "lost"
     RESET_NEEDED = "reset needed"
     REFUSED = "refused"
-    """Anything else: `error` says what."""
+    """Any other error, which is in `error`."""
 
 
 class GpuReading(StrEnum):
-    """What may be read of a GPU; what one does not have cannot be."""
+    """What can be read of a GPU, if it has it."""
 
     CLOCKS = "clocks"
     CLOCK_LIMITS = "clock limits"
@@ -56,7 +56,7 @@ class GpuReading(StrEnum):
 
 
 class ClockLimit(StrEnum):
-    """What holds a GPU's clocks down, as NVML counts it (`nvmlClocksEventReasons`)."""
+    """What limits a GPU's clocks, as NVML reports it (`nvmlClocksEventReasons`)."""
 
     IDLE = "idle"
     APPLICATION = "application clocks"
@@ -76,25 +76,25 @@ _SET = frozenset({ClockLimit.APPLICATION, ClockLimit.SYNC_BOOST, ClockLimit.DISP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """A GPU as it was found while it computed. None is what could not be read or measured."""
+    """A GPU while it computed. Values that could not be read or measured are None."""
 
     index: int
     name: str
     nvml: NvmlState
     error: str = ""
-    """NVML's own words, where it refused."""
+    """NVML's own message, if it refused."""
     unread: tuple[GpuReading, ...] = ()
-    """What this GPU, its driver or its machine does not tell."""
+    """What this GPU, its driver or its machine does not report."""
     sm_mhz: int | None = None
     max_sm_mhz: int | None = None
     clock_limits: tuple[ClockLimit, ...] = ()
     corrected: int | None = None
-    """Memory errors that ECC has corrected since the driver was loaded."""
+    """Memory errors that ECC corrected since the driver was loaded."""
     uncorrected: int | None = None
     repair_waits: bool | None = None
-    """Whether bad memory will be replaced by spare memory when the GPU is reset."""
+    """Whether a reset of the GPU will replace bad memory by spare memory."""
     repair_failed: bool | None = None
-    """Whether there was no spare memory left for that."""
+    """Whether no spare memory was left for that."""
     pcie_width: int | None = None
     max_pcie_width: int | None = None
     pcie_generation: int | None = None
@@ -102,19 +102,20 @@ class GpuFacts:
     num_nvlinks: int | None = None
     num_nvlinks_up: int | None = None
     product_flops: float | None = None
-    """Measured, in bfloat16, per second."""
+    """Measured rate in bfloat16, per second."""
     memory_bytes_per_s: float | None = None
-    """Measured: read and written by a copy."""
+    """Measured: bytes read and written by a copy."""
 
 
 _RESET = "`nvidia-smi -r` resets it while nothing uses it, a restart of the node as well"
+_UNCORRECTED = f"{{found:.0f}} memory errors that ECC could not correct, and memory to be replaced; {_RESET}"
 _CLOCKS_SET = "its clocks are set lower than they could be{clocks}; `nvidia-smi -rac` takes that back"
 _NO_SHEET = "no data sheet of {name} is known here; it was compared with those of other nodes alone"
 _REPAIRED = "{found:.0f} memory errors that ECC could not correct; the memory is replaced by spare memory"
 
 
 class GpuProblem(StrEnum):
-    """What may be found about a GPU: what it makes of the node, healthy for a note, and the words for it."""
+    """A possible finding about a GPU: the node's health for it, healthy for a note, and its words."""
 
     health: Health
     template: str
@@ -126,30 +127,14 @@ class GpuProblem(StrEnum):
 
     LOST = "lost", Health.FAULTY, "the driver has lost it; look for Xid 79 in `dmesg -T`, and restart the node"
     RESET_NEEDED = "reset needed", Health.FAULTY, f"the driver asks for a reset; {_RESET}"
-    MEMORY_ERRORS = (
-        "memory errors",
-        Health.FAULTY,
-        f"{{found:.0f}} memory errors that ECC could not correct, and memory that is to be replaced; {_RESET}",
-    )
+    MEMORY_ERRORS = "memory errors", Health.FAULTY, _UNCORRECTED
     MEMORY_REPAIRED = "memory repaired", Health.HEALTHY, _REPAIRED
-    REPAIR_FAILED = (
-        "memory repair failed",
-        Health.FAULTY,
-        "no spare memory is left to replace what is broken; have the GPU replaced",
-    )
+    REPAIR_FAILED = "memory repair failed", Health.FAULTY, "no spare memory is left for a repair; have the GPU replaced"
     HOT = "hot", Health.SLOW, "heat holds it down{clocks}; look at its cooling"
     POWER = "power", Health.SLOW, "its power supply holds it down{clocks}; look at the node's power"
     CLOCKS_SET = "clocks set", Health.HEALTHY, _CLOCKS_SET
-    PCIE_WIDTH = (
-        "PCIe width",
-        Health.SLOW,
-        "it has {found:.0f} of {expected:.0f} PCIe lanes; seat the card again, or look at the riser",
-    )
-    PCIE_GENERATION = (
-        "PCIe generation",
-        Health.HEALTHY,
-        "its PCIe link is of generation {found:.0f}, and could be of {expected:.0f}",
-    )
+    PCIE_WIDTH = "PCIe width", Health.SLOW, "it has {found:.0f} of {expected:.0f} PCIe lanes; reseat the card or riser"
+    PCIE_GENERATION = "PCIe generation", Health.HEALTHY, "its PCIe link is at generation {found:.0f} of {expected:.0f}"
     NVLINK = "NVLink", Health.SLOW, "{found:.0f} of {expected:.0f} NVLinks are up; look at `nvidia-smi nvlink -s`"
     SLOW_PRODUCT = "slow product", Health.SLOW, "matrix products in bfloat16 at {tera:.0f} TFLOP/s, {share}"
     SLOW_MEMORY = "slow memory", Health.SLOW, "copies of its memory at {giga:.0f} GB/s, {share}"
@@ -167,20 +152,19 @@ class GpuFinding:
     gpu: int
     problem: GpuProblem
     health: Health
-    """What it makes of the node; healthy for a note."""
     found: float | None = None
     """Lanes, links, errors, a generation, MHz, or a rate per second."""
     expected: float | None = None
     limits: tuple[ClockLimit, ...] = ()
-    """What held the clocks down when it was found."""
+    """What limited the clocks then."""
     nvml: NvmlState = NvmlState.READ
     error: str = ""
     name: str = ""
-    """The GPU's, where it is what matters."""
+    """The GPU's name, if it matters."""
 
 
 def findings_about(gpus: Iterable[GpuFacts]) -> tuple[GpuFinding, ...]:
-    """Return what is wrong with GPUs, or worth a note; the gravest first."""
+    """Return what is wrong with GPUs, or worth a note, the gravest first."""
     found = [
         finding
         for facts in gpus
@@ -191,12 +175,12 @@ def findings_about(gpus: Iterable[GpuFacts]) -> tuple[GpuFinding, ...]:
 
 
 def fault_of(findings: Sequence[GpuFinding]) -> str:
-    """Return why a node cannot compute with its GPUs; nothing where it can."""
+    """Return why a node cannot compute with its GPUs; empty if it can."""
     return next(iter(sentences_of(each for each in findings if each.health is Health.FAULTY)), "")
 
 
 def slowed_by(verdict: NodeVerdict, findings: Sequence[GpuFinding]) -> NodeVerdict:
-    """Return a node's verdict with what its GPUs add: one that did as well as the others may be slow all the same."""
+    """Return a node's verdict, which its GPUs may make slow even if it measured as well as the others."""
     if verdict.health is not Health.HEALTHY:
         return verdict
     slow = sentences_of(each for each in findings if each.health is Health.SLOW)
@@ -230,7 +214,7 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
         yield finding(GpuProblem.MEMORY_REPAIRED if is_repaired else GpuProblem.MEMORY_ERRORS, facts.uncorrected)
     if limits & _HEAT:
         yield finding(GpuProblem.HOT, facts.sm_mhz, facts.max_sm_mhz)
-    if limits & _POWER and not limits & _HEAT:  # the hardware slows down for heat too, and says both
+    if limits & _POWER and not limits & _HEAT:  # the hardware also slows down for heat, and then reports both
         yield finding(GpuProblem.POWER, facts.sm_mhz, facts.max_sm_mhz)
     if limits & _SET:
         yield finding(GpuProblem.CLOCKS_SET, facts.sm_mhz, facts.max_sm_mhz)
@@ -271,7 +255,7 @@ def _is_less(found: int | None, expected: int | None) -> bool:
 
 
 def sentences_of(findings: Iterable[GpuFinding]) -> tuple[str, ...]:
-    """Say what was found, and what to do about it; once for all GPUs of which the same is to be said."""
+    """Return findings as sentences, with what to do about them; one for all GPUs with the same finding."""
     gpus: dict[str, list[int]] = {}
     for finding in findings:
         gpus.setdefault(_words(finding), []).append(finding.gpu)

@@ -1,6 +1,6 @@
-"""What a node check and its probes, one on each node, say to each other: frozen values, like the run's own messages.
+"""Messages between a node check and its probes, one on each node.
 
-What the two of a pair exchange to connect goes through the checker (`PairValue`), which is all that both reach yet.
+The two nodes of a pair exchange values through the checker (`PairValue`) until they are connected.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class MeasureAlone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurePair:
-    """Exchange with a peer that is asked the same."""
+    """Exchange data with a peer, which does the same."""
 
     key: str
-    """Of this test; names the keys that the two exchange."""
+    """Identifies this test."""
     nodes: tuple[str, str]
     address: str
     timeout_s: float
@@ -29,7 +29,7 @@ class MeasurePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairValue:
-    """What a node has others of its pair know; the checker passes it on."""
+    """A value for the other node of a pair; the checker passes it on."""
 
     key: str
     value: bytes
@@ -41,25 +41,25 @@ ProbeRequest = MeasureAlone | MeasurePair | PairValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a node is; the first thing that its probe says."""
+    """What a node is; its probe's first message."""
 
     pid: int
     hostname: str
     machine: str = ""
-    """Identifies the machine among all, whatever it is called."""
+    """Identifies the machine, whatever its names."""
     clock_s: float
     """The wall clock, seconds since 1970."""
     versions: Mapping[str, str]
-    """Of Python and of the packages that decide what runs."""
+    """Versions of Python and of the packages that matter to a run."""
     num_cpus: int
-    """That the probe may use."""
+    """How many the probe may use."""
     socket: str = ""
     """The path of a UNIX socket at which the probe listens, as an agent would."""
     cuda_devices: tuple[str, ...] = ()
     free_disk_bytes: int = 0
-    """Where runs keep their files."""
+    """Free space where runs keep their files."""
     memory_bytes: int = 0
-    """That the probe may use."""
+    """How much the probe may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class SoloDone:
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     gpus: tuple[GpuFacts, ...] = ()
-    """As they were found while they computed."""
+    """Their state while they computed."""
     error: str = ""
 
 

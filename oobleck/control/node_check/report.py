@@ -1,7 +1,6 @@
-"""What a node check found, in words and numbers: the verdicts, and what each node is.
+"""The results of a node check in words and numbers: the verdicts, and what each node is. Pure.
 
-Pure. What makes a node unfit whatever it measures is decided here: software of another version, devices that are not
-there, a full disk.
+Also decides what makes a node unfit whatever it measures: other versions of software, missing devices, a full disk.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _MOST_CLOCK_OFFSET_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNode:
-    """A node with all that is known of it."""
+    """A node with everything that is known of it."""
 
     verdict: NodeVerdict
     warnings: tuple[str, ...] = ()
     facts: NodeFacts | None = None
-    """None where it could not be reached."""
+    """None if it could not be reached."""
     clock_offset_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Alone, by measure: the best."""
+    """Its best times alone, keyed by measure."""
     gpus: tuple[GpuFacts, ...] = ()
-    """Those that the hostfile names."""
+    """The GPUs that the hostfile names."""
     findings: tuple[GpuFinding, ...] = ()
 
 
@@ -40,7 +39,7 @@ class CheckReport:
     nodes: tuple[CheckedNode, ...]
     links: tuple[LinkVerdict, ...]
     exchanges: tuple[tuple[str, str, float, float], ...]
-    """(node, node, latency in seconds, seconds for 8 MiB each way): the pairs that were tried and answered."""
+    """(node, node, latency in seconds, seconds for 8 MiB each way) of the pairs that answered."""
     num_rounds: int
     elapsed_s: float
 
@@ -49,15 +48,12 @@ class CheckReport:
         return CheckVerdict(nodes=tuple(node.verdict for node in self.nodes), links=self.links).is_healthy
 
     def to_dict(self) -> dict[str, object]:
-        """The report as JSON-able values."""
+        """Return the report as JSON-able values."""
         return {"healthy": self.is_healthy, **asdict(self)}
 
 
 def misfit(facts: NodeFacts, spec: NodeSpec, versions: Mapping[str, str]) -> str | None:
-    """Why a node cannot take part, in words that say what to change; None where it can.
-
-    `versions` are those of the machine that the master runs on.
-    """
+    """Return why a node cannot take part, and what to change; None if it can. `versions` are the master's."""
     python, ours = facts.versions.get("python", ""), versions["python"]
     if python.split(".")[:2] != ours.split(".")[:2]:
         return f"Python {python} there, {ours} here; name an interpreter of the same version with --python"
@@ -76,7 +72,7 @@ def misfit(facts: NodeFacts, spec: NodeSpec, versions: Mapping[str, str]) -> str
 
 
 def warnings_about(facts: NodeFacts, clock_offset_s: float, versions: Mapping[str, str]) -> tuple[str, ...]:
-    """What is worth knowing of a node that can take part."""
+    """Return what is worth knowing about a node that can take part."""
     differing = [
         f"{package} {found} there, {versions[package]} here"
         for package, found in sorted(facts.versions.items())

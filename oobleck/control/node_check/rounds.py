@@ -1,19 +1,19 @@
-"""Which of a cluster's nodes are healthy: what to test next, and what the results say.
+"""Which of a cluster's nodes are healthy: what to test next, and what the results mean. Pure.
 
-A node is first tested alone, against the lower median of all. Then nodes are paired, and a pair that works proves
-both of its nodes, for a fault of either would show. Every other node is a suspect: it is tested again, and with
-nodes that are proven. A suspect that works with one of them is proven too, and what failed before was its partner or
-the link between them; one that fails with two of them is at fault itself. So the partner of a faulty node is never
-named in its stead. (Pairs alone, as in DLRover's check, double the median of a small cluster, or condemn partners.)
+Nodes are first tested alone, against the lower median of all. Then they are paired, and a pair that works proves both
+of its nodes, because a fault of either would show. Every other node is a suspect: it is tested again, and with proven
+nodes. A suspect that works with one of them is proven too: its partner before, or the link, was at fault. A suspect
+that fails with two of them is at fault itself. So the partner of a faulty node is never blamed for it. (Pairs alone, as
+in DLRover's check, double the median of a small cluster, or condemn partners.)
 
     round          who                                  decides
     1  alone       every node                           suspects: failed, or slow against the lower median
-    2  pairs       those that passed, two by two        a pair that works proves two nodes
+    2  pairs       passed nodes, two by two             a pair that works proves two nodes
     3  suspects    alone again, and with a proven node  proven; condemned when twice at fault alone
     4  suspects    with a second proven node            condemned when at fault with both
 
 With up to a quarter of the nodes or links at fault, the lower medians belong to healthy ones, and these rounds are
-enough. Pure: somebody else runs the tests.
+enough.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 _MAX_ROUNDS = 6
-"""More than four are needed only where no pair works at first."""
+"""More than four are only needed if no pair works at first."""
 
 _TOLERANCE = {"loopback": 2.0, "disk": 4.0}
-"""Measures that vary more between healthy nodes may be so many times slower than others may."""
+"""How many times slower than other measures these may be, because they vary more between healthy nodes."""
 
 _PAIR_TOLERANCE = 1.5
 
@@ -37,24 +37,24 @@ class Health(StrEnum):
     SLOW = "slow"
     FAULTY = "faulty"
     UNDECIDED = "undecided"
-    """No healthy node is left to test it with."""
+    """No healthy node is left for a test with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloResult:
-    """What a node did alone."""
+    """A node's test alone."""
 
     node: str
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By measure (compute, memory, loopback, disk): time for work that is the same on every node."""
+    """The times of equal work on every node, keyed by measure (compute, memory, loopback, disk)."""
     error: str = ""
     is_final: bool = False
-    """No second test would change the error: the node cannot be reached, or its software does not fit."""
+    """Whether no second test would change the error: the node is unreachable, or its software does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """What two nodes did together: the time of an exchange, or why there was none."""
+    """A test of two nodes: the time of an exchange, or why there was none."""
 
     nodes: tuple[str, str]
     seconds: float | None = None
@@ -88,7 +88,7 @@ class LinkVerdict:
     nodes: tuple[str, str]
     reason: str
     factor: float | None = None
-    """None where it does not work at all."""
+    """None if it does not work at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +102,15 @@ class CheckVerdict:
 
 
 class NodeCheck:
-    """Takes results in, and says what to test next and what is known.
-
-    A round costs O(nodes · pairs tested); there are few pairs.
-    """
+    """Takes results in, and returns what to test next and the verdict. A round costs O(nodes · pairs tested)."""
 
     def __init__(
         self, nodes: Sequence[str], *, slow_factor: float = 1.5, device_of: Mapping[str, str] | None = None
     ) -> None:
-        """`slow_factor`: how many times slower than the lower median of all a node is when it is called slow.
+        """A node is slow from `slow_factor` times the lower median on.
 
-        `device_of` names the devices of nodes, where there are several kinds: what a node takes alone is compared with
-        what nodes with such devices take.
+        `device_of` names the devices of nodes, where there are several kinds: times alone are compared only with nodes
+        that have the same devices.
         """
         assert slow_factor > 1
         assert len(set(nodes)) == len(nodes)
@@ -123,12 +120,12 @@ class NodeCheck:
         self._pairs: defaultdict[tuple[str, str], list[PairResult]] = defaultdict(list)
         self._device_of = device_of or {}
         self._solo_median_s: dict[str, dict[str, float]] = {}
-        """By device, and by what is measured."""
+        """Keyed by device and by measure."""
         self._pair_median_s: float | None = None
         self._num_rounds = 0
 
     def next_round(self) -> CheckRound | None:
-        """What to test next; None when nothing more can be learnt."""
+        """Return what to test next; None if no test could tell more."""
         if self._num_rounds == 0:
             return CheckRound(solo=self._nodes)
         if self._num_rounds >= _MAX_ROUNDS:
@@ -140,7 +137,7 @@ class NodeCheck:
         return self._test_suspects()
 
     def take(self, solo: Iterable[SoloResult], pairs: Iterable[PairResult]) -> None:
-        """Take the results of a round in. The first of each kind set what the later ones are measured against."""
+        """Take the results of a round in. The first of each kind set the median for the later ones."""
         self._num_rounds += 1
         for alone in solo:
             self._solo[alone.node].append(alone)
@@ -161,7 +158,7 @@ class NodeCheck:
                 self._solo_median_s[device] = medians
 
     def verdict(self) -> CheckVerdict:
-        """What is known so far."""
+        """Return the verdict by the results so far."""
         nodes = tuple(self._judge(node) for node in self._nodes)
         healthy = {verdict.node for verdict in nodes if verdict.health is Health.HEALTHY}
         links = tuple(
@@ -227,7 +224,7 @@ class NodeCheck:
         )
 
     def _usual_s(self, node: str) -> Mapping[str, float]:
-        """What nodes like this one take, by what is measured."""
+        """The times of nodes like this one, keyed by measure."""
         return self._solo_median_s.get(self._device_of.get(node, ""), {})
 
     def _worst_measure(self, result: SoloResult) -> tuple[str, float]:
@@ -250,7 +247,7 @@ class NodeCheck:
         return result.seconds / self._pair_median_s
 
     def _pair_factor(self, pair: tuple[str, str]) -> float | None:
-        """How many times as long as others' its best exchange takes; None where there was none."""
+        """Its best exchange's time over that of others; None without an exchange."""
         factors = [factor for result in self._pairs[pair] if (factor := self._factor(result)) is not None]
         return min(factors, default=None)
 
@@ -285,7 +282,7 @@ class NodeCheck:
         return CheckRound(solo=again, pairs=pairs) if again or pairs else None
 
     def _with_proven(self, suspects: Sequence[str], proven: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Each suspect with a proven node that it has not met, the one that has least to do."""
+        """Pair each suspect with a proven node that it has not met, and that has the fewest tests."""
         load = dict.fromkeys(proven, 0)
         for suspect in suspects:
             unmet = [node for node in proven if _key(suspect, node) not in self._pairs]
@@ -295,7 +292,7 @@ class NodeCheck:
                 yield suspect, partner
 
     def _untried(self, nodes: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Pairs that have not been tried yet, each node in one at most."""
+        """Pair nodes that have not met, each at most once."""
         free = list(nodes)
         while free:
             node = free.pop(0)

@@ -1,4 +1,4 @@
-"""Who is in the job: nodes and workers come, end and are lost. What both coordinators decide, they decide here."""
+"""Which nodes and workers are in the job: the decisions that the coordinators of both programs share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .likeness import (
     version_of,
 )
 from .machines import Share
-from .membership import Member, MemberImage, Membership, MemberState
+from .membership import Member, Membership, MemberState
 from .node_lifecycle import NodeLifecycle
 from .program import Program, WorkerProgram
 from .silence import are_most, patience_s
@@ -32,7 +32,6 @@ __all__ = [
     "BaseCoordinator",
     "EpochLikeness",
     "Member",
-    "MemberImage",
     "MemberState",
     "Membership",
     "NodeLifecycle",

@@ -1,11 +1,10 @@
-"""What the coordinators of `oobleck up` and `oobleck run` have in common, as a pure machine.
+"""What the coordinators of `oobleck up` and `oobleck run` share, as a pure machine.
 
     handle(now_s, event) -> commands        next_deadline() -> time        handle_deadline(now_s) -> commands
 
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
-real master, in the simulator and in a replay. Its parts decide which nodes take part. What that means for the program
-that runs on them, the derived class says: it is the program, and the parts call it. Every call has the turn with it,
-which collects the commands.
+real master, in the simulator and in a replay. Its parts decide which nodes take part. The derived class is the program
+that runs on them, and the parts call it. Every call passes the turn, which collects the commands.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class BaseCoordinator(Program):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """The run has ended: nothing changes any more."""
+        """Whether the run has ended: nothing changes any more."""
 
     @property
     @abstractmethod
     def due_s(self) -> float:
-        """When `act` is to be called, at the latest; infinity for never."""
+        """The latest time at which to call `act`; infinity for never."""
 
     @abstractmethod
     def begin(self, turn: Turn) -> None:
@@ -59,21 +58,21 @@ class BaseCoordinator(Program):
 
     @abstractmethod
     def take(self, turn: Turn, event: events.Event) -> None:
-        """Take in an event that this program alone has."""
+        """Take in an event that only this program has."""
 
     @abstractmethod
     def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
-        """Take in what a node's agent reports. Raises PeerError or ConfigError: the node is lost for it."""
+        """Take in what a node's agent reports. Raises PeerError or ConfigError, for which the node is lost."""
 
     @abstractmethod
     def act(self, turn: Turn, held_up_s: float) -> None:
-        """Act on what has not happened in time; this master itself was held up for so long, 0 if it was not."""
+        """Act on what has not happened in time. This master itself was held up for `held_up_s`, 0 if it was not."""
 
     def heard_again(self, turn: Turn) -> None:
         """Most nodes were silent until now."""
 
     def follow_up(self, turn: Turn) -> None:
-        """Do what has become possible, after any event and any deadline."""
+        """Do what has become possible; called after every event and deadline."""
 
     @abstractmethod
     def end(self, turn: Turn, end: events.EndRun) -> None:
@@ -82,13 +81,12 @@ class BaseCoordinator(Program):
     # --- the machine's interface ---------------------------------------------------------------------------------
 
     def start(self, now_s: float) -> list[events.Command]:
-        """Begin, or take over: reach all nodes."""
         turn = Turn(now_s)
         self.begin(turn)
         return turn.commands
 
     def handle(self, now_s: float, event: events.Event) -> list[events.Command]:
-        """Take in an event. Raises nothing: a peer that does wrong is the one that is lost for it."""
+        """Take in an event. Raises nothing: a peer that breaks a rule is lost for it."""
         turn = Turn(now_s)
         if self.is_over:
             return turn.commands
@@ -167,7 +165,7 @@ class BaseCoordinator(Program):
         except ConfigError as error:
             if not self.is_begun:
                 turn.end(str(error), ExitCode.CONFIG)
-            # A node that comes later must fit; those that train are not affected.
+            # A node that joins later must fit; the nodes that train are not affected.
             self._lifecycle.give_up(turn, node, journal.Misfit(problem=str(error)))
 
     def _note_heard(self, turn: Turn) -> None:
@@ -175,7 +173,7 @@ class BaseCoordinator(Program):
             self.heard_again(turn)
 
     def _give_up_silent(self, turn: Turn) -> None:
-        """Give up the nodes that are lost by their silence."""
+        """Give up the nodes that are silent for too long."""
         for node, silent_s in self._silence.take_silent(turn).items():
             self._lifecycle.give_up(turn, node, journal.Silent(silent_s=silent_s))
 

@@ -1,7 +1,7 @@
-"""What all workers must have alike, compared by digest before the first step and at each epoch.
+"""What must be equal on all workers, compared by digest before the first step and at each epoch.
 
-A script runs in every worker, and may be different there: it reads a clock, another file, another version of a library.
-What follows from that is no error anywhere: stages of one pipeline take tokens of one sample and labels of another.
+A script runs in every worker, and may behave differently there: it reads a clock, another file, another version of a
+library. No error would show that: stages of one pipeline would take tokens of one sample and labels of another.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ _ADVICE: Mapping[str, str] = {
     "and not from a clock, a process or a node",
 }
 _MOST_EPOCHS = 4
-"""Of which the first report is kept."""
 
 
 def version_of(package: str) -> str:
-    """What the version of a package is called."""
+    """Return the name under which a package's version is compared."""
     return f"{_VERSION}{package}"
 
 
 def difference(worker: WorkerId, things: Things, other: WorkerId, others: Things) -> str | None:
-    """Return the first thing that two workers both tell and have differently, with what to change; None if none is."""
+    """Return the first thing that both workers report and that differs, with what to change; None if none does."""
     theirs = dict(others)
     for thing, mine in things:
         if theirs.get(thing, mine) != mine:
@@ -48,13 +47,13 @@ def difference(worker: WorkerId, things: Things, other: WorkerId, others: Things
 
 
 class EpochLikeness:
-    """What the first worker that entered an epoch has told of it, for the newest epochs."""
+    """The report of the first worker that entered each of the newest epochs."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[WorkerId, Things]] = {}
 
     def entered(self, worker: WorkerId, message: EpochEntered) -> str | None:
-        """Take in what a worker tells; returns what it has differently from the first, as `difference` does."""
+        """Take a worker's report in; return how it differs from the first one, as `difference` does."""
         first = self._first.setdefault(message.epoch, (worker, message.alike))
         if len(self._first) > _MOST_EPOCHS:
             del self._first[min(self._first)]

@@ -1,7 +1,7 @@
-"""Which nodes share a machine, and what of it is for each of their workers.
+"""Which nodes share a machine, and how much of it each of their workers may use.
 
-Nodes say which machine they are on, by what its kernel calls it: names of hosts are only guessed by, until the agent
-has spoken. Two names may be one machine, and two containers of a machine may each have limits of their own.
+An agent reports its machine by the kernel's name for it; until then, the host's name is a guess. Two names may be one
+machine, and two containers of a machine may each have limits of their own.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _Key = tuple[str, ...]
 
 
 class Machines:
-    """Counts workers by what they share. O(devices and limits of a node) for each change and each question."""
+    """Counts workers by what they share. Each change and query is O(devices and limits of a node)."""
 
     def __init__(self) -> None:
         self._placed: dict[str, tuple[NodeSpec, Hello | None]] = {}
         self._nodes: defaultdict[_Key, dict[str, None]] = defaultdict(dict)
-        """Those whose agents have spoken, by machine and by host."""
+        """The nodes whose agents have spoken, keyed by machine and by host."""
         self._names: defaultdict[_Key, Counter[_Key]] = defaultdict(Counter)
-        """How often each machine has each host's name, and the other way round."""
+        """How often each machine has each host's name, and vice versa."""
         self._workers: Counter[_Key] = Counter()
         self._devices: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
 
     def put(self, spec: NodeSpec, hello: Hello | None) -> None:
-        """Note what is known of a node, in place of what was: `hello` once its agent has spoken."""
+        """Replace what is known of a node; `hello` is None until its agent has spoken."""
         if spec.name in self._placed:
             self._count(*self._placed[spec.name], sign=-1)
         self._placed[spec.name] = spec, hello
         self._count(spec, hello, sign=1)
 
     def share(self, node: str) -> Share:
-        """Return what is for each worker of a node whose agent has spoken; never less than a core."""
+        """Return the share of each worker of a node whose agent has spoken; at least a core."""
         spec, hello = self._placed[node]
         assert hello is not None
         guessed = self._workers["guessed", spec.host]
@@ -59,7 +59,7 @@ class Machines:
         return Share(num_cores=max(1, min(cores)), memory_bytes=min(memory))
 
     def sharing_device(self, node: str) -> int:
-        """Return how many workers at most compute on one of a node's devices, over all nodes that see the same."""
+        """Return how many workers compute on the most shared device of a node, over all nodes that see that device."""
         spec, hello = self._placed[node]
         known = [self._devices["guessed", spec.host]]
         if hello is not None:
@@ -67,9 +67,9 @@ class Machines:
         return max(sum(devices[device] for devices in known) for device in spec.devices)
 
     def touched_by(self, node: str) -> tuple[str, ...]:
-        """Return the other nodes whose share may be another one since this node's agent has spoken.
+        """Return the other nodes whose share may have changed since this node's agent has spoken.
 
-        None, as long as the names of hosts were right; O(nodes of the machine) else.
+        There are none as long as the hosts' names were right; else it costs O(nodes of the machine).
         """
         spec, hello = self._placed[node]
         assert hello is not None
@@ -100,7 +100,7 @@ class Machines:
 
 
 def _machine(spec: NodeSpec, hello: Hello | None) -> _Key:
-    """An agent that cannot say which machine it is on is on the one of its host's name."""
+    """The machine of an agent; the one of its host's name where the agent cannot report it."""
     return ("machine", hello.machine) if hello is not None and hello.machine else ("host", spec.host)
 
 

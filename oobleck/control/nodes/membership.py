@@ -1,4 +1,4 @@
-"""Who is in the job: each node's state, and the workers on it.
+"""Which nodes are in the job: each node's state, and its workers.
 
 CONNECTING -> CONNECTED -> READY -> LOST | LEFT
      └────────────┴──────────────────^
@@ -17,17 +17,17 @@ from oobleck.errors import PeerError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
-from .machines import Machines, Share
+from .machines import Machines
 
 _RESTARTS_KEPT = 16
 _ENDS_KEPT = 8
-"""Of each device's workers: more than a node may have in the time in which none is reported again."""
+"""How many ends of each device's workers are kept: more than a node can have before all are reported."""
 
 
 class MemberState(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
-    """Its agent speaks to us; not all of its workers are ready."""
+    """Its agent speaks to the master; not all of its workers are ready."""
     READY = "ready"
     LOST = "lost"
     LEFT = "left"
@@ -44,40 +44,42 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One node, as far as the coordinator knows. Only `Membership` replaces it by what is known next."""
+    """One node, as far as the coordinator knows. Only `Membership` replaces it."""
 
     spec: NodeSpec
-    worker_ids: tuple[WorkerId, ...]
-    """Its workers."""
+    worker_ids: tuple[WorkerId, ...] = field(init=False)
     state: MemberState = MemberState.CONNECTING
     hello: Hello | None = None
     address: str = ""
     clock_offset_s: float = 0.0
-    """Add to the node's monotonic clock to get ours."""
+    """Added to the node's monotonic clock, this gives the master's."""
     agent_pid: int = 0
-    """Distinguishes the agent that was taken in from another that was started since."""
-    ready: Mapping[int, WorkerUp] = field(default_factory=dict)
-    """By device."""
+    """Distinguishes the agent that was taken in from any that was started since."""
+    ready: dict[int, WorkerUp] = field(default_factory=dict)
+    """Keyed by device."""
     ready_since: int = 0
-    """The generation in force when it became ready: it has no part in plans up to that one."""
+    """The generation in force when it became ready; it has no part in plans up to that one."""
     is_draining: bool = False
     has_notice: bool = False
-    """It says that it is about to be taken away."""
     is_leaving: bool = False
-    """It has had notice of its end, and is to be drained as soon as it trains."""
+    """It has notice, and is drained as soon as it trains."""
     is_dismissed: bool = False
-    """Drained, and asked to end."""
     restarts: tuple[tuple[float, int], ...] = ()
-    """When its workers were started again, each with the newest step that was ever committed by then; the last few."""
+    """When its workers were last restarted, each time with the newest step ever committed by then."""
     last_words: str = ""
     """Why its workers were given up, if they were."""
-    gone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By device: the process ids of the last few whose end was taken in. All of them may be reported to a new master
+    gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The process ids of the last few ended workers, keyed by device. An agent may report any of them to a new master
     again, even once others are ready, or have ended, in their place."""
     shutdown: frozenset[int] = frozenset()
-    """Devices whose worker was asked to end, to be started again once it has."""
+    """Devices whose worker was asked to end, and is started again once it has."""
     is_banned: bool = False
-    """The user wants it gone: it is not tried again."""
+    """The user wants the node gone: it is not tried again."""
+
+    def __post_init__(self) -> None:
+        name = self.spec.name
+        worker_ids = tuple([WorkerId(node=name, device=device) for device in range(self.spec.num_devices)])
+        object.__setattr__(self, "worker_ids", worker_ids)
 
     @property
     def is_ready(self) -> bool:
@@ -85,99 +87,51 @@ class Member:
 
     @property
     def machine(self) -> str:
-        """Equal for nodes of one machine; the name of its host, where its agent has not said."""
+        """Equal for nodes of one machine; the host's name until the agent has reported its machine."""
         return (self.hello.machine if self.hello is not None else "") or self.spec.host
 
     @property
     def taken_along(self) -> tuple[int, ...]:
-        """Devices whose workers end with any other one: those that train, for a plan has all of a node or nothing."""
+        """Devices whose workers end with any other one: all, once they train: a plan has all of a node or nothing."""
         return tuple(sorted(self.ready)) if self.is_ready else ()
 
     @property
     def is_returning(self) -> bool:
-        """Whether its agent speaks to us, and is to have its workers ready."""
+        """Whether its agent speaks to the master, and is to have its workers ready."""
         return self.state is MemberState.CONNECTED and not self.is_dismissed
 
     def num_restarts(self, now_s: float, *, within_s: float, step: int) -> int:
-        """How often its workers were started again of late, or since `step`, the newest that was ever committed."""
+        """Return how often its workers were restarted within `within_s`, or since `step`, the newest ever committed."""
         return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberImage:
-    """All that a journal says of a member."""
-
-    spec: NodeSpec
-    state: MemberState
-    agent_pid: int
-    ready: tuple[WorkerUp, ...]
-    ready_since: int
-    is_draining: bool
-    restarts: tuple[tuple[float, int], ...]
-    gone: tuple[tuple[int, tuple[int, ...]], ...]
-    shutdown: tuple[int, ...]
-
-    @classmethod
-    def of(cls, member: Member) -> MemberImage:
-        return cls(
-            spec=member.spec,
-            state=member.state,
-            agent_pid=member.agent_pid,
-            ready=tuple(member.ready.values()),
-            ready_since=member.ready_since,
-            is_draining=member.is_draining,
-            restarts=member.restarts,
-            gone=tuple(member.gone.items()),
-            shutdown=tuple(sorted(member.shutdown)),
-        )
-
-
+@dataclass
 class Membership:
-    """All nodes of the job, in the hostfile's order. It alone changes what is known of each."""
+    """All nodes of the job, in the hostfile's order. It alone changes what is known of each. A value on the wire."""
 
-    def __init__(self, nodes: tuple[NodeSpec, ...]) -> None:
-        self._members: dict[str, Member] = {}
+    _members: dict[str, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._heard_s: dict[str, float] = {}  # not a field of `Member`, because it changes with every message
+        self.machines = Machines()
         self._kinds: dict[str, str] = {}
-        self._heard_s: dict[str, float] = {}
-        """When each node was heard of last: beside the members, for it changes with every message."""
+        # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
         self._counting: dict[str, frozenset[int] | None] = {}
-        """The devices of each node whose workers count; None where the node was given up."""
         self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
-        """What `addresses` says of each node."""
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
-        """What `in_state` has answered since any of them changed."""
         self._living_names: tuple[str, ...] | None = None
         self._ready_names: frozenset[str] | None = None
         self._ready_worker_ids: tuple[WorkerId, ...] | None = None
         self._all_save: bool | None = None
-        self._machines = Machines()
-        for spec in nodes:
-            self._take(spec)
+        known, self._members = self._members, {}
+        for member in known.values():
+            self._take(member)
 
     @classmethod
-    def of_image(cls, image: Iterable[MemberImage]) -> Membership:
-        """Continue from what a journal says of each member."""
-        members = cls(())
-        for each in image:
-            members._take(each.spec)
-            known = replace(
-                members[each.spec.name],
-                state=each.state,
-                agent_pid=each.agent_pid,
-                ready={worker.device: worker for worker in each.ready},
-                ready_since=each.ready_since,
-                is_draining=each.is_draining,
-                restarts=each.restarts,
-                gone=dict(each.gone),
-                shutdown=frozenset(each.shutdown),
-            )
-            members._put(known)
-        return members
-
-    def image(self) -> tuple[MemberImage, ...]:
-        """Return all that a journal says of each member, for `of_image`."""
-        return tuple(map(MemberImage.of, self._members.values()))
+    def of(cls, nodes: Iterable[NodeSpec]) -> Membership:
+        """Return the membership of nodes that none has reached yet."""
+        return cls({spec.name: Member(spec=spec) for spec in nodes})
 
     def __getitem__(self, node: str) -> Member:
         return self._members[node]
@@ -188,21 +142,21 @@ class Membership:
     # --- what changes a member ---------------------------------------------------------------------------------
 
     def add(self, spec: NodeSpec) -> None:
-        """Take in a node that is new, or that was lost or has left. Raises UsageError for one that is here."""
+        """Take in a node that is new, or that was lost or has left. Raises UsageError for one that is present."""
         known = self._members.get(spec.name)
         if known is not None and known.state not in (MemberState.LOST, MemberState.LEFT):
             raise UsageError(f"{spec.name} is in the job already ({known.state})")
-        self._take(spec)
+        self._take(Member(spec=spec))
 
-    def _take(self, spec: NodeSpec) -> None:
-        worker_ids = tuple(WorkerId(node=spec.name, device=device) for device in range(spec.num_devices))
+    def _take(self, member: Member) -> None:
+        spec = member.spec
         self._heard_s[spec.name] = 0.0
         self._kinds[spec.name] = spec.kind
-        self._put(Member(spec=spec, worker_ids=worker_ids))
-        self._machines.put(spec, None)
+        self._put(member)
+        self.machines.put(spec, member.hello)
 
     def _put(self, member: Member) -> None:
-        """Replace what is known of a node. What is remembered of all is not true any more."""
+        """Replace what is known of a node, and forget what was derived from all."""
         name = member.spec.name
         states = {each.state for each in (self._members.get(name), member) if each is not None}
         self._members[name] = member
@@ -214,17 +168,17 @@ class Membership:
         self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
-        """Reach nodes as these say, where they may have changed; what they are stays as it was."""
+        """Reach nodes by these specs, which may have changed; their devices stay as they were."""
         for name, member in self._members.items():
             spec = specs.get(name, member.spec)
             spec = replace(spec, device=member.spec.device, devices=member.spec.devices)
             self._put(replace(member, spec=spec))
-            self._machines.put(spec, member.hello)
+            self.machines.put(spec, member.hello)
 
     def meet(self, node: str, hello: Hello, *, address: str, now_s: float) -> None:
-        """Note who speaks for the node; `address` is where SSH reached it."""
+        """Note which agent speaks for the node; `address` is where SSH reached it."""
         member = self._members[node]
-        if member.state is MemberState.CONNECTING:  # else it was reached again, and our words may be lost
+        if member.state is MemberState.CONNECTING:  # else it was reached again
             member = _moved(member, MemberState.CONNECTED)
         living = {worker.device: worker.pid for worker in hello.workers}
         member = replace(
@@ -233,21 +187,21 @@ class Membership:
             agent_pid=hello.pid,
             address=member.spec.address or address,
             clock_offset_s=now_s - hello.clock_s,
-            # Where the agent has another worker, the one that was to end has ended.
+            # A worker that was to end has ended if the agent has another one now.
             shutdown=frozenset(
                 device for device in member.shutdown if living.get(device) in (None, member.gone[device][-1])
             ),
         )
         self._put(member)
-        self._machines.put(member.spec, hello)
+        self.machines.put(member.spec, hello)
         self._heard_s[node] = now_s
 
     def note_connected(self, node: str, *, agent_pid: int) -> None:
-        """Note that a node was taken in by a master before this one."""
+        """Note that an earlier master took a node in."""
         self._put(replace(_moved(self._members[node], MemberState.CONNECTED), agent_pid=agent_pid))
 
     def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
-        """Note a worker that became ready in `generation`; the last one makes the node ready."""
+        """Note a worker that became ready in `generation`; a node is ready once its last worker is."""
         member = self._members[worker.node]
         shutdown = member.shutdown - {worker.device}
         member = replace(member, ready={**member.ready, worker.device: worker}, shutdown=shutdown)
@@ -256,7 +210,7 @@ class Membership:
         self._put(member)
 
     def note_restart(self, worker_id: WorkerId, pid: int, *, now_s: float, step: int, also: Iterable[int] = ()) -> None:
-        """A worker has ended, and is started again, and so are those of `also`: until then the node is not ready.
+        """Note that a worker has ended and is started again, with those of `also`; until then the node is not ready.
 
         `step` is the newest that was ever committed.
         """
@@ -272,59 +226,53 @@ class Membership:
         self._put(_moved(member, MemberState.CONNECTED) if member.is_ready else member)
 
     def note_started(self, worker_id: WorkerId) -> None:
-        """A worker that was asked to end has ended, and another one is started in its place."""
+        """Note that another worker is started in place of one that was asked to end, if it was."""
         member = self._members[worker_id.node]
         if worker_id.device in member.shutdown:
             self._put(replace(member, shutdown=member.shutdown - {worker_id.device}))
 
     def note_last_words(self, node: str, words: str) -> None:
-        """Its workers are given up, and why."""
         self._put(replace(self._members[node], last_words=words))
 
     def note_notice(self, node: str) -> None:
-        """A node says that it is about to be taken away."""
         self._put(replace(self._members[node], has_notice=True))
 
     def note_leaving(self, node: str, *, is_leaving: bool) -> None:
-        """A node has had notice of its end, and is to be drained as soon as it trains; or it is drained now."""
+        """Note whether a node with notice is to be drained as soon as it trains."""
         self._put(replace(self._members[node], is_leaving=is_leaving))
 
     def drain(self, node: str, *, is_draining: bool = True) -> None:
-        """The node is to leave, or it stays after all."""
+        """Note that a node is to leave, or stays after all."""
         self._put(replace(self._members[node], is_draining=is_draining))
 
     def dismiss(self, node: str) -> None:
-        """The node is drained: its agent is there until it says goodbye; its workers are not."""
+        """Note that a node is drained: its workers are gone, its agent lives until it says goodbye."""
         self._put(replace(_moved(self._members[node], MemberState.CONNECTED), is_dismissed=True))
 
     def ban(self, node: str) -> None:
-        """The user wants the node gone."""
         self._put(replace(self._members[node], is_banned=True))
 
     def lose(self, node: str) -> None:
-        """The node is lost."""
         self._put(_moved(self._members[node], MemberState.LOST))
 
     def leave(self, node: str) -> None:
-        """The node was drained, and is gone. Raises PeerError for one that was not connected."""
+        """Note that a drained node is gone. Raises PeerError for one that was not connected."""
         self._put(_moved(self._members[node], MemberState.LEFT))
 
-    # --- when they were heard of -------------------------------------------------------------------------------
+    # --- when they were last heard -----------------------------------------------------------------------------
 
     @property
     def heard_s(self) -> Mapping[str, float]:
-        """By node: when it was heard of last."""
         return self._heard_s
 
     def hear_node(self, node: str, now_s: float) -> None:
-        """Note that a node spoke."""
         self._heard_s[node] = max(self._heard_s[node], now_s)
 
     def hear(self, worker_ids: Iterable[WorkerId], now_s: float) -> list[WorkerId]:
-        """Note that workers spoke; return those of them that count: neither their node nor they were given up."""
+        """Note that workers sent something; return those that count: neither they nor their node were given up."""
         counting, heard_s = self._counting, self._heard_s
         heard = []
-        for worker_id in worker_ids:  # of thousands of nodes, at every step of a recovery
+        for worker_id in worker_ids:  # this runs for thousands of nodes at every step of a recovery
             node = worker_id.node
             if (devices := counting[node]) is not None:
                 if heard_s[node] < now_s:
@@ -334,19 +282,18 @@ class Membership:
         return heard
 
     def hear_nodes(self, heard: Iterable[tuple[str, float]]) -> None:
-        """Note when nodes spoke, as (node, time)."""
         heard_s = self._heard_s
         for node, at_s in heard:
             if at_s > heard_s[node]:
                 heard_s[node] = at_s
 
     def forgive(self, now_s: float) -> None:
-        """We ourselves were held up: what nodes said meanwhile waits to be read."""
+        """Extend all leases: this master was held up, and the nodes' messages wait to be read."""
         for node in self.living_names:
             self.hear_node(node, now_s)
 
     def expect_words(self, until_s: float) -> None:
-        """A new master has to reach all nodes before it can hear of any: no lease begins before then."""
+        """Begin all leases at `until_s`: a new master has to reach all nodes before it can hear any."""
         for node in self.living_names:
             self._heard_s[node] = until_s
 
@@ -355,19 +302,19 @@ class Membership:
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         known = self._in_state.get(states)
         if known is None:
-            # A list, which is quicker than a generator: thousands of nodes are asked for at every change.
+            # A list is quicker than a generator, and this reads thousands of nodes at every change.
             known = tuple([member for member in self._members.values() if member.state in states])
             self._in_state[states] = known
         return known
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """By node: its kind. It grows as nodes join."""
+        """The kind of every node that ever was in the job."""
         return self._kinds
 
     @property
     def are_all_ready(self) -> bool:
-        """Whether none is on its way. Asked at every worker that becomes ready, so the first one that is ends it."""
+        """Whether no node is on its way."""
         coming = (MemberState.CONNECTING, MemberState.CONNECTED)
         return all(member.state not in coming for member in self._members.values())
 
@@ -376,12 +323,12 @@ class Membership:
         return tuple(self._members.values())
 
     def took_part(self, node: str, generation: int) -> bool:
-        """Return whether a node has lived, as the same worker, ever since the plan of `generation` was ordered."""
+        """Return whether a node has had the same workers ever since the plan of `generation` was ordered."""
         member = self._members[node]
         return member.state is MemberState.READY and member.ready_since < generation
 
     def without_part(self, generation: int) -> tuple[str, ...]:
-        """Return the nodes for which `took_part` is false; remembered until one of them changes."""
+        """Return the nodes for which `took_part` is false."""
         known = self._without_part.get(generation)
         if known is None:
             ready, members = MemberState.READY, self._members.items()
@@ -391,7 +338,7 @@ class Membership:
 
     @property
     def first_ready_worker(self) -> WorkerUp | None:
-        """Any worker that is ready, on a node whose agent speaks to us."""
+        """Any ready worker, on a node whose agent speaks to the master."""
         for member in self._members.values():
             if member.state in (MemberState.CONNECTED, MemberState.READY) and member.ready:
                 return next(iter(member.ready.values()))
@@ -399,36 +346,34 @@ class Membership:
 
     @property
     def living(self) -> tuple[Member, ...]:
-        """Those whose agent speaks to us."""
+        """The nodes whose agents speak to the master."""
         return self.in_state(MemberState.CONNECTED, MemberState.READY)
 
     @property
     def living_names(self) -> tuple[str, ...]:
-        """The names of the nodes whose agent speaks to us; remembered until one of them changes."""
         if self._living_names is None:
             self._living_names = tuple([member.spec.name for member in self.living])
         return self._living_names
 
     @property
     def returning(self) -> tuple[Member, ...]:
-        """Those whose workers are on their way."""
+        """The nodes whose workers are on their way."""
         return tuple(member for member in self.in_state(MemberState.CONNECTED) if member.is_returning)
 
     @property
     def connecting(self) -> tuple[Member, ...]:
-        """Those whose agents are being reached."""
         return self.in_state(MemberState.CONNECTING)
 
     @property
     def are_all_leaving(self) -> bool:
-        """Whether each node that is here, or on its way, has had notice of its end, and there is one."""
+        """Whether there is a node, and all that are present or on their way have notice of their end."""
         here = (member for member in self._members.values() if member.state not in (MemberState.LOST, MemberState.LEFT))
         first = next(here, None)
         return first is not None and first.has_notice and all(member.has_notice for member in here)
 
     @property
     def are_taken_away(self) -> bool:
-        """Whether all that are left have had notice of their end; where none is left, those that were lost last."""
+        """Whether all nodes left have notice of their end; if none is left, whether all lost ones had."""
         left = self.living or tuple(member for member in self._members.values() if member.state is MemberState.LOST)
         return bool(left) and all(member.has_notice for member in left)
 
@@ -438,64 +383,49 @@ class Membership:
 
     @property
     def ready_names(self) -> frozenset[str]:
-        """The names of the nodes that are ready; remembered until one of them changes."""
         if self._ready_names is None:
             self._ready_names = frozenset([member.spec.name for member in self.ready])
         return self._ready_names
 
     @property
     def ready_worker_ids(self) -> tuple[WorkerId, ...]:
-        """The workers of the nodes that are ready; remembered until one of them moves."""
         if self._ready_worker_ids is None:
             self._ready_worker_ids = tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
         return self._ready_worker_ids
 
     @property
     def addresses(self) -> tuple[tuple[int, WorkerAddress], ...]:
-        """Where the workers listen that are ready, each with the generation in which its node became so."""
+        """Where ready workers listen, each with the generation in which its node became ready."""
         return tuple(chain.from_iterable(self._addresses.values()))
 
     @property
     def all_save(self) -> bool:
-        """Whether each worker that is ready has a place to save in, and there is one; remembered as well."""
+        """Whether a worker is ready, and each ready one has a place to save in."""
         if self._all_save is None:
             workers = (worker for member in self.ready for worker in member.ready.values())
             self._all_save = bool(self.ready) and all(worker.saves for worker in workers)
         return self._all_save
 
-    def sharing_device(self, member: Member) -> int:
-        """How many workers at most compute on one of a node's devices, over all nodes of its machine."""
-        return self._machines.sharing_device(member.spec.name)
-
-    def share(self, member: Member) -> Share:
-        """What each worker of a node may use of its machine, over all nodes there; its agent has spoken."""
-        return self._machines.share(member.spec.name)
-
-    def sharing_with(self, node: str) -> tuple[Member, ...]:
-        """The other nodes whose share may be another one since this node's agent has spoken."""
-        return tuple(self._members[name] for name in self._machines.touched_by(node))
-
 
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:
-    """The process ids of a device's workers that have ended, with one more."""
     return (*gone.get(device, ()), pid)[-_ENDS_KEPT:]
 
 
 def _counting(member: Member) -> frozenset[int] | None:
-    """The devices of a node whose workers count, and were not asked to end; None where the node was given up."""
+    """The devices of a node whose workers were not asked to end; None where the node was given up."""
     if member.state not in (MemberState.READY, MemberState.CONNECTED):
         return None
     return frozenset(range(len(member.spec.devices))) - member.shutdown
 
 
 def _addresses(member: Member) -> tuple[tuple[int, WorkerAddress], ...]:
-    """Where a node's workers listen, if it is ready, each with the generation in which it became so."""
+    """Where a node's workers listen, if it is ready, each with the generation in which it became ready."""
     workers = member.ready.values() if member.is_ready else ()
     return tuple([(member.ready_since, worker.address) for worker in workers if worker.address is not None])
 
 
 def _moved(member: Member, state: MemberState) -> Member:
-    """Return the member in another state. Raises PeerError when the node's own words ask for what cannot be."""
+    """Return the member in another state. Raises PeerError for a move that no message may cause."""
     if state not in _ALLOWED[member.state]:
         raise PeerError(f"{member.spec.name} cannot become {state} while it is {member.state}")
     return replace(member, state=state)

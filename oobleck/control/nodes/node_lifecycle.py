@@ -3,7 +3,7 @@
     connecting ── hello ──> connected ── workers ready ──> ready ── a drain ──> left
         └───────────────────────┴──────────────┴── a loss ──> lost ── a while later ──> connecting
 
-What a change means for what runs on the nodes is the program's to say.
+The program decides what a change means for what runs on the nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .program import Program
 _MAY_COME_BACK = frozenset(
     {journal.LossCause.CONNECTION_LOST, journal.LossCause.LEASE_EXPIRED, journal.LossCause.UNREACHABLE}
 )
-"""What a node is tried again after."""
 
 
 class NodeLifecycle:
@@ -38,25 +37,23 @@ class NodeLifecycle:
         python_version: str,
         most_kinds: int | None,
     ) -> None:
-        """Nodes may be of `most_kinds`; None where it does not matter of which they are."""
+        """Nodes may be of `most_kinds` different kinds; None for any number."""
         self._members = members
         self._node_retry = node_retry
         self._program = program
         self._python_version = python_version
         self._most_kinds = most_kinds
         self._num_leaving = 0
-        """How many nodes have had notice, and do not train yet; some may be lost since."""
+        """How many nodes have notice and do not train yet; some may be lost since."""
         self._back: dict[str, events.AddRequested] = {}
-        """By node: its arrival while the run counts on what it was before."""
+        """Arrivals of nodes whose loss is not known yet, keyed by node."""
         self._has_notice = False
-        """Some node has had, in this run."""
         self._is_stopped = False
-        """A stop was asked for, as nothing is left to run on."""
 
-    # --- they come ---------------------------------------------------------------------------------------------
+    # --- nodes join --------------------------------------------------------------------------------------------
 
     def node_up(self, turn: Turn, event: events.NodeUp) -> None:
-        """A node answers: it is new, or back, or has a new master."""
+        """A node answers: it is new or back, or has a new master."""
         node, hello = event.node, event.hello
         if (spec := self._node_retry.forget(node)) is not None:
             self._members.add(spec)
@@ -78,12 +75,12 @@ class NodeLifecycle:
             self._program.node_back(turn, event)
 
     def meet(self, turn: Turn, event: events.NodeUp) -> None:
-        """Note who speaks for a node, and have that told what to run."""
+        """Note which agent speaks for a node, and have it told what to run."""
         self._members.meet(event.node, event.hello, address=event.address, now_s=turn.now_s)
         self._program.configure(turn, event.node)
 
     def add_requested(self, turn: Turn, event: events.AddRequested) -> None:
-        """Take another node in; one that has arrived again before its loss is known, as soon as that is."""
+        """Take another node in; one that arrives again before its loss is known, as soon as the loss is."""
         node = event.spec.name
         is_here = node in self._members and self._members[node].state not in (MemberState.LOST, MemberState.LEFT)
         if event.has_arrived and is_here:
@@ -92,16 +89,16 @@ class NodeLifecycle:
             self.add(turn, event.spec, by_itself=event.by_itself)
 
     def add(self, turn: Turn, spec: NodeSpec, *, by_itself: bool = False) -> None:
-        """Take another node in, or one that was lost. Training continues; it joins once its workers are ready.
+        """Take another node in, or one that was lost. Training continues; the node joins once its workers are ready.
 
-        One that comes by itself (`by_itself`) while it is in quarantine is tried once that is over.
+        A node that comes `by_itself` while it is in quarantine is tried once that is over.
         """
         if not by_itself:
             self._node_retry.forgive(spec.name)
         elif not self._node_retry.note_back(spec, turn.now_s):
             turn.note(
                 "warning",
-                f"{spec.name} is here again and stays out for now: it was lost {QUARANTINE_LOSSES} times within ten "
+                f"{spec.name} is back and stays out for now: it was lost {QUARANTINE_LOSSES} times within ten "
                 f"minutes; `oobleck add {spec.name}` adds it at once",
             )
             return
@@ -119,27 +116,27 @@ class NodeLifecycle:
         if self._most_kinds is None:
             return
         if known.get(spec.name, spec.kind) != spec.kind:
-            # Plans that it has a part in, and that layers are read by, are for the node that it was.
+            # Plans that it has a part in, and by which layers are read, are for the node that it was.
             raise UsageError(
-                f"{spec.name} is of kind {spec.kind}, and was {known[spec.name]} before; add it under another name"
+                f"{spec.name} is of kind {spec.kind}, and was of kind {known[spec.name]} before; "
+                "add it under another name"
             )
         kinds = set(known.values())
         if spec.kind not in kinds and len(kinds) >= self._most_kinds:
             raise UsageError(
-                f"{spec.name} is of kind {spec.kind}, and those of the job are {', '.join(sorted(kinds))}; it may have "
-                f"{self._most_kinds}"
+                f"{spec.name} is of kind {spec.kind}, and the job has nodes of {', '.join(sorted(kinds))}; it may have "
+                f"at most {self._most_kinds}"
             )
 
     @property
     def retries_s(self) -> float:
-        """When a lost node is to be tried again; infinity for never."""
+        """When to try a lost node again; infinity for never."""
         return self._node_retry.due_s
 
     def retry_lost(self, turn: Turn) -> None:
-        """Try lost nodes again."""
         turn.do(events.Connect(node=spec) for spec in self._node_retry.take_due(turn.now_s))
 
-    # --- they are lost -----------------------------------------------------------------------------------------
+    # --- nodes are lost ----------------------------------------------------------------------------------------
 
     def unreachable(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         """A connection failed, or could not be made."""
@@ -170,31 +167,27 @@ class NodeLifecycle:
         )
         self._program.drop_node(turn, node, loss)
         if is_begun:
-            self._go_on_without(turn, member, loss, is_in_quarantine=may_come_back and not is_tried_again)
+            if may_come_back and not is_tried_again:
+                turn.note(
+                    "warning",
+                    f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
+                    f"test it with `oobleck check`, then `oobleck add {node}` adds it again",
+                )
+            silent_s = max(0.0, turn.now_s - self._members.heard_s[node])
+            self._program.go_on_without(turn, member, loss.cause, silent_s)
         self._stop_if_all_leave(turn)
         if (back := self._back.pop(node, None)) is not None:
             self.add(turn, back.spec, by_itself=back.by_itself)
 
-    def _go_on_without(self, turn: Turn, member: Member, loss: journal.Loss, *, is_in_quarantine: bool) -> None:
-        node = member.spec.name
-        if is_in_quarantine:
-            turn.note(
-                "warning",
-                f"{node} was lost {QUARANTINE_LOSSES} times within ten minutes and is not tried again; "
-                f"test it with `oobleck check`, then `oobleck add {node}` adds it again",
-            )
-        silent_s = max(0.0, turn.now_s - self._members.heard_s[node])
-        self._program.go_on_without(turn, member, loss.cause, silent_s)
-
     def ban(self, node: str) -> None:
-        """The user has a node killed: it is not tried again."""
+        """Do not try a node again: the user has it killed."""
         self._node_retry.forget(node)
         self._members.ban(node)
 
-    # --- they are let go ---------------------------------------------------------------------------------------
+    # --- nodes leave -------------------------------------------------------------------------------------------
 
     def drain(self, turn: Turn, node: str) -> None:
-        """Let a node go: it finishes what all are at, hands over what only it holds, and leaves."""
+        """Let a node leave: it finishes the step in flight, and hands over what only it holds."""
         if self._node_retry.forget(node) is not None:
             turn.note("info", f"{node} is lost, and is not tried again")
         elif node not in self._members or not self._program.is_at_work(self._members[node]):
@@ -204,7 +197,7 @@ class NodeLifecycle:
             self._program.node_draining(turn, node)
 
     def noticed(self, turn: Turn, node: str) -> None:
-        """A node will be taken away: drain it, now or once it trains."""
+        """A node will be taken away: drain it now, or once it trains."""
         self._members.note_notice(node)
         if self._program.is_at_work(self._members[node]):
             self.drain(turn, node)
@@ -215,7 +208,7 @@ class NodeLifecycle:
         self._stop_if_all_leave(turn)
 
     def _stop_if_all_leave(self, turn: Turn) -> None:
-        """At a time limit all nodes have notice together: none could take over from the others, so all is saved."""
+        # At a time limit all nodes have notice together. None could take over from the others, so the run saves all.
         if self._has_notice and not self._is_stopped and self._members.are_all_leaving:
             self._is_stopped = True
             reason = "all nodes are to be taken away; the same command continues from here"
@@ -228,7 +221,7 @@ class NodeLifecycle:
         leaving = [member for member in self._members.living if member.is_leaving]
         ready = [member for member in leaving if self._program.is_at_work(member)]
         self._num_leaving = len(leaving) - len(ready)
-        for member in ready:  # all of them, before a plan is looked for without the first
+        for member in ready:  # mark all of them before the program plans without the first
             self._members.note_leaving(member.spec.name, is_leaving=False)
             self._members.drain(member.spec.name)
         for member in ready:
@@ -236,13 +229,12 @@ class NodeLifecycle:
                 self._program.node_draining(turn, member.spec.name)
 
     def keep(self, turn: Turn, nodes: Iterable[str]) -> None:
-        """Do not let these nodes go after all."""
         for node in nodes:
             self._members.drain(node, is_draining=False)
             turn.note("warning", f"{node} stays: the job cannot continue without it")
 
     def dismiss_drained(self, turn: Turn) -> None:
-        """Drained nodes are needed for nothing any more: end their agents."""
+        """End the agents of drained nodes, which are not needed any more."""
         for member in self._members.ready:
             if member.is_draining:
                 self._members.dismiss(member.spec.name)
@@ -262,7 +254,7 @@ class NodeLifecycle:
 
 
 def misfit_of(hello: protocol.Hello, *, python_version: str) -> str | None:
-    """Why an agent's environment does not fit ours, in words that say what to change; None when it does."""
+    """Return why an agent's environment does not fit the master's, and what to change; None when it fits."""
     if hello.oobleck_version != __version__ or hello.protocol != protocol.PROTOCOL_VERSION:
         return (
             f"oobleck {hello.oobleck_version} (protocol {hello.protocol}) runs there, {__version__} (protocol "

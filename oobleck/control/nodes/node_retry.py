@@ -1,9 +1,9 @@
 """Lost nodes that may come back: when each is tried again.
 
-A node that was frozen or cut off finds, once it is reachable again, that the run continued without it. What still runs
-there is ended, and it joins again. One that is lost again and again costs the others a recovery each time: it is in
-quarantine until the user wants it back. One that comes back by itself, as a process that is started again whenever it
-ends, stays out until its losses are ten minutes old: they never cost more than so many recoveries in that time.
+A node that was frozen or cut off finds, once it is reachable again, that the run continued without it. Whatever still
+runs there is ended, and it joins again. A node that is lost repeatedly costs the others a recovery each time, so it is
+in quarantine until the user wants it back. A quarantined node that comes back by itself, as a process that restarts
+whenever it ends, stays out until its losses are ten minutes old, which limits what it costs the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oobleck.job import NodeSpec
 
 _LONGEST_WAIT_S = 600.0
 QUARANTINE_LOSSES = 3
-"""A node that is lost so often within `_QUARANTINE_WITHIN_S` is not tried again."""
+"""A node that is lost this often within `_QUARANTINE_WITHIN_S` is not tried again."""
 _QUARANTINE_WITHIN_S = 600.0
 
 
@@ -24,18 +24,18 @@ class _Lost:
     spec: NodeSpec
     wait_s: float
     due_s: float
-    """Infinite while a try is under way."""
+    """Infinity while a try is under way."""
 
 
 class NodeRetry:
-    """The nodes to try again, each after twice the time of the try before."""
+    """The nodes to try again, with twice the wait after each try."""
 
     def __init__(self, *, first_wait_s: float) -> None:
-        """`first_wait_s`: after this time a lost node is tried for the first time; 0 for never."""
+        """A lost node is tried again after `first_wait_s`; 0 for never."""
         self._first_wait_s = first_wait_s
         self._lost: dict[str, _Lost] = {}
         self._losses: dict[str, tuple[float, ...]] = {}
-        """When each node was lost, as far as it still counts."""
+        """When each node was lost, as far as that still counts."""
 
     def __contains__(self, node: str) -> bool:
         return node in self._lost
@@ -47,11 +47,11 @@ class NodeRetry:
 
     @property
     def due_s(self) -> float:
-        """When the next node is to be tried; infinity for never."""
+        """When to try the next node; infinity for never."""
         return min((lost.due_s for lost in self._lost.values()), default=math.inf)
 
     def note_lost(self, spec: NodeSpec, now_s: float) -> bool:
-        """Have a node tried again; returns False where it is in quarantine now."""
+        """Have a node tried again; return False if it is in quarantine now."""
         losses = (*self._recent_losses(spec.name, now_s), now_s)
         self._losses[spec.name] = losses
         if not self._first_wait_s:
@@ -65,7 +65,7 @@ class NodeRetry:
         return tuple(t_s for t_s in self._losses.get(node, ()) if t_s > now_s - _QUARANTINE_WITHIN_S)
 
     def note_back(self, spec: NodeSpec, now_s: float) -> bool:
-        """A node comes back by itself; returns False where it is in quarantine, and is tried once that is over."""
+        """A node comes back by itself; return False if it is in quarantine, to be tried once that is over."""
         losses = self._recent_losses(spec.name, now_s)
         if len(losses) < QUARANTINE_LOSSES:
             self.forget(spec.name)
@@ -76,23 +76,22 @@ class NodeRetry:
         return False
 
     def forgive(self, node: str) -> None:
-        """The user wants a node back: what was before counts no more."""
+        """The user wants a node back: its losses do not count any more."""
         self.forget(node)
         self._losses.pop(node, None)
 
     def note_failed(self, node: str, now_s: float) -> None:
-        """A try has failed: the next one comes later."""
+        """Double the wait before the next try, because one has failed."""
         lost = self._lost[node]
         lost.wait_s = min(2 * lost.wait_s, _LONGEST_WAIT_S)
         lost.due_s = now_s + lost.wait_s
 
     def forget(self, node: str) -> NodeSpec | None:
-        """Try a node no more: it is back, or not wanted. Returns what it was known by."""
+        """Stop trying a node, which is back or not wanted; return its spec, None if it was not tried."""
         lost = self._lost.pop(node, None)
         return None if lost is None else lost.spec
 
     def take_due(self, now_s: float) -> tuple[NodeSpec, ...]:
-        """The nodes to try now."""
         due = [lost for lost in self._lost.values() if lost.due_s <= now_s]
         for lost in due:
             lost.due_s = math.inf

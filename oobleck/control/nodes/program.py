@@ -1,4 +1,4 @@
-"""What the nodes of a run carry out, as far as the parts that know the nodes ask it: training, or a script's ranks."""
+"""The program that a run's nodes carry out, as the parts that know the nodes call it: training, or a script's ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .membership import Member
 
 
 class Program(ABC):
-    """Is called when nodes come and go, once `Membership` has it, in the turn of the cause."""
+    """Its methods are called when nodes join and leave, once `Membership` knows that, in the turn of the cause."""
 
     work: ClassVar[str]
-    """What a node does that can be drained, for people."""
+    """What a node that can be drained does, for people."""
 
     @property
     @abstractmethod
     def is_begun(self) -> bool:
-        """Whether the loss of a node is to be survived; before, it ends the start."""
+        """Whether the run survives the loss of a node; before, such a loss ends the start."""
 
     @property
     @abstractmethod
     def generation(self) -> int:
-        """The newest one known here."""
+        """The newest generation known here."""
 
     @abstractmethod
     def is_at_work(self, member: Member) -> bool:
-        """Whether a node has a part in what runs, or could have: it can be drained."""
+        """Whether a node has a part in what runs, or could have, so that it can be drained."""
 
     @abstractmethod
     def needs(self, node: str) -> bool:
@@ -39,11 +39,11 @@ class Program(ABC):
 
     @abstractmethod
     def configure(self, turn: Turn, node: str) -> None:
-        """Tell a node's agent what it is to run: it is new, or may not have heard it."""
+        """Tell a node's agent what to run: the agent is new, or may have missed it."""
 
     @abstractmethod
     def node_back(self, turn: Turn, event: NodeUp) -> None:
-        """An agent that we knew is reached again, or meets its next master."""
+        """A known agent is reached again, or meets its next master."""
 
     @abstractmethod
     def drop_node(self, turn: Turn, node: str, loss: Loss) -> None:
@@ -51,7 +51,7 @@ class Program(ABC):
 
     @abstractmethod
     def go_on_without(self, turn: Turn, member: Member, loss: LossCause, silent_s: float) -> None:
-        """Go on without a node, which was as `member` says, and was last heard `silent_s` ago."""
+        """Continue without a node, which was last heard `silent_s` ago; `member` is what it was."""
 
     @abstractmethod
     def node_draining(self, turn: Turn, node: str) -> None:
@@ -63,7 +63,7 @@ class Program(ABC):
 
     @abstractmethod
     def stop(self, turn: Turn, event: StopRequested) -> None:
-        """End what runs: the user wants it, or nothing is left to run on."""
+        """End what runs: the user wants that, or nothing is left to run on."""
 
 
 class WorkerProgram(Protocol):
@@ -77,13 +77,13 @@ class WorkerProgram(Protocol):
         """The newest step that was ever committed."""
 
     def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
-        """A node with workers has reached us; `is_again`: so it had before, and our messages may be lost."""
+        """A node with workers is reached; if that is `is_again`, messages to it may be lost."""
 
     def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
         """An exception has ended a worker."""
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
-        """A worker has ended, and is started again: discard what it was asked, or ask others."""
+        """A worker has ended and is restarted: discard what it was asked, or ask others."""
 
     def go_on_without(self, turn: Turn, member: Member, loss: LossCause, silent_s: float) -> None:
         """As in `Program`."""

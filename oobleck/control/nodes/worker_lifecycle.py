@@ -1,4 +1,4 @@
-"""Which workers take part: they become ready, end, and are started again; and which of their messages count."""
+"""Which workers take part: they become ready, end and are restarted; and which of their messages count."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .program import WorkerProgram
 
 _MAX_RESTARTS = 3
 _RESTARTS_WITHIN_S = 600.0
-"""A node is given up where its workers end again after so many restarts within this time, or without a step that was
-never committed before: then something there, or in the job, ends them."""
+"""A node is given up if its workers end again after `_MAX_RESTARTS` within this time, or without a new step committed
+in between: something there, or in the job, ends them."""
 
 
 class WorkerLifecycle:
-    """Decides which workers are started again. `members` knows which are ready and which have ended."""
+    """Decides which workers are restarted. `members` knows which are ready and which have ended."""
 
     def __init__(self, members: Membership, nodes: NodeLifecycle, program: WorkerProgram) -> None:
         self._members = members
@@ -28,9 +28,9 @@ class WorkerLifecycle:
         self._program = program
 
     def meet(self, turn: Turn, event: NodeUp) -> None:
-        """An agent that has workers meets its next master, or is reached again: messages to it may be lost."""
+        """An agent with workers meets its next master, or is reached again: messages to it may be lost."""
         node, before = event.node, self._members[event.node]
-        if before.hello is not None and not before.ready and not before.gone:  # it may not have heard from us yet
+        if before.hello is not None and not before.ready and not before.gone:  # it may have received nothing yet
             self._nodes.meet(turn, event)
             return
         self._members.meet(node, event.hello, address=event.address, now_s=turn.now_s)
@@ -43,11 +43,11 @@ class WorkerLifecycle:
         self._program.node_met(turn, node, is_again=before.hello is not None)
         for device in missing:
             self._start(turn, WorkerId(node=node, device=device))
-        for device in sorted(member.shutdown & living):  # sent before, and perhaps lost
+        for device in sorted(member.shutdown & living):  # the earlier request may be lost
             turn.send(node, protocol.KillWorker(device=device))
 
     def worker_up(self, member: Member, message: protocol.WorkerReady, now_s: float) -> WorkerUp | None:
-        """Return what is known of a worker that is ready; None if it repeats this to a new master."""
+        """Return the entry of a worker that is ready; None if it repeats this to a new master."""
         known = member.ready.get(message.device)
         if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
             return None
@@ -63,19 +63,19 @@ class WorkerLifecycle:
         )
 
     def worker_exited(self, turn: Turn, member: Member, message: protocol.WorkerExited) -> None:
-        """A worker has ended: start it again, or give its node up."""
+        """A worker has ended: restart it, or give its node up."""
         node, known = member.spec.name, member.ready.get(message.device)
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return
         worker_id = WorkerId(node=node, device=message.device)
-        if message.pid in (gone := member.gone.get(message.device, ())):  # else repeated to a new master
+        if message.pid in (gone := member.gone.get(message.device, ())):  # repeated to a new master
             if message.device in member.shutdown and message.pid == gone[-1]:
                 self._start(turn, worker_id)
             return
         if isinstance(message.end, protocol.Raised):
             self._program.worker_raised(worker_id, message.end)
         num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
-        # Before training, only one that was ended from outside is started again.
+        # Before training, only a worker that was ended from outside is restarted.
         is_worth_it = not member.is_draining and (self._program.is_begun or message.was_ended_from_outside)
         if is_worth_it and num_restarts < _MAX_RESTARTS:
             self._restart(turn, member, worker_id, message)
@@ -88,10 +88,10 @@ class WorkerLifecycle:
     def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
         """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
 
-        The node's other workers go that way with it. What they hold others hold too, for a node has a part in one
-        pipeline alone; and the survivors may go on without what they have done. Where nobody survives, all wait for
-        the workers that are started again.
+        If no node survives, all wait for the restarted workers.
         """
+        # The node's other workers restart too. Others hold what they held, because a node has a part in one pipeline
+        # alone, and the survivors may continue without what they have done.
         node, has_trained = worker_id.node, self._program.is_begun and member.is_ready
         also = tuple(device for device in member.taken_along if device != worker_id.device)
         step = self._program.furthest_step
@@ -108,20 +108,19 @@ class WorkerLifecycle:
             self._program.go_on_without(turn, member, LossCause.WORKER_EXITED, silent_s)
 
     def _start(self, turn: Turn, worker_id: WorkerId) -> None:
-        """Have a worker started, in the place of one that has ended."""
         self._members.note_started(worker_id)
         turn.send(worker_id.node, protocol.StartWorker(device=worker_id.device))
 
 
 def is_of_training(message: protocol.AgentMessage) -> bool:
-    """Whether only a worker that has had a plan, or its agent, can say this."""
+    """Return whether only a worker that has had a plan, or its agent, can send this."""
     if isinstance(message, protocol.FromWorker):
         return message.needs_orders
     return isinstance(message, protocol.CheckpointCommitted)
 
 
 def is_of_worker_that_ends(member: Member, message: protocol.AgentMessage) -> bool:
-    """Whether this comes from a worker that was asked to end: what it does has no part in the run any more."""
+    """Return whether this comes from a worker that was asked to end, and has no part in the run any more."""
     return (
         isinstance(message, protocol.FromWorker) and not message.outlives_worker and message.device in member.shutdown
     )

@@ -14,7 +14,6 @@ from .agent_messages import (
     WorkerExited,
     WorkerStarted,
 )
-from .bases import ForWorker, FromWorker
 from .checkpoint_messages import (
     CheckpointCommitted,
     CheckpointsFound,
@@ -49,7 +48,6 @@ from .ends import (
 )
 from .manifest import (
     MANIFEST_VERSION,
-    Age,
     Manifest,
     SavedState,
     Shard,
@@ -113,7 +111,6 @@ from .rank_messages import (
     BecomeRank,
     ConfigureRanks,
     EndRanks,
-    ForRanks,
     FromRanks,
     RankError,
     RankFailed,
@@ -123,14 +120,13 @@ from .rank_messages import (
     RanksOrder,
     RanksQuiet,
     RanksReady,
-    RanksReport,
     RanksStarted,
     RankStacks,
     RanksUnwritten,
     StartRanks,
     TraceRanks,
 )
-from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
+from .records import NOTHING, CommitRecord, ForWorker, FromWorker, PartialStep, SectionRecord, Segment, WorkerAddress
 from .relay_messages import (
     BecomeRelay,
     JoinRelay,
@@ -188,7 +184,6 @@ __all__ = [
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
     "Activity",
-    "Age",
     "AgentMessage",
     "AgentStopped",
     "AskActivity",
@@ -213,7 +208,6 @@ __all__ = [
     "FindCheckpoints",
     "FinishStep",
     "Finished",
-    "ForRanks",
     "ForWorker",
     "ForkServerEnded",
     "FoundState",
@@ -272,7 +266,6 @@ __all__ = [
     "RanksOrder",
     "RanksQuiet",
     "RanksReady",
-    "RanksReport",
     "RanksStarted",
     "RanksUnwritten",
     "RecordRun",

@@ -1,14 +1,14 @@
-"""What an agent says to its master: of its node, and of workers that cannot say it themselves."""
+"""What an agent reports to its master: about its node, and about workers that cannot report it themselves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import FromWorker
 from .checkpoint_messages import CheckpointCommitted, LayersPersisted
 from .ends import Killed, ServerEnd, Unseen, WorkerEnd
 from .rank_messages import RanksReport
+from .records import FromWorker
 from .relay_messages import RelayReport
 from .worker_messages import WorkerReport
 
@@ -24,10 +24,10 @@ class WorkerStarted(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceLimit:
-    """What a group of processes may use of its machine: a container, a task, a set of cores."""
+    """How much of its machine a group of processes may use: a container, a task, a set of cores."""
 
     group: str
-    """Distinguishes it from the other groups of the machine."""
+    """Identifies it among the groups of the machine."""
     num_cores: int | None = None
     memory_bytes: int | None = None
 
@@ -42,27 +42,27 @@ class Hello:
     node: str
     pid: int
     generation: int
-    """The newest generation that this agent's workers were ordered to adopt; 0 for none."""
+    """The newest generation that its workers were ordered to adopt; 0 for none."""
     workers: tuple[WorkerStarted, ...]
-    """The workers that live, by device."""
+    """The living workers, in the order of devices."""
     num_cores: int
     memory_bytes: int
     machine: str = ""
-    """Identifies the machine among all; empty where that is not known."""
+    """Identifies the machine; empty where that is not known."""
     container: str = ""
-    """Identifies, on its machine, what the agent sees of devices."""
+    """Identifies, on its machine, the set of devices that the agent sees."""
     limits: tuple[ResourceLimit, ...] = ()
-    """What leaves the agent, and all else in these groups, less than the machine has."""
+    """The groups that the agent is in, which may use less than the machine has."""
     clock_s: float
     """The machine's monotonic clock at the time of sending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Said by the agent every interval."""
+    """Sent by the agent every interval."""
 
     sequence: int | None
-    """Where it is to be answered: the master says it again, with its number, once all before it is dealt with."""
+    """If set, the master sends it back, once it has processed everything before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,13 @@ class WorkerExited(FromWorker):
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether nothing speaks for an error of its own."""
+        """Whether nothing indicates an error of its own."""
         return isinstance(self.end, Killed | Unseen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The node was given notice of its termination: it asks to be drained."""
+    """The node has notice of its termination, and asks to be drained."""
 
     reason: str
 
@@ -93,16 +93,16 @@ class AgentStopped:
 
     reason: str
     is_failure: bool = False
-    """It cannot do what it is for, which was not asked for."""
+    """It was not asked to leave: it cannot do its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerEnded:
-    """The process that forks the node's workers has ended. Workers that it has forked live on."""
+    """The process that forks the node's workers has ended. The workers that it has forked live on."""
 
     end: ServerEnd
     is_restarted: bool
-    """False where it has ended too often of late: then the node can start no worker any more."""
+    """False where it has ended too often: then the node can start no worker any more."""
 
 
 AgentMessage = (
@@ -118,7 +118,7 @@ AgentMessage = (
     | WorkerReport
     | RanksReport
 )
-"""What an agent says to the master, its workers' words included."""
+"""What an agent sends to the master, its workers' messages included."""
 
 FromAgent = AgentMessage | RelayReport
-"""What comes from an agent, be it said by others through it."""
+"""What arrives from an agent, from others through it included."""

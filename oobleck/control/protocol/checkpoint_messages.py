@@ -1,13 +1,13 @@
-"""The part of the protocol that is about checkpoints: saving, finding and restoring them.
+"""Messages about checkpoints: saving, finding and restoring them.
 
-master ── SaveState ──> workers        the next commit carries the wish, so that all save after the same step
-workers ── StateSaved ──> master       on its way the agent hears of it, and writes the layers to disk
-agents ── LayersPersisted ──> master   when all layers are there, those who wrote them get the manifest:
+master ── SaveState ──> workers        the next commit carries the request, so that all save after the same step
+workers ── StateSaved ──> master       the agent sees it on its way, and writes the layers to disk
+agents ── LayersPersisted ──> master   once all layers are on disk, the agents that wrote them get the manifest:
 master ── CommitCheckpoint ──> agents ── CheckpointCommitted ──> master
-master ── RemoveOld ──> agents         once it is complete, all others hear which checkpoints are too old
+master ── RemoveOld ──> agents         once it is complete, all other agents learn which checkpoints are too old
 
-master ── PersistState ──> agents      a state that a run before has left in memory alone: its layers are written too
-master ── RemoveUnfinished ──> agents  a save was given up: what is on disk of it takes room that the next one needs
+master ── PersistState ──> agents      an earlier run left a state only in memory: write its layers too
+master ── RemoveUnfinished ──> agents  a save was given up: free its room on disk for the next one
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
 from .manifest import Manifest, SavedState, Shard
+from .records import ForWorker, FromWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDigests(FromWorker):
-    """What a worker holds after a step, for comparison with the other copies."""
+    """Digests of a worker's layers after a step, for comparison with the other copies."""
 
     step: int
     generation: int
@@ -32,10 +32,10 @@ class ReplicaDigests(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePaths:
-    """Where a worker's state lies on its node."""
+    """Where a node keeps its workers' states."""
 
     memory: str
-    """A directory in a memory file system; files are named for the device."""
+    """A directory in a memory file system; files are named after the device."""
     checkpoints: str
     run: str
     """See `manifest.run_digest`."""
@@ -43,14 +43,14 @@ class StoragePaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveState(ForWorker):
-    """Save the state after the first step that is not before `step`. All receive it; late ones ignore it."""
+    """Save the state after the first step from `step` on. All receive it; late workers ignore it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved(FromWorker):
-    """A worker's share of a save is whole in memory."""
+    """A worker's share of a save is complete in memory."""
 
     outlives_worker: ClassVar[bool] = True
     state: SavedState
@@ -58,7 +58,7 @@ class StateSaved(FromWorker):
     size_bytes: int
     pause_s: float
     copy_s: float = 0.0
-    """How long the copy took, most of it beside training."""
+    """How long the copy took, most of it while training continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +92,14 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveOld:
-    """Checkpoints that are too old, since a newer one is complete: remove what is on disk of them."""
+    """Remove checkpoints that are too old from disk, because a newer one is complete."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistState:
-    """Write all that the node's memory has of a state, which processes before have left there."""
+    """Write what the node's memory has of a state that earlier processes left there."""
 
     name: str
     step: int
@@ -107,7 +107,7 @@ class PersistState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveUnfinished:
-    """Saves that were given up: remove what is on disk of them, unless they have a manifest."""
+    """Remove saves that were given up from disk, unless they have a manifest."""
 
     names: tuple[str, ...]
 
@@ -121,11 +121,11 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoints(ForWorker):
-    """Look for what can be restored, in memory and on disk."""
+    """Look for states to restore, in memory and on disk."""
 
     request: int
     directory: str | None
-    """Look here as well: a checkpoint, or a directory of checkpoints."""
+    """Another place to look: a checkpoint, or a directory of checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +139,13 @@ class FoundState:
     layers: tuple[int, ...]
     in_memory: bool
     directory: str | None = None
-    """Where it lies, when that is not the run's own."""
+    """Where it lies, if not in the run's own directory."""
     position: DataPosition | None = None
-    """Where in its shards the run is then; None where samples have numbers."""
+    """The run's position in its shards; None where samples have numbers."""
     origin: str | None = None
-    """The checkpoint that its run began from, where a manifest says so."""
+    """The checkpoint that its run began from, if a manifest has it."""
     is_final: bool = False
-    """Its run had nothing more to train."""
+    """Whether its run had nothing more to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +158,9 @@ class CheckpointsFound(FromWorker):
     found: tuple[FoundState, ...]
     problems: tuple[str, ...]
     unfinished: tuple[str, ...]
-    """Names of saves on disk that were never finished: they have no manifest."""
+    """Names of saves on disk without a manifest, which were never finished."""
     misfits: tuple[str, ...] = ()
-    """Complete checkpoints of this tag that are of another model, each with what does not fit."""
+    """Complete checkpoints of this tag, but of another model, each with what does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +169,12 @@ class Restore:
 
     name: str
     directory: str | None
-    """Where it lies, when that is not the run's own."""
+    """Where it lies, if not in the run's own directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreFailed(FromWorker):
-    """A layer of a checkpoint cannot be read, or is not what was saved."""
+    """A layer of a checkpoint cannot be read, or differs from what was saved."""
 
     generation: int
     name: str

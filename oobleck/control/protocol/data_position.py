@@ -1,12 +1,11 @@
-"""Where in its shards a run is after a step: one small value, which is stored with the model.
+"""A run's position in its shards after a step: one small value, which is stored with the model.
 
     the order of visits       4  1 │ 3  0 │ 2  5 │ 9  7  …      a visit is one shard in one epoch:
                               done │ open │ to do               its number is epoch · shards + shard
                                           ^ `opened` = 4
 
-Steps are committed in order and records are taken in order, so that this is all there is to know: of a visit that is
-done every record was committed, of an open one those before `next`. Going back to a step is going back to its
-position.
+Steps commit in order and take records in order, so the position says everything: all records of a done visit were
+committed, and those before `next` of an open one. To go back to a step is to go back to its position.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
-    """A shard of which records are taken."""
+    """A shard that is being read."""
 
     visit: int
     next: int = 0
-    """Where its first record lies that was not taken: a row, a byte, an entry's number."""
+    """Where its first untaken record lies: a row, a byte, an entry's number."""
     records: int = 0
-    """Taken of it in this visit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftShard:
-    """A shard in quarantine: from `next` on, nothing of it was taken in that visit."""
+    """A shard in quarantine: nothing from `next` on was taken in that visit."""
 
     visit: int
     next: int
@@ -40,39 +38,39 @@ class LeftShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
-    """What was taken of the data. The default is its beginning."""
+    """The records taken so far. The default is the beginning of the data."""
 
     shards: str = ""
-    """See `digest_of_shards`: a position means nothing for other shards."""
+    """The `digest_of_shards` for which the position holds."""
     opened: int = 0
     """How many visits are open, done or left."""
     open: tuple[OpenShard, ...] = ()
-    """The one whose turn it is comes first."""
+    """In the order of their turns."""
     left: tuple[LeftShard, ...] = ()
     records: int = 0
-    """All records that were taken, which is the number of the next one."""
+    """How many records were taken in all: the number of the next one."""
 
     def done(self, num_shards: int, *, seed: int) -> tuple[tuple[int, int], ...]:
-        """The visits that have read their shards to the end, as merged intervals [first, stop). O(opened)."""
+        """Return the visits that have read their shards to the end, as merged intervals [first, stop). O(opened)."""
         unread = {shard.visit for shard in self.open} | {shard.visit for shard in self.left}
         opened = (visit_at(at, num_shards, seed=seed) for at in range(self.opened))
         return merged((visit, visit + 1) for visit in opened if visit not in unread)
 
     def with_another_try(self) -> DataPosition:
-        """Take shards out of quarantine: they continue where they were left, and it is their turn."""
+        """Take shards out of quarantine: they continue where they were left, and come first."""
         again = (OpenShard(visit=left.visit, next=left.next, records=left.records) for left in self.left)
         return replace(self, open=(*again, *self.open), left=())
 
 
 def visit_at(at: int, num_shards: int, *, seed: int) -> int:
-    """Return the visit that is opened as number `at`: in each epoch, the shards come in an order of its own."""
+    """Return the visit with number `at`: each epoch has its own order of the shards."""
     epoch, worker_id = divmod(at, num_shards)
     return epoch * num_shards + _order(num_shards, seed, epoch)[worker_id]
 
 
 @lru_cache(maxsize=4)
 def _order(num_shards: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Shards by the digests of (seed, epoch, shard). O(n·log n), once an epoch."""
+    """Order shards by the digests of (seed, epoch, shard). O(n·log n), once an epoch."""
 
     def key(shard: int) -> bytes:
         return hashlib.blake2b(f"shards:{seed}:{epoch}:{shard}".encode(), digest_size=16).digest()
@@ -92,5 +90,5 @@ def merged(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def digest_of_shards(names: Sequence[str]) -> str:
-    """Identifies a list of shards: sixteen hexadecimal digits."""
+    """Return sixteen hexadecimal digits that identify a list of shards."""
     return hashlib.sha256("\n".join(names).encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,7 +1,4 @@
-"""How processes end, as values: what a signal, an exit code or an exception says, and nothing that must be read.
-
-The words for people are here too, since both the agent that sees an end and the master that hears of it say them.
-"""
+"""How processes end, as values for programs, and the words for people, which agent and master share."""
 
 from __future__ import annotations
 
@@ -11,24 +8,23 @@ from typing import assert_never
 
 
 class ErrorKind(StrEnum):
-    """What an exception that ended a worker was about. The worker says it, for it holds the exception."""
+    """What an exception that ended a worker was about, as that worker reports it."""
 
     CODE = "code"
     """Anything that the training code, the model or the data pipeline raises."""
     MEMORY = "memory"
-    """No memory was left, on the device or in the machine."""
     DEVICE = "device"
-    """What the worker computes with has failed, or was given what it cannot compute: no other worker is to blame."""
+    """The worker's device failed, or got an input that it cannot compute: no other worker is at fault."""
     PEER = "peer"
     """A collective or a transfer failed: most likely another worker is gone."""
     DATA = "data"
-    """The data cannot be used as it is: the user must change it, or name another."""
+    """The user must change the data, or name other data."""
     JOB = "job"
-    """The job cannot be run as it is: the user must change it."""
+    """The user must change the job."""
 
     @property
     def is_users(self) -> bool:
-        """Whether the message says what the user must change."""
+        """Whether the message tells the user what to change."""
         return self in (ErrorKind.DATA, ErrorKind.JOB)
 
 
@@ -38,7 +34,7 @@ class Killed:
 
     signal: int
     is_out_of_memory: bool = False
-    """Whether it was the kernel's, because the group of processes had no memory left."""
+    """Whether the kernel sent it, because the group of processes had no memory left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +46,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """It is gone, and how is not known: the process that waited for it had ended before it."""
+    """It is gone, and how is unknown: the process that waited for it had ended before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class Raised:
 
     kind: ErrorKind
     message: str
-    """What the user must change, if it is the user's to change; else the last line of the traceback."""
+    """What the user must change, if `kind.is_users`; else the last line of the traceback."""
     traceback: str = ""
 
 
@@ -71,17 +67,15 @@ class NotStarted:
 
 
 ProcessEnd = Killed | Exited | Unseen
-"""What the operating system says of an end."""
 
 WorkerEnd = Killed | Exited | Unseen | Raised
-"""How a worker ended. An exception that it reported says more than the exit code that followed."""
+"""A worker's end. An exception that it reported tells more than the exit code that followed."""
 
 ServerEnd = Killed | Exited | Unseen | NotStarted
-"""How the process that forks workers ended."""
 
 
 def end_text(end: WorkerEnd) -> str:
-    """How a worker ended: `killed by signal 9`."""
+    """Return how a worker ended, in words: `killed by signal 9`."""
     match end:
         case Killed(signal=signal, is_out_of_memory=is_out_of_memory):
             return f"killed by signal {signal}" + (", the kernel's: its cgroup is out of memory" * is_out_of_memory)
@@ -90,13 +84,13 @@ def end_text(end: WorkerEnd) -> str:
         case Raised(message=message):
             return message
         case Unseen():
-            return "how is not known: the process that waited for it had ended before it"
+            return "how is unknown: the process that waited for it had ended before it"
         case _:
             assert_never(end)
 
 
 def server_end_text(end: ServerEnd) -> str:
-    """How a fork server ended: `exit code 1`."""
+    """Return how a fork server ended, in words: `exit code 1`."""
     match end:
         case Killed() | Exited():
             return end_text(end)

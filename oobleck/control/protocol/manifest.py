@@ -1,13 +1,11 @@
-"""What a checkpoint is: a value that its manifest file holds, that messages carry, and that decisions are made on.
+"""A checkpoint as a value, which its manifest file and messages hold, and which saved state is the newest.
 
-A checkpoint's name is unique: step, run and generation. Nothing is ever written twice under one name, because in one
-generation a step is committed once.
+A checkpoint's name is unique: step, run and generation. Nothing is written twice under one name, because a step is
+committed once in a generation.
 
-Which of several saved states is the newest. Clocks have a say only between runs that do not continue each other.
-
-Of one run, a state of a later generation is newer, then that of a later step. A run that continues from another one's
-checkpoint is newer than all of that one, whose master has ended by then. What is left are runs of one tag that begin
-from nothing: these are compared by when they saved last.
+Within a run, a state of a later generation is newer, then one of a later step. A run that continues from another run's
+checkpoint is newer than all of that run, whose master has ended by then. Only runs that begin from nothing are compared
+by clocks: by when they saved last.
 """
 
 from __future__ import annotations
@@ -26,24 +24,23 @@ MANIFEST_VERSION = 1
 
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""Less than file systems allow, so that no other name reaches one."""
+"""Fewer characters than file systems allow, so that no other name reaches one."""
 _MOST_DIGITS = 18
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a memory slot says of itself."""
+    """The state in a slot of memory."""
 
     name: str
     """The checkpoint that it is a part of."""
     step: int
-    """The newest step that it has applied."""
     generation: int
     saved_at: str
     """UTC, ISO 8601, by the machine's own clock."""
     position: DataPosition | None = None
-    """Where in its shards the run is after that step; None where samples have numbers."""
+    """The run's position in its shards after that step; None where samples have numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ class Shard:
 
     layer: int
     part: int = 0
-    """Which one, where devices shared each stage."""
+    """Its number, where devices shared each stage."""
     file: str
     size_bytes: int
     sha256: str
@@ -64,10 +61,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A complete checkpoint: the model's state after a step, and what says how to continue from there.
+    """A complete checkpoint: the model's state after a step, and how to continue from there.
 
-    The position in the data is a function of (seed, step, global batch size), so these are all that is kept of it;
-    where the data is in shards, it is `position`.
+    The position in the data is `position` for shards; else it is a function of (seed, step, global batch size).
     """
 
     version: int
@@ -80,21 +76,21 @@ class Manifest:
     step: int
     generation: int
     loss: float | None
-    """Of that step; None where it was not heard of."""
+    """The step's loss; None where no worker reported it."""
     seed: int
     global_batch_size: int
     samples_seen: int
     data_digest: str
     layer_names: tuple[str, ...]
     num_parts: int = 1
-    """Of each layer: how many devices shared a stage."""
+    """How many parts each layer has: the devices that shared a stage."""
     shards: tuple[Shard, ...]
     position: DataPosition | None = None
-    """Where in its shards the run is; None where samples have numbers."""
+    """As in `SavedState`."""
     origin: str | None = None
     """The checkpoint that the run began from; None for the model's initial values."""
     is_final: bool = False
-    """The run had nothing more to train: no other run removes this one."""
+    """Whether the run had nothing more to train: no other run removes this checkpoint."""
 
     @property
     def size_bytes(self) -> int:
@@ -102,29 +98,29 @@ class Manifest:
 
 
 def run_digest(tag: str, started_at: str) -> str:
-    """Identifies a run among others of its tag: eight hexadecimal digits."""
+    """Return eight hexadecimal digits that identify a run among others of its tag."""
     return hashlib.sha256(f"{tag}:{started_at}".encode()).hexdigest()[:8]
 
 
 def checkpoint_name(run: str, *, step: int, generation: int) -> str:
-    """The name of the checkpoint after a step that was committed in a generation of a run."""
+    """Return the name of the checkpoint after a step that a run committed in a generation."""
     return f"step-{step:08d}.{run}.{generation}"
 
 
 def run_of(name: str) -> str:
-    """The digest of the run that a checkpoint of this name is of; empty where the name is of no checkpoint."""
+    """Return the digest of the run in a checkpoint's name; empty for any other name."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
 def generation_of(name: str) -> int:
-    """The generation of the checkpoint of this name; 0 where the name is of no checkpoint."""
+    """Return the generation in a checkpoint's name; 0 for any other name."""
     last = name.split(".")[-1]
     return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else 0
 
 
 def what_is_wrong(manifest: Manifest) -> str | None:
-    """Say what a manifest claims that no run writes; None where all of it can be. O(shards)."""
+    """Return what no run would write in a manifest; None where nothing is wrong. O(shards)."""
     layers, parts = len(manifest.layer_names), manifest.num_parts
     numbers = {"step": 0, "generation": 0, "samples_seen": 0, "num_parts": 1, "global_batch_size": 1}
     for key, least in numbers.items():
@@ -138,13 +134,12 @@ def what_is_wrong(manifest: Manifest) -> str | None:
     if parts > max(1, len(manifest.shards)):
         return f"num_parts is {parts}, and there are {len(manifest.shards)} files"
     if not _TIME.fullmatch(manifest.saved_at):
-        return f"saved_at is {manifest.saved_at!r}, which is no time"
+        return f"saved_at is {manifest.saved_at!r}, which is not a time"
     seen: set[tuple[int, int]] = set()
     for shard in manifest.shards:
         if shard.layer not in range(layers) or shard.part not in range(parts):
-            return (
-                f"{shard.file} is part {shard.part} of layer {shard.layer}; there are {layers} layers of {parts} parts"
-            )
+            place = f"part {shard.part} of layer {shard.layer}"
+            return f"{shard.file} is {place}; there are {layers} layers of {parts} parts"
         if (shard.layer, shard.part) in seen:
             return f"part {shard.part} of layer {shard.layer} has two files"
         if shard.size_bytes <= 0 or not _SHA256.fullmatch(shard.sha256):
@@ -158,7 +153,7 @@ Age = tuple[str, str, int, str, str, int, int, str]
 
 
 class Aged(Protocol):
-    """A saved state, as far as its age is concerned."""
+    """The properties of a saved state that its age follows from."""
 
     @property
     def name(self) -> str: ...
@@ -173,7 +168,7 @@ class Aged(Protocol):
 
 
 def ages(states: Iterable[Aged]) -> Mapping[str, Age]:
-    """Return the age of each state, by its name. O(n·d), with d runs that continue from each other."""
+    """Return the age of each state, keyed by its name. O(n·d), with d runs that continue from each other."""
     listed = list(states)
     saved_at: dict[str, str] = {}
     before: dict[str, str] = {}
@@ -194,8 +189,8 @@ def ages(states: Iterable[Aged]) -> Mapping[str, Age]:
 
 
 def _line(run: str, before: Mapping[str, str]) -> list[str]:
-    """A run, the one that it continues from, and so on; a damaged manifest may close a circle."""
+    """Return a run, the one that it continues from, and so on."""
     line = [run]
-    while (run := before.get(run, "")) and run not in line:
+    while (run := before.get(run, "")) and run not in line:  # a damaged manifest may close a circle
         line.append(run)
     return line

@@ -1,7 +1,7 @@
-"""What workers say to each other over links of their own, past agents and master.
+"""What workers send each other over links of their own, without agents or master.
 
 To commit, parts go up a tree of workers, and totals down it. A link begins with three frames by which each side proves
-that it was told the listener's ticket: see `WorkerAddress`.
+that it knows the listener's ticket: see `WorkerAddress`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many microbatches were counted, and which: one that is missing or there twice changes the digest."""
+    """How many microbatches were counted, and which: a missing or repeated one changes the digest."""
 
     count: int = 0
     digest: int = 0
-    """The sum of their hashes, modulo 2^64: whatever the order in which they are added."""
+    """The sum of their hashes, modulo 2^64, so that their order does not matter."""
 
     @classmethod
     def of(cls, microbatches: Iterable[int]) -> Tally:
-        """Count microbatches, each as often as it is given."""
         count = digest = 0
         for microbatch in microbatches:
             count += 1
@@ -48,7 +47,7 @@ def _mixed(number: int) -> int:
 
 
 class Topic(StrEnum):
-    """What kind of thing all agree on."""
+    """The kinds of agreement."""
 
     STEP = "step"
     SECTION = "section"
@@ -58,7 +57,7 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What all of a committee agree on; once in a generation."""
+    """What a committee agrees on, once in a generation."""
 
     topic: Topic
     step: int
@@ -67,10 +66,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one worker brings, or the sum of what several have brought."""
+    """The part of one worker, or the sum of several."""
 
     numbers: tuple[float, ...]
-    """What they are is the topic's: as many for all."""
+    """Their meaning and their number follow from the topic."""
     counted: Tally = Tally()
 
     def __add__(self, other: Totals) -> Totals:
@@ -80,17 +79,17 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartUp:
-    """To a worker's parent: what it and all below it bring. All of them have passed `note_reduced`, of a step."""
+    """To a worker's parent: its part and those of all below it. For a step, all of them have passed `note_reduced`."""
 
     generation: int
-    """Of the committee, whose plan and losses all its members know."""
+    """The committee's generation, whose plan and losses all its members know."""
     subject: Subject
     part: Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalDown:
-    """To a worker's children: what all have brought, as the root has added it up; the same bits for all."""
+    """To a worker's children: the sum of all parts, as the root has added it up; the same bits for all."""
 
     generation: int
     subject: Subject
@@ -102,28 +101,26 @@ CommitMessage = PartUp | TotalDown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupValue:
-    """What a member of a group that is being formed has others of its members know."""
+    """A value that a member of a forming group shares with other members."""
 
     generation: int
-    """Of the plan update that the sender follows."""
     key: str
     value: bytes
 
 
 PeerMessage = GroupValue | CommitMessage
-"""What a worker says to another once their link is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChallenge:
-    """The listener's first word on a connection."""
+    """The listener's first frame on a connection."""
 
     nonce: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkHello:
-    """The caller's first word: who it is, where it listens itself, and its proof."""
+    """The caller's first frame: who it is, where it listens itself, and its proof."""
 
     worker_id: WorkerId
     host: str
@@ -141,8 +138,7 @@ class LinkProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnd:
-    """The sender's last word on a link that it does not need any more. Without it, an end is the end of the peer."""
+    """The sender does not need the link any more. A link that ends without this shows the end of the peer."""
 
 
 LinkMessage = LinkChallenge | LinkHello | LinkProof | LinkEnd | PeerMessage
-"""Everything that is sent on a link."""

@@ -1,10 +1,9 @@
-"""The part of the protocol that is about plans: what one worker is told of a new one.
+"""Messages about plans: what a worker has to know of a new one.
 
-master ── PlanOrder ──> each worker        what changes from a plan that it has, and what it alone has to do
-worker ── PlanNeeded ──> master            it has another plan than that one: the next order has the whole plan
+master ── PlanOrder ──> each worker        changes of a plan that it has, and its own tasks
+worker ── PlanNeeded ──> master            it has another plan: the next order has the whole one
 
-Most of an order is the same for all, and is encoded once for all of them. How an order is made, and what a worker makes
-of it, is in `control/plans`.
+Most of an order is equal for all workers, and encoded once for all of them. `control/plans` makes and reads orders.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import ClassVar
 
 from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind
 
-from .bases import ForWorker, FromWorker
+from . import records
 from .checkpoint_messages import Restore
-from .records import NOTHING, CommitRecord, PartialStep, SectionRecord, Segment, WorkerAddress
 from .runs import Names, Runs
 
 WorkerNames = tuple[tuple[int, Names], ...]
-"""Workers in their order, as (device, nodes): nodes by their places among the new plan's, as in `NewPipeline`."""
+"""Workers in order, as (device, nodes): nodes by their places among the new plan's, as in `NewPipeline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,31 +33,31 @@ class PlanId:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedPlan:
-    """A plan that was ordered, with all that the next one is told as a change of."""
+    """A plan that was ordered, with everything that the next one may be a change of."""
 
     generation: int
     plan: ExecutionPlan
     pipeline_generations: tuple[int, ...]
-    """For each pipeline of the plan, the generation in which the group that links its stages is formed."""
+    """The generation in which the group of each pipeline is formed."""
     schedules: tuple[ScheduleKind, ...]
-    """For each pipeline of the plan, in which order its stages work."""
+    """The order in which the stages of each pipeline work."""
     boundary: int
-    """Steps applied when the plan takes effect."""
-    partial: PartialStep
-    """What of the step after the boundary is committed then."""
+    """The number of applied steps when the plan takes effect."""
+    partial: records.PartialStep
+    """What is committed of the step after the boundary then."""
     num_sections: int
-    """Into how many sections a step is cut under this plan."""
+    """How many sections a step has under this plan."""
 
     @cached_property
     def id(self) -> PlanId:
         return PlanId(generation=self.generation, digest=self._digest())
 
-    def partial_before(self, step: int) -> PartialStep:
-        """What of a step was committed before this plan."""
-        return self.partial if step == self.boundary + 1 else NOTHING
+    def partial_before(self, step: int) -> records.PartialStep:
+        """Return what was committed of a step before this plan."""
+        return self.partial if step == self.boundary + 1 else records.NOTHING
 
     def _digest(self) -> str:
-        """Equal where all else is, on any machine; O(nodes)."""
+        """Return a digest that is equal for equal plans, on any machine; O(nodes)."""
         found = hashlib.blake2s(digest_size=8)
         texts: dict[int, str] = {}
         for pipeline in self.plan.pipelines:
@@ -77,59 +75,58 @@ class NewPipeline:
     """A pipeline that the base lacks."""
 
     template: int
-    """Counts the templates of the base, in the order in which its pipelines name them, then those of the delta."""
+    """Its index among the base's templates, in the order of its pipelines, and then those of the delta."""
     nodes: Names
-    """By their places among the base's nodes: those of its pipelines one after the other, then its spares."""
+    """By their places among the base's nodes: those of its pipelines in order, then its spares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """A plan as what changes from another one, which is small where little does; or all of it, without a base."""
+    """A plan as a change of another one; as a whole without a base."""
 
     templates: tuple[PipelineTemplate, ...]
     pipelines: tuple[NewPipeline, ...]
     order: Runs
-    """The plan's pipelines, by their indices among those of the base and then these."""
+    """The plan's pipelines, by their indices among the base's and then the new ones."""
     shares: tuple[tuple[int, int], ...]
-    """(how many pipelines, microbatches that each of them takes more than in the base); new ones had none."""
+    """(how many pipelines, how many microbatches more each of them takes than in the base); new ones had none."""
     spares: Names
-    """That were none in the base, by their places among its nodes."""
+    """The new spares, by their places among the base's nodes."""
     spare_order: Runs
-    """The plan's spares, by their indices among those of the base and then these."""
+    """The plan's spares, by their indices among the base's and then the new ones."""
     pipeline_generations: tuple[tuple[int, int], ...]
-    """(how many pipelines, generation); 0 for that of the base."""
+    """(how many pipelines, generation); 0 for the base's."""
     schedules: tuple[tuple[int, ScheduleKind | None], ...]
-    """(how many pipelines, schedule); None for that of the base."""
+    """(how many pipelines, schedule); None for the base's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDelta:
-    """An ordered plan as what changes from another one."""
+    """An ordered plan as a change of another one."""
 
     base: PlanId | None
-    """None where all of the plan is told."""
+    """None for a whole plan."""
     digest: str
-    """Of the plan that comes out."""
     change: PlanChange
     boundary: int
     num_sections: int
     loss: float
+    """Of `OrderedPlan.partial`, like the next three."""
     num_items: int
-    """As the loss, of `OrderedPlan.partial`."""
     section: tuple[int, int]
-    """The generation and the number of `OrderedPlan.partial`."""
+    """(generation, number)."""
     committed: Runs | None
-    """Its microbatches; None where they follow from the base."""
+    """The microbatches; None where they follow from the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOrder:
-    """What all workers with the same base are told; see `PlanUpdate`."""
+    """The part of an order that is equal for all workers with the same base; see `PlanUpdate`."""
 
     is_encoded_once: ClassVar[bool] = True
-    """The codec keeps what it has written of one, for the next worker: see `wire`."""
-    catch_up: CommitRecord | None
-    catch_up_section: SectionRecord | None
+    """The codec keeps the encoded form for the next worker: see `wire`."""
+    catch_up: records.CommitRecord | None
+    catch_up_section: records.SectionRecord | None
     finish: int | None
     lost: Names
     """By their places among the base's nodes."""
@@ -142,35 +139,35 @@ class CommonOrder:
     regrouped: Runs
     """By their places among the plan's workers."""
     others_regrouped: WorkerNames
-    """That are not in the plan."""
+    """Regrouped workers that are not in the plan."""
     assignment_version: int
-    addresses: tuple[WorkerAddress, ...]
-    """Where the workers listen that became ready since the base was ordered; all that are ready, without a base."""
+    addresses: tuple[records.WorkerAddress, ...]
+    """Where workers listen that became ready since the base was ordered; without a base, all ready workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTransfers:
-    """The layers that one worker sends or receives. It may be all layers, of several peers each."""
+    """The layers that one worker sends or receives, which may be all layers, each from several peers."""
 
     peers: WorkerNames
     items: tuple[tuple[int, int, int, int], ...]
-    """(layer, peer, part, number of parts), in the order of all workers' transfers: it receives from the peer of an
-    index, and sends to that of -1 - index."""
+    """(layer, peer, part, number of parts), in the order of all workers' transfers. The worker receives from the peer
+    with index `peer`, or if that is negative, sends to the one with index -1 - `peer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOrder(ForWorker):
-    """Resolve what is in flight, then adopt a plan: what a worker has to know of it. It becomes a `PlanUpdate`."""
+class PlanOrder(records.ForWorker):
+    """What one worker has to know of a plan: resolve the step in flight, then adopt it. Becomes a `PlanUpdate`."""
 
     generation: int
     common: CommonOrder
-    segments: tuple[Segment, ...]
+    segments: tuple[records.Segment, ...]
     """The extra segments of its own pipeline."""
     transfers: OwnTransfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanNeeded(FromWorker):
-    """A worker has another plan than the one that an order changes: it is to be told the whole plan."""
+class PlanNeeded(records.FromWorker):
+    """A worker has another plan than the one that an order changes, and needs the whole plan."""
 
     generation: int

@@ -1,15 +1,37 @@
-"""Values that messages carry: what is known of steps, sections and parts of a step once they are committed."""
+"""The bases of all messages from and to a worker, and values that messages carry.
+
+The agent relays by the bases, and the master checks by them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from oobleck.plan import WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FromWorker:
+    """From a worker of the node, or from its agent about one."""
+
+    needs_orders: ClassVar[bool] = True
+    """Only a worker that has had a plan can send this; before the first plan it is dropped."""
+    outlives_worker: ClassVar[bool] = False
+    """It counts even if the worker was asked to end since; else it is dropped then."""
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForWorker:
+    """To one worker; its agent passes it on."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """What is known of a committed step once it is committed: equal on every rank."""
+    """A committed step: equal on every rank."""
 
     step: int
     generation: int
@@ -20,44 +42,43 @@ class CommitRecord:
     samples_repeated: int
     samples_missing: int
     duration_s: float
-    """The mean of all workers: from their part of the step before to that of this one."""
+    """From a worker's part of the step before to its part of this one; the mean of all workers."""
     loss_scale: float = 1.0
-    """What the loss was multiplied with, in float16."""
+    """The factor of the loss in float16."""
     item_share: float = 1.0
-    """The tokens that count in the step, over those that gradients were divided by before all of them were read."""
+    """The tokens that count in the step, over the predicted ones by which gradients were divided."""
     is_skipped: bool = False
     """Its gradients overflowed in float16: the step counts, and left the parameters as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRecord:
-    """What is known of a section of a step once its gradients are committed: equal on every rank."""
+    """A section of a step whose gradients are committed: equal on every rank."""
 
     step: int
     generation: int
-    """Of the plan under which it was run."""
+    """The generation of the plan under which it ran."""
     number: int
-    """Sections of the step that are committed under that plan, this one included."""
+    """How many sections of the step are committed under that plan, this one included."""
     loss: float
-    """The part of the step's loss that all its committed microbatches make, before it is divided by `item_share`."""
+    """The share of the step's loss of all its committed microbatches, before division by `item_share`."""
     num_items: int = 0
-    """Tokens that count in these microbatches."""
+    """The tokens that count in these microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialStep:
-    """What of a step is committed when a plan comes into force in the middle of it."""
+    """The committed part of a step, when a plan comes into force in the middle of it."""
 
     microbatches: tuple[int, ...] = ()
     """Sorted."""
     loss: float = 0.0
-    """The part of the step's loss that these make, as in `SectionRecord`."""
+    """As in `SectionRecord`, like `num_items`."""
     num_items: int = 0
-    """Tokens that count in them."""
     generation: int = 0
-    """Of the plan under which the newest of them were run; 0 where nothing is committed."""
+    """The generation of the plan under which the newest of them ran; 0 where nothing is committed."""
     number: int = 0
-    """Sections of the step that were committed under that plan."""
+    """How many sections of the step were committed under that plan."""
 
 
 NOTHING = PartialStep()
@@ -65,12 +86,12 @@ NOTHING = PartialStep()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """An extra program of a whole pipeline: microbatches of the step in flight that a broken one leaves."""
+    """An extra program of a whole pipeline: microbatches of the step in flight that a broken pipeline leaves."""
 
     segment: int
     """Identifies the segment; increasing."""
     pipeline: int
-    """Index in the plan under which the step was begun."""
+    """Its index in the plan under which the step began."""
     microbatches: tuple[int, ...]
 
 
@@ -82,4 +103,4 @@ class WorkerAddress:
     host: str
     port: int
     ticket: bytes = field(default=b"", repr=False)
-    """Random. Only those whom the master told it may speak there, and they believe nobody who does not know it."""
+    """Random. The master tells it to the peers, and each side of a link proves to the other that it knows it."""

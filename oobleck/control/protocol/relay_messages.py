@@ -1,16 +1,14 @@
-"""How agents speak to the master through each other: the part of the protocol that is about relays.
+"""Messages about relays: how agents speak to the master through each other.
 
 master ── BecomeRelay ──> agent                 take in other agents
 agent  ── RelayOpen ──> master                  where it listens, and what callers must know
-master ── JoinRelay ──> agent                   speak to us through that one
-agent  ── RelayCall ──> relay ── RelayBeat ──>  the first words on the link between them
-agent  ── RelayJoined ──> master                the last word that it says to us directly
-master ── UseRelay ──> agent                    the last word that we say to it directly
+master ── JoinRelay ──> agent                   speak through that relay
+agent  ── RelayCall ──> relay ── RelayBeat ──>  the first messages on the link between them
+agent  ── RelayJoined ──> master                the agent's last direct message
+master ── UseRelay ──> agent                    the master's last direct message
 master ── Relayed ──> relay ──> agents          a message for many
-agents ──> relay ── RelaySaid, RelayHeard ──>   what many of them say alike, and who is heard
-agent  ── RelayLeft ──> master                  it speaks to us directly again
-
-All of these but the links between agents go through a connection that the master and an agent have to themselves.
+agents ──> relay ── RelaySaid, RelayHeard ──>   equal messages of many, and who was heard
+agent  ── RelayLeft ──> master                  it speaks directly again
 """
 
 from __future__ import annotations
@@ -38,16 +36,16 @@ class JoinRelay:
     host: str
     port: int
     ticket: bytes
-    """The relay's, which proves each to the other."""
+    """The relay's, by which each side proves itself to the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseRelay:
-    """All that was said directly is said: from now on listen to the relay."""
+    """Nothing more is sent directly: listen to the relay from now on."""
 
     attempt: int
     number: int
-    """Of the newest message that went to any relay. What has no greater number was for others."""
+    """The number of the newest message to any relay. Messages without a greater number were for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +58,16 @@ class Relayed:
     """A message for agents of a part of the tree."""
 
     number: int
-    """Greater than those of all before it."""
+    """Greater than those of all messages before it."""
     to: Runs
     """Positions, ascending."""
     devices: tuple[int, ...]
-    """The devices that it is for, on each of the nodes; none where it is for the agents themselves."""
+    """The devices on each node that it is for; none where it is for the agents themselves."""
     message: bytes
-    """Its frame. Who passes it on need not read it."""
+    """Its frame."""
 
 
 RelayOrder = BecomeRelay | JoinRelay | UseRelay | LeaveRelay | Relayed
-"""What the master says about relays, and through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +77,12 @@ class RelayOpen:
     host: str
     port: int
     ticket: bytes
-    """Proves each side to the other: only the master, which sends it to the callers, and they have it."""
+    """A secret that the master passes on to the callers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayJoined:
-    """The agent has its link to the relay. It says nothing more until it may use it."""
+    """The agent has its link to the relay. It sends nothing more until it may use it."""
 
     attempt: int
 
@@ -95,19 +92,19 @@ class RelayLeft:
     """The agent has no relay any more, or could not reach it."""
 
     heard: int
-    """The greatest number that it had of a message that was relayed."""
+    """The greatest number of a relayed message that it received."""
     problem: str
     """Empty where it was asked to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySaid:
-    """What agents say, those who say the same together."""
+    """Equal messages of several agents."""
 
     by: Runs
     """Their positions, ascending."""
     devices: tuple[int, ...]
-    """Of the workers that say it, on each of the nodes; none where the agents do."""
+    """The devices of the senders on each node; none where the agents themselves send it."""
     message: bytes
     """Its frame, in which the device is 0."""
     news: str
@@ -115,20 +112,19 @@ class RelaySaid:
 
 
 def news_in(message: object) -> str:
-    """Return the name of what many say, each in its own words: that a step is committed. Empty for all else."""
+    """Return a name that is equal for messages with the same news, that a step is committed; else empty."""
     return f"{message.record.generation} {message.record.step}" if isinstance(message, StepCommitted) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayHeard:
-    """Who was heard since this was last said, and when."""
+    """Which agents were heard since the last message of this kind, and when."""
 
     heard: tuple[tuple[int, Runs], ...]
-    """How long before, in ms, and by whom: positions, ascending."""
+    """(how many ms ago, positions in ascending order)."""
 
 
 RelayReport = RelayOpen | RelayJoined | RelayLeft | RelaySaid | RelayHeard
-"""What agents say about relays, and through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +136,9 @@ class RelayCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayBeat:
-    """Said by a relay to its agents, first of all and then so often that they notice when it has stopped."""
+    """From a relay to its agents, at first and then often enough for them to notice when it stops."""
 
     known: str = ""
-    """News of this name were passed on before, in the words of another: who said them need not keep them."""
+    """News of this name were passed on from another agent: their sender need not keep them."""
     says_again: bool = False
-    """The relay has lost its way to the master, and perhaps what it had to pass on: say again what is not answered."""
+    """Whether to repeat what is not answered, because the relay may have lost it with its way to the master."""

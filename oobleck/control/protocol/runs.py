@@ -1,6 +1,6 @@
-"""Numbers that follow each other, in few words: of thousands of nodes, a message names the first and how many.
+"""Consecutive numbers in little room: for thousands of nodes, a message has the first and how many.
 
-Nodes are named so by their places in a list that both sides have, mostly the nodes of a plan.
+Such numbers stand for nodes by their places in a list that both sides have, mostly the nodes of a plan.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 Runs = tuple[tuple[int, int], ...]
-"""Numbers that follow each other, as (first, how many)."""
+"""Consecutive numbers, as (first, how many)."""
 
 Names = tuple[tuple[int, int] | int | str, ...]
-"""Names in their order, by their places in a list: as a run where these follow each other, else alone. Names that the
-list lacks are there as they are."""
+"""Names in order, by their places in a list: consecutive places as a run, others alone. Names that the list lacks stand
+for themselves."""
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:
-    """Put numbers that follow each other together."""
+    """Group consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and sum(runs[-1]) == number:
@@ -27,33 +27,32 @@ def runs_of(numbers: Iterable[int]) -> Runs:
 
 
 def numbers_in(runs: Runs) -> list[int]:
-    """Undo `runs_of`."""
     return [number for first, count in runs for number in range(first, first + count)]
 
 
 def named(names: Iterable[str], places: Mapping[str, int]) -> Names:
-    """Say names by their places in a list, where it has them."""
-    said: list[tuple[int, int] | int | str] = []
+    """Replace names by their places in a list, where it has them."""
+    placed: list[tuple[int, int] | int | str] = []
     follows = -1
     for name in names:
         place = places.get(name)
         if place is None:
-            said.append(name)
+            placed.append(name)
             follows = -1
             continue
         if place != follows:
-            said.append(place)
+            placed.append(place)
         else:
-            newest = said[-1]
-            said[-1] = (newest[0], newest[1] + 1) if isinstance(newest, tuple) else (place - 1, 2)
+            newest = placed[-1]
+            placed[-1] = (newest[0], newest[1] + 1) if isinstance(newest, tuple) else (place - 1, 2)
         follows = place + 1
-    return tuple(said)
+    return tuple(placed)
 
 
-def names_in(said: Names, known: Sequence[str]) -> tuple[str, ...]:
-    """Undo `named`, with the list. Raises ValueError for a run of places that it does not have."""
+def names_in(placed: Names, known: Sequence[str]) -> tuple[str, ...]:
+    """Undo `named`, with the list. Raises ValueError for places that the list lacks."""
     names: list[str] = []
-    for each in said:
+    for each in placed:
         if isinstance(each, str):
             names.append(each)
             continue

@@ -1,10 +1,10 @@
-"""The part of the protocol that is about shards: finding records, and telling which of them a step takes.
+"""Messages about shards: finding records, and assigning them to steps.
 
-master ── Survey ──> one worker        what lies in a shard from here on?
-worker ── Surveyed ──> master          where its next records begin and end, and whether that is all
+master ── ScanRequest ──> one worker   what lies in a shard from here on?
+worker ── ScanAnswer ──> master        where its next records begin and end, and whether these are all
 master ── StepRecords ──> all          steps ahead: which records a step takes
 worker ── RecordsFailed ──> master     a record of the step in flight cannot be read
-master ── RecordsOver ──> all          no step comes after this one
+master ── RecordsOver ──> all          no step follows this one
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .bases import ForWorker, FromWorker
 from .data_position import DataPosition
+from .records import ForWorker, FromWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRange:
-    """A question about a shard."""
+    """Where to look in a shard."""
 
     shard: int
     start: int
     limit: int
-    """How many records to report, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRequest(ForWorker):
-    """Find records. Repeating the request's number, the answer is distinguished from late ones."""
+    """Find records. The answer repeats the request's number, which tells it from late ones."""
 
     request: int
     wants: tuple[ScanRange, ...]
@@ -36,21 +35,21 @@ class ScanRequest(ForWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanResult:
-    """What lies in a shard from `bounds[0]` on: record i lies in [bounds[i], bounds[i + 1])."""
+    """The records of a shard from `bounds[0]` on: record i lies in [bounds[i], bounds[i + 1])."""
 
     shard: int
     bounds: tuple[int, ...]
     items: tuple[int, ...]
-    """Predicted tokens of each record; empty where all are as long as samples are."""
+    """Predicted tokens of each record; empty where each is as long as a sample."""
     is_end: bool
-    """Nothing comes after these, ever."""
+    """Whether no record will ever follow these."""
     problem: str | None = None
-    """Why it cannot be read; the bounds are then only where that was tried."""
+    """Why the shard cannot be read; then `bounds` only says where that was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanAnswer(FromWorker):
-    """The answer to Survey."""
+    """The answer to `ScanRequest`."""
 
     outlives_worker: ClassVar[bool] = True
     request: int
@@ -59,7 +58,7 @@ class ScanAnswer(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRun:
-    """Records of one shard, one after the other: record i lies in [bounds[i], bounds[i + 1])."""
+    """Consecutive records of one shard: record i lies in [bounds[i], bounds[i + 1])."""
 
     shard: int
     bounds: tuple[int, ...]
@@ -71,18 +70,17 @@ class RecordRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords(ForWorker):
-    """The records that a step takes, in the order in which its microbatches do."""
+    """The records that a step takes, in the order of its microbatches."""
 
     assignment_version: int
-    """Raised when records that were sent are taken back; a plan update says which version its plan follows."""
+    """Increases when sent records are taken back; a plan update has the version that its plan follows."""
     step: int
     runs: tuple[RecordRun, ...]
     num_items: int
     """Predicted tokens in all of them."""
     after: DataPosition
-    """Where in the data the run is once the step is committed."""
     is_last: bool
-    """No step comes after it. It may have fewer records than the others."""
+    """Whether no step follows. The last one may have fewer records."""
 
     @property
     def num_records(self) -> int:
@@ -91,16 +89,15 @@ class StepRecords(ForWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsOver(ForWorker):
-    """No step comes after this one: it was only found out when its records had been sent already."""
+    """No step follows this one, which was found out after its records had been sent."""
 
     assignment_version: int
     step: int
     generation: int
-    """Of the plan that training ends with."""
+    """The generation of the plan that training ends with."""
     position: DataPosition
-    """Where in the data the run is then."""
     save: bool
-    """The state is not saved, and is to be."""
+    """Whether to save the state, because it is not saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a worker says. Its agent relays all of it to the master but its last word, which comes with its end."""
+"""What a worker reports. Its agent passes all of it on to the master, but `WorkerFailed` with the worker's exit."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import ClassVar
 
 from oobleck.plan import WorkerId
 
-from .bases import FromWorker
 from .checkpoint_messages import CheckpointsFound, ReplicaDigests, RestoreFailed, StateNotSaved, StateSaved
 from .ends import Raised
 from .plan_orders import PlanId, PlanNeeded
-from .records import CommitRecord, SectionRecord, WorkerAddress
+from .records import CommitRecord, FromWorker, SectionRecord, WorkerAddress
 from .shard_messages import RecordsFailed, ScanAnswer
 
 Things = tuple[tuple[str, str], ...]
-"""What workers compare, a handful: what it is called, and a digest of it or a few words that say it."""
+"""What workers compare: names, each with a digest or a few words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,32 +24,29 @@ class WorkerReady(FromWorker):
     needs_orders: ClassVar[bool] = False
     pid: int
     data_digest: str
-    """Equal on all nodes, or they would train on different text."""
+    """Equal on all nodes, else they would train on different text."""
     num_samples: int
     layer_names: tuple[str, ...]
     parameters: int
-    """Number of the model's parameters, tied ones counted once."""
     torch_version: str
     address: WorkerAddress | None = None
     saves: bool = False
-    """Whether it has a place to save its state in, and to restore it from."""
     alike: Things = ()
-    """What else it must have as all others do."""
+    """What else must be equal on all workers."""
     device_name: str = ""
-    """What the worker computes on, as its maker calls it."""
     device_memory_bytes: int | None = None
-    """What a plan may use of a GPU's memory; None for a CPU."""
+    """How much of a GPU's memory a plan may use; None for a CPU."""
     shards: tuple[str, ...] = ()
-    """The shards that its data is in, by name; empty where samples have numbers."""
+    """The names of its data's shards; empty where samples have numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEntered(FromWorker):
-    """A worker is about to take the first samples that it takes of an epoch."""
+    """A worker is about to take its first samples of an epoch."""
 
     epoch: int
     alike: Things
-    """What it must have as all others do in this epoch."""
+    """What must be equal on all workers in this epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +60,20 @@ class Profiled(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimed(FromWorker):
-    """What one of two workers has timed on the link to the other."""
+    """The times that one of two workers has measured on the link to the other."""
 
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     seconds: tuple[tuple[int, float], ...] = ()
-    """(bytes of a message, the least seconds that it took)."""
+    """(bytes of a message, the fewest seconds that it took)."""
     error: str = ""
-    """Why there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(FromWorker):
     """A worker has applied a step.
 
-    The first and the last stage of each pipeline say so: the record survives f failures, and one of a lone pipeline
-    while it is not heard.
+    The first and the last stage of each pipeline report it, so that the record survives f failures.
     """
 
     record: CommitRecord
@@ -87,14 +81,14 @@ class StepCommitted(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating(FromWorker):
-    """A worker evaluates, so no step is to be expected for a while; said every second or so."""
+    """A worker evaluates, so that no step is due for a while; sent about every second."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(FromWorker):
-    """The model of a step is evaluated; said by the first and the last stage of each pipeline."""
+    """A step's model is evaluated; sent by the first and the last stage of each pipeline."""
 
     step: int
     loss: float
@@ -104,7 +98,7 @@ class EvaluationDone(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(FromWorker):
-    """The answer to a fence: nothing of an older generation will be committed by this worker any more."""
+    """The answer to a fence: this worker commits nothing of an older generation any more."""
 
     generation: int
     applied: int
@@ -114,45 +108,43 @@ class Status(FromWorker):
     adopted: int
     """The newest generation whose plan it has adopted, transfers included; 0 for none."""
     layers: tuple[int, ...]
-    """The layers it holds whole, at version `applied`."""
+    """The layers that it holds whole, at version `applied`."""
     microbatches_done: int
-    """Microbatches of the step in flight that this worker has taken backward."""
+    """Microbatches of the step in flight whose backward pass this worker has done."""
     broken: bool
-    """Its part of the step in flight failed half-way, so its pipeline cannot finish it."""
+    """Whether its part of the step in flight failed half-way, so that its pipeline cannot finish it."""
     partial: SectionRecord | None = None
-    """The newest section of the step in flight that it has committed under the plan that it has adopted."""
+    """The newest section of the step in flight that it has committed under its adopted plan."""
     has_open_groups: bool = False
-    """Groups in which it sums gradients are not formed yet, or its part in sums is posted and not all are here."""
+    """Whether groups that sum its gradients are not formed yet, or sums are posted and not complete."""
     section_reduced: int | None = None
-    """The number of the section after, if this worker holds its fully reduced gradients and has not committed them."""
+    """The number of the next section, if this worker holds its fully reduced gradients, not committed."""
     knows: PlanId | None = None
-    """The newest plan that it was ordered, whether or not it has adopted it: the next order may be a change of it."""
+    """The newest plan that it was ordered, adopted or not: the next order may be a change of it."""
     waits_for: tuple[WorkerId, ...] = ()
-    """The workers whose part it waits for; none while it computes. This and what follows only on request."""
+    """The workers whose part it waits for; none while it computes. This and the next fields only on request."""
     has_come_on: bool = False
-    """It was slow, not stuck: since it was asked, it has computed, or had what it waited for."""
+    """Whether it was slow, not stuck: it has made progress since it was asked."""
     unreachable: tuple[WorkerId, ...] = ()
     stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity(FromWorker):
-    """What a worker does, on request."""
+    """What a worker does; sent on request."""
 
     inquiry: int
     microbatches_done: int
-    """Of the step in flight, those that it has taken backward."""
+    """As in `Status`, like the next two."""
     waits_for: tuple[WorkerId, ...]
-    """The workers whose part it waits for; none while it computes."""
     has_come_on: bool
-    """Since it was asked, it has computed what it was at, or had what it waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorUse(FromWorker):
-    """How much processor time a worker's process used, its children included; its agent says so.
+    """How much processor time a worker's process and its children used, as its agent reports.
 
-    So a worker is known to compute that cannot answer: a call into a compiler or a kernel may hold the interpreter.
+    It shows that a worker computes that cannot answer: a call into a compiler or a kernel may hold the interpreter.
     """
 
     inquiry: int
@@ -166,17 +158,17 @@ class Resumed(FromWorker):
 
     generation: int
     transfer_s: float
-    """What it spent receiving and sending layers."""
+    """Seconds spent on receiving and sending layers."""
     received_bytes: int
     resumed_s: float
     """When it began to compute under the new plan, by its machine's monotonic clock."""
     busy_s: tuple[tuple[float, float], ...]
-    """When it computed for steps that were committed, most recently: (from, to) by the same clock."""
+    """When it last computed for steps that were committed: (from, to) by the same clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace(FromWorker):
-    """How long a worker computed since it said so last; waiting is left out."""
+    """How long a worker computed since its last report, without waiting."""
 
     compute_s: float
     microbatches: int
@@ -184,7 +176,7 @@ class Pace(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersMoving(FromWorker):
-    """A worker still receives layers that a plan gives it; said now and then, by exchanges that take long."""
+    """A worker still receives layers; sent now and then during long exchanges."""
 
     generation: int
     received_bytes: int
@@ -201,18 +193,18 @@ class PeerFailed(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(FromWorker):
-    """A worker has applied the last step, or the one it was to stop after."""
+    """A worker has applied the last step, or the one after which it was to stop."""
 
     applied: int
     computed_s: float = 0.0
-    """What it computed in the latest steps, in seconds."""
+    """Seconds that it computed in the latest steps."""
     waited_s: float = 0.0
-    """What it waited meanwhile: for its neighbours in the pipeline, the bubble as it really was, and for sections."""
+    """Seconds that it waited in these steps, for its neighbours in the pipeline and for sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailed:
-    """A worker's last word: the exception that ends it. The agent reports it with the exit."""
+    """The exception that ends a worker. The agent reports it with the exit."""
 
     end: Raised
 
@@ -242,7 +234,7 @@ WorkerReport = (
     | ScanAnswer
     | RecordsFailed
 )
-"""What a worker says to the master, through its agent."""
+"""What a worker sends to the master, through its agent."""
 
 WorkerMessage = WorkerReport | WorkerFailed
-"""What a worker says to its agent."""
+"""What a worker sends to its agent."""

@@ -1,9 +1,7 @@
-"""The tree of agents, for the master: who speaks to it through whom, and what is said through it."""
+"""The tree of agents, for the master: which agent speaks to it through which, and the messages on that way."""
 
 from __future__ import annotations
 
 from .desk import RelayDesk
-from .mail import RelayMail
-from .tree import RelayTree
 
-__all__ = ["RelayDesk", "RelayMail", "RelayTree"]
+__all__ = ["RelayDesk"]

@@ -1,15 +1,14 @@
-"""The master's side of the tree of agents: what it says finds its way, and what comes through relays becomes
-events.
+"""The master's side of the tree of agents: finds the way of its messages, and makes events of what relays pass on.
 
-The coordinator knows nothing of relays. It is given the same events as without them, though fewer: many answers
-that are equal are one, and so is that many nodes were heard.
+The coordinator knows nothing of relays. It gets the same events as without them, but fewer: one for many equal answers,
+and one for many nodes that were heard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import replace
+from typing import NamedTuple, assert_never
 
 from oobleck.control import events as control_events
 from oobleck.control import protocol
@@ -20,18 +19,17 @@ from .mail import RelayMail
 from .tree import RelayTree
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class Heard(NamedTuple):
     """What follows from a report."""
 
     events: tuple[control_events.Event, ...] = ()
     sends: tuple[control_events.Send, ...] = ()
     is_lost: tuple[str, ...] = ()
-    """Nodes to which something was said that cannot be said again: their conversations begin again."""
+    """Nodes that may have missed a message that is not kept any more: their conversations begin again."""
 
 
 class RelayDesk:
-    """Gives reports about relays to the tree, and messages to the mail. It has no clock and no socket."""
+    """Passes reports about relays to the tree, and messages to the mail. It has no clock and no socket."""
 
     def __init__(
         self,
@@ -47,42 +45,38 @@ class RelayDesk:
 
     @property
     def due_s(self) -> float:
-        """When `handle_deadline` wants to be called; infinity for never."""
+        """When to call `handle_deadline`; infinity for never."""
         return self._tree.due_s
 
     def handle_deadline(self, now_s: float) -> list[control_events.Send]:
-        """Look after the relays; early calls do nothing."""
         return self._tree.handle_deadline(now_s)
 
     def is_direct(self, node: str) -> bool:
-        """Return whether a node's agent has no relay."""
         return self._tree.is_direct(node)
 
     def route(
         self, command: control_events.Send | control_events.SendAll | control_events.SendOrders, now_s: float
     ) -> Iterable[control_events.Send]:
-        """Return what is to be sent to agents directly."""
+        """Return what the master sends to agents directly."""
         if not self._tree.is_needed:
             return (command,) if isinstance(command, control_events.Send) else command.each()
         return self._mail.route(command, now_s)
 
-    def come(self, node: str, now_s: float, *, takes_calls: bool = True) -> list[control_events.Send]:
-        """An agent has said hello. One that `takes_calls` has a place in the tree; another one speaks directly."""
-        self._mail.come(node)
-        return self._tree.come(node, now_s) if takes_calls else self._tree.go(node, now_s)
+    def add(self, node: str, now_s: float, *, takes_calls: bool = True) -> list[control_events.Send]:
+        """An agent has said hello. It has a place in the tree if it `takes_calls`, and else always speaks directly."""
+        self._mail.add(node)
+        return self._tree.add(node, now_s) if takes_calls else self._tree.remove(node, now_s)
 
-    def go(self, node: str, now_s: float) -> list[control_events.Send]:
-        """A node's connection is given up."""
-        self._mail.go(node)
-        return self._tree.go(node, now_s)
+    def remove(self, node: str, now_s: float) -> list[control_events.Send]:
+        self._mail.remove(node)
+        return self._tree.remove(node, now_s)
 
-    def hear(self, node: str, now_s: float) -> None:
-        """An agent has said something directly."""
-        self._tree.hear(node, now_s)
+    def note_heard(self, node: str, now_s: float) -> None:
+        self._tree.note_heard(node, now_s)
 
     def report(self, node: str, report: protocol.RelayReport, now_s: float) -> Heard:
-        """Take in what an agent says about relays, or what others say through it. Raises PeerError."""
-        self._tree.hear(node, now_s)
+        """Take in what an agent reports about relays, or what others send through it. Raises PeerError."""
+        self._tree.note_heard(node, now_s)
         spoke = control_events.NodesHeard(heard=((node, now_s),))
         match report:
             case protocol.RelayOpen():
@@ -91,45 +85,37 @@ class RelayDesk:
             case protocol.RelayJoined(attempt=attempt):
                 return Heard(events=(spoke,), sends=tuple(self._tree.join(node, attempt, self._mail.number)))
             case protocol.RelayLeft():
-                return self._left(node, report, now_s)
+                was_direct = self._tree.is_direct(node)
+                self._tree.leave(node, report, now_s)
+                again = [] if was_direct else self._mail.say_again(node, report.heard)
+                if again is None:
+                    return Heard(events=(spoke,), is_lost=tuple(self._tree.below(node)))
+                return Heard(events=(spoke,), sends=tuple(again))
             case protocol.RelayHeard(heard=heard):
                 return Heard(events=(spoke, control_events.NodesHeard(heard=tuple(self._heard(node, heard, now_s)))))
             case protocol.RelaySaid():
-                return Heard(events=tuple(self._said(node, report, now_s)))
+                return Heard(events=tuple(self._events_of(node, report, now_s)))
             case _:
                 assert_never(report)
 
-    def _left(self, node: str, left: protocol.RelayLeft, now_s: float) -> Heard:
-        was_direct = self._tree.is_direct(node)
-        self._tree.leave(node, left, now_s)
-        spoke = control_events.NodesHeard(heard=((node, now_s),))
-        if was_direct:
-            return Heard(events=(spoke,))
-        again = self._mail.say_again(node, left.heard)
-        if again is None:
-            return Heard(events=(spoke,), is_lost=tuple(self._tree.below(node)))
-        return Heard(events=(spoke,), sends=tuple(again))
-
     def _heard(
-        self, through: str, heard: Iterable[tuple[int, tuple[tuple[int, int], ...]]], now_s: float
+        self, through: str, heard: Iterable[tuple[int, protocol.Runs]], now_s: float
     ) -> Iterator[tuple[str, float]]:
         for age_ms, by in heard:
             heard_s = now_s - age_ms / 1000
-            for position in protocol.numbers_in(by):
-                node = self._tree.speaker(position, through=through)
-                if node is not None:
-                    self._tree.hear(node, heard_s)
-                    yield node, heard_s
+            for node in self._speakers(through, by):
+                self._tree.note_heard(node, heard_s)
+                yield node, heard_s
 
-    def _said(self, through: str, said: protocol.RelaySaid, now_s: float) -> Iterator[control_events.Event]:
+    def _speakers(self, through: str, by: protocol.Runs) -> list[str]:
+        speakers = (self._tree.speaker(position, through=through) for position in protocol.numbers_in(by))
+        return [node for node in speakers if node is not None]
+
+    def _events_of(self, through: str, said: protocol.RelaySaid, now_s: float) -> Iterator[control_events.Event]:
         message = self._decode(said.message)
-        nodes = [
-            node
-            for position in protocol.numbers_in(said.by)
-            if (node := self._tree.speaker(position, through=through)) is not None
-        ]
+        nodes = self._speakers(through, said.by)
         for node in nodes:
-            self._tree.hear(node, now_s)
+            self._tree.note_heard(node, now_s)
         if isinstance(message, protocol.Status | protocol.Resumed | protocol.Pace):
             worker_ids = tuple(WorkerId(node=node, device=device) for node in nodes for device in said.devices)
             yield control_events.BatchReceived(worker_ids=worker_ids, message=message)

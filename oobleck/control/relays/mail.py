@@ -1,8 +1,8 @@
-"""What the master says to agents that it speaks to through others: one message for all that are sent the same.
+"""What the master sends to agents through others: one message for all that are sent the same.
 
-Each is numbered, and kept for a while. An agent that loses its relay says up to which number it has heard; what came
-after is said again, to it and to those who speak through it. What an agent has had before, it drops by its number. So
-no word is lost with a relay, and none is taken twice.
+Each message is numbered, and kept for a while. An agent that loses its relay reports the greatest number that it has
+received; the master sends what followed again, to the agent and to all that speak through it. An agent drops, by their
+numbers, messages that it has had before. So no message is lost with a relay, and none is taken twice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from oobleck.planner import WorkerId
 from .tree import RelayTree
 
 _KEPT = 2.0
-"""In leases: a relay that delays a message for longer has been left before."""
+"""For how many leases messages are kept: a relay that delays one for longer has been left before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A message that was said through relays."""
+    """A message that was sent through relays."""
 
     number: int
     said_s: float
@@ -43,28 +43,27 @@ class RelayMail:
         self._keeps_s = _KEPT * control.lease_s
         self._kept: deque[_Kept] = deque()
         self._since: dict[str, int] = {}
-        """By node: the number after which anything can have been sent to it through relays."""
+        """The number after which anything can have been sent to each node through relays."""
         self._forgotten: dict[str, int] = {}
-        """By node: the greatest number of what is kept no more."""
+        """The greatest number of a message to each node that is not kept any more."""
         self.number = 0
-        """Of the newest message."""
 
-    def come(self, node: str) -> None:
-        """A node's agent has begun a conversation: it has heard nothing through relays."""
+    def add(self, node: str) -> None:
+        """A node's agent has begun a conversation: it has received nothing through relays."""
         self._since[node] = self.number
         self._forgotten.pop(node, None)
 
-    def go(self, node: str) -> None:
+    def remove(self, node: str) -> None:
         self._since.pop(node, None)
         self._forgotten.pop(node, None)
 
     def route(self, command: Send | SendAll | SendOrders, now_s: float) -> Iterator[Send]:
-        """Return what is sent to whom, for a command of the coordinator. O(receivers)."""
+        """Return what the master sends for a command of the coordinator. O(receivers)."""
         tree = self._tree
         match command:
             case Send(node=node, message=message):
                 if tree.is_direct(node) or isinstance(message, StopAgent):
-                    yield command  # a relay that ends hands on nothing to those who are to end as well
+                    yield command  # a relay that ends passes nothing on to agents that are to end as well
                 elif isinstance(message, ForWorker):
                     yield from self._say({(message.device,): [node]}, replace(message, device=0), now_s)
                 else:
@@ -79,7 +78,7 @@ class RelayMail:
                 yield from self._route_orders(command, now_s)
 
     def say_again(self, node: str, heard: int) -> list[Send] | None:
-        """Return what a node that is direct again, and those below it, may have missed; None where it is not kept."""
+        """Return what a node that is direct again, and those below it, may have missed; None if that is not kept."""
         below = set(self._tree.below(node))
         if any(self._forgotten.get(each, 0) > heard for each in below):
             return None
@@ -116,7 +115,7 @@ class RelayMail:
             by_root: defaultdict[str, list[str]] = defaultdict(list)
             for node in kept.nodes:
                 root = self._tree.root_of(node)
-                if root is not None:  # else it is said once the node has left its relay
+                if root is not None:  # else `say_again` sends it once the node has left its relay
                     by_root[root].append(node)
             for root, found in by_root.items():
                 yield Send(node=root, message=self._relayed(kept, found))
@@ -144,9 +143,7 @@ def _by_devices(worker_ids: Iterable[WorkerId]) -> Mapping[tuple[int, ...], list
 
 
 def _likeness(message: ForWorker) -> tuple[object, ...]:
-    """Equal for messages that differ in their devices only.
-
-    What is encoded once is the same object in all of them, and too long to be compared.
-    """
+    """Equal for messages that differ in their devices only."""
     values = [getattr(message, part.name) for part in fields(message) if part.name != "device"]
+    # A value that is encoded once is the same object in all of them, and too long to be compared.
     return (type(message), *(id(value) if getattr(value, "is_encoded_once", False) else value for value in values))

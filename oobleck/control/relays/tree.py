@@ -3,13 +3,13 @@
     direct ── JoinRelay ──> joining ── RelayJoined ──> through ── RelayLeft ──> direct
                                                           └──── LeaveRelay ──> leaving ── RelayLeft ──> direct
 
-The master keeps its own connection to every agent, by which it started it. It is idle while the agent has a relay, and
-is what all fall back on. So a relay is never more than a shorter way: a loss, a start and a takeover are met as without
-relays, and an agent whose relay fails is spoken to directly at once.
+The master keeps its own connection to every agent, by which it started it. That is idle while the agent has a relay,
+and is the way to fall back on. So a relay is only a shorter way: losses, starts and takeovers work as without relays,
+and the master at once speaks directly to an agent whose relay fails.
 
-An agent keeps its position for as long as it is there. One that is lost leaves a hole, and its children are direct
-until the hole is filled: by a node that comes, else by the agent of the last position. So a loss changes as many edges
-as a relay has children at most, however many agents there are.
+An agent keeps its position while it lives. A lost one leaves a hole, and its children are direct until the hole is
+filled: by a node that joins, else by the agent of the last position. So a loss changes at most as many edges as a relay
+has children, however many agents there are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from oobleck.control import protocol
 from oobleck.control.events import Send
-from oobleck.control.protocol import BecomeRelay, JoinRelay, LeaveRelay, RelayLeft, RelayOpen, UseRelay
 from oobleck.control.relaying import PATIENCE, children_of, parent_of
 from oobleck.job import ControlSpec
 
 _LOOKS = 8
-"""So many times in a lease, relays are looked at."""
+"""How often the master looks at relays in each lease."""
 _RESTS = 10
-"""A relay that was silent, or could not be reached by an agent, is not joined again for so many leases."""
+"""For how many leases no agent joins a relay that was silent, or that it could not reach."""
 _REUSED_AFTER = 1.0
-"""In leases: what was said in the name of a position that is free again has arrived by then, or comes from a relay that
-was left."""
+"""After how many leases a free position is taken again: messages in its name have arrived by then, or come from a
+relay that was left."""
+
+
+class _Stage(StrEnum):
+    """How the master speaks to an agent: the states of the drawing above."""
+
+    DIRECT = "direct"
+    JOINING = "joining"
+    THROUGH = "through"
+    LEAVING = "leaving"
+
+    @property
+    def is_direct(self) -> bool:
+        return self in (_Stage.DIRECT, _Stage.JOINING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,18 +52,14 @@ class _Agent:
 
     node: str
     position: int
-    relay: str | None = None
-    """Through which node's agent it speaks."""
-    is_called_back: bool = False
-    """It is asked to leave that one, which may be lost by now."""
-    joining: int | None = None
-    """The attempt that is under way."""
-    target_relay: str = ""
-    """The relay that it tries to reach."""
+    stage: _Stage = _Stage.DIRECT
+    relay: str = ""
+    """The node of the relay that it joins, speaks through or leaves, or left last. It may be lost by now."""
+    attempt: int = 0
     was_asked_to_relay: bool = False
-    listening_at: RelayOpen | None = None
+    listening_at: protocol.RelayOpen | None = None
     children: set[str] = field(default_factory=set)
-    """Those that speak through it, and are not leaving."""
+    """The nodes that speak through it, and are not leaving."""
     heard_s: float
     avoids: str = ""
     """The relay that it had to leave, or could not reach."""
@@ -67,9 +77,8 @@ class RelayTree:
         self._lease_s = control.lease_s
         self._agents: dict[str, _Agent] = {}
         self._seats: list[str | None] = []
-        """The node in each position."""
         self._freed_s: dict[int, float] = {}
-        """The positions without a node, and since when they are."""
+        """The positions without a node, and since when."""
         self._num_attempts = 0
         self._looks_s = self._arranges_s = math.inf
 
@@ -81,37 +90,35 @@ class RelayTree:
         return math.isfinite(self._looks_s)
 
     def is_direct(self, node: str) -> bool:
-        """Return whether the master speaks to a node by the connection that it has to its agent."""
+        """Return whether the master speaks to a node's agent by its own connection."""
         agent = self._agents.get(node)
-        return agent is None or agent.relay is None
+        return agent is None or agent.stage.is_direct
 
     def position_of(self, node: str) -> int:
         return self._agents[node].position
 
     def root_of(self, node: str) -> str | None:
-        """Return the node to whose agent goes what is for this one; None while it, or a relay of its, leaves."""
+        """Return the node to which the master sends what is for this one; None while it, or a relay of it, leaves."""
         agent = self._agents[node]
-        while agent.relay is not None:
-            if agent.is_called_back:
-                return None
+        while agent.stage is _Stage.THROUGH:
             agent = self._agents[agent.relay]
-        return agent.node
+        return None if agent.stage is _Stage.LEAVING else agent.node
 
     def speaker(self, position: int, *, through: str) -> str | None:
-        """Return whose words have come from the agent of `through`; None where that node speaks otherwise by now."""
+        """Return the node that spoke through the agent of `through`; None where it speaks another way by now."""
         node = self._seats[position] if 0 <= position < len(self._seats) else None
         return node if node is not None and node != through and self.root_of(node) == through else None
 
     def below(self, node: str) -> Iterator[str]:
-        """Return the node, and all that speak through it."""
+        """Yield the node, and all that speak through it."""
         yield node
         for child in sorted(self._agents[node].children):
             yield from self.below(child)
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def come(self, node: str, now_s: float) -> list[Send]:
-        """An agent speaks to the master, for the first time or by another connection: directly, and it is no relay."""
+    def add(self, node: str, now_s: float) -> list[Send]:
+        """An agent speaks to the master, for the first time or by a new connection: directly, and it is no relay."""
         before = self._agents.get(node)
         sends = [] if before is None else self._part(before)
         position = self._take_seat(node, now_s) if before is None else before.position
@@ -121,8 +128,8 @@ class RelayTree:
         self._arrange_by(now_s + self._lease_s)
         return sends
 
-    def go(self, node: str, now_s: float) -> list[Send]:
-        """A node is lost, or was let go; those that speak through it are called back."""
+    def remove(self, node: str, now_s: float) -> list[Send]:
+        """A node is lost, or has left; those that speak through it are called back."""
         agent = self._agents.get(node)
         if agent is None:
             return []
@@ -133,47 +140,45 @@ class RelayTree:
         self._arrange_by(now_s + self._lease_s)
         return sends
 
-    def hear(self, node: str, heard_s: float) -> None:
-        """An agent was heard, directly or through others."""
+    def note_heard(self, node: str, heard_s: float) -> None:
+        """An agent sent something, directly or through others."""
         agent = self._agents.get(node)
         if agent is not None and heard_s > agent.heard_s:
             agent.heard_s = heard_s
 
-    def open(self, node: str, door: RelayOpen, now_s: float) -> None:
+    def open(self, node: str, door: protocol.RelayOpen, now_s: float) -> None:
         """An agent listens for others."""
         if node in self._agents:
             self._agents[node].listening_at = door
             self._arrange_by(now_s)
 
     def join(self, node: str, attempt: int, number: int) -> list[Send]:
-        """An agent has its link to a relay, and waits: with what is said after `number`, it is spoken to through it."""
+        """An agent is linked to a relay, and waits: what follows message `number` goes through the relay."""
         agent = self._agents.get(node)
-        if agent is None or agent.joining != attempt:
-            return []  # it was called back meanwhile
-        agent.joining = None
-        relay = self._agents.get(agent.target_relay)
+        if agent is None or agent.stage is not _Stage.JOINING or agent.attempt != attempt:
+            return []  # it has given that attempt up
+        agent.stage = _Stage.DIRECT
+        relay = self._agents.get(agent.relay)
         if relay is None or relay.listening_at is None or self.root_of(relay.node) in (None, node):
-            return [Send(node=node, message=LeaveRelay())]
-        agent.relay = relay.node
+            return [Send(node=node, message=protocol.LeaveRelay())]
+        agent.stage = _Stage.THROUGH
         relay.children.add(node)
-        return [Send(node=node, message=UseRelay(attempt=attempt, number=number))]
+        return [Send(node=node, message=protocol.UseRelay(attempt=attempt, number=number))]
 
-    def leave(self, node: str, left: RelayLeft, now_s: float) -> None:
+    def leave(self, node: str, left: protocol.RelayLeft, now_s: float) -> None:
         """An agent speaks directly again."""
         agent = self._agents.get(node)
         if agent is None:
             return
         if left.problem:
-            agent.avoids, agent.avoids_until_s = agent.relay or agent.target_relay, now_s + _RESTS * self._lease_s
-        self._detach(agent)
-        agent.joining = None
+            agent.avoids, agent.avoids_until_s = agent.relay, now_s + _RESTS * self._lease_s
+        self._detach(agent, _Stage.DIRECT)
         self._arrange_by(now_s + self._lease_s)
 
     # --- time passes -----------------------------------------------------------------------------------------
 
     @property
     def due_s(self) -> float:
-        """When `handle_deadline` wants to be called; infinity for never."""
         return min(self._looks_s, self._arranges_s) if self.is_needed else math.inf
 
     def handle_deadline(self, now_s: float) -> list[Send]:
@@ -190,7 +195,7 @@ class RelayTree:
         self._looks_s = now_s + self._lease_s / _LOOKS
         sends: list[Send] = []
         for agent in [agent for agent in self._agents.values() if agent.children]:
-            if is_late:  # we were held up: what relays said meanwhile waits to be read
+            if is_late:  # this master was held up: messages of relays wait to be read
                 agent.heard_s = max(agent.heard_s, now_s - self._lease_s / _LOOKS)
             elif now_s - agent.heard_s >= PATIENCE * self._lease_s:
                 agent.rests_until_s = now_s + _RESTS * self._lease_s
@@ -203,7 +208,7 @@ class RelayTree:
             return []
         sends = self._fill_holes(now_s)
         for agent in list(self._agents.values()):
-            if agent.relay is not None or agent.joining is not None:
+            if agent.stage is not _Stage.DIRECT:
                 continue
             above = parent_of(agent.position, self.fanout)
             relay = None if above is None else self._at(above)
@@ -211,7 +216,8 @@ class RelayTree:
                 continue
             if not relay.was_asked_to_relay:
                 relay.was_asked_to_relay = True
-                sends.append(Send(node=relay.node, message=BecomeRelay(position=relay.position, fanout=self.fanout)))
+                order = protocol.BecomeRelay(position=relay.position, fanout=self.fanout)
+                sends.append(Send(node=relay.node, message=order))
             elif relay.listening_at is not None and self._may_join(agent, relay, now_s):
                 sends.append(self._ask_to_join(agent, relay, relay.listening_at))
             else:
@@ -221,11 +227,11 @@ class RelayTree:
     def _may_join(self, agent: _Agent, relay: _Agent, now_s: float) -> bool:
         return now_s >= relay.rests_until_s and (agent.avoids != relay.node or now_s >= agent.avoids_until_s)
 
-    def _ask_to_join(self, agent: _Agent, relay: _Agent, door: RelayOpen) -> Send:
+    def _ask_to_join(self, agent: _Agent, relay: _Agent, door: protocol.RelayOpen) -> Send:
         self._num_attempts += 1
-        agent.joining, agent.target_relay = self._num_attempts, relay.node
-        order = JoinRelay(
-            attempt=agent.joining, position=agent.position, host=door.host, port=door.port, ticket=door.ticket
+        agent.stage, agent.relay, agent.attempt = _Stage.JOINING, relay.node, self._num_attempts
+        order = protocol.JoinRelay(
+            attempt=agent.attempt, position=agent.position, host=door.host, port=door.port, ticket=door.ticket
         )
         return Send(node=agent.node, message=order)
 
@@ -236,7 +242,7 @@ class RelayTree:
         return None if node is None else self._agents[node]
 
     def _take_seat(self, node: str, now_s: float) -> int:
-        """Take the first position that is free for long enough, or one at the end."""
+        """Take the first position that has been free for long enough, or one at the end."""
         position = min(self._free(now_s), default=len(self._seats))
         if position == len(self._seats):
             self._seats.append(node)
@@ -251,45 +257,43 @@ class RelayTree:
         ]
 
     def _fill_holes(self, now_s: float) -> list[Send]:
-        """Have agents of the last positions take the place of relays that are gone, where those had children."""
+        """Move agents of the last positions to those of lost relays that had children."""
         sends: list[Send] = []
         for position in sorted(self._free(now_s)):
             if not any(self._at(child) for child in children_of(position, self.fanout)):
                 continue
             last = next(agent for index in reversed(range(len(self._seats))) if (agent := self._at(index)) is not None)
-            if last.relay is None and last.joining is None:
+            if last.stage is _Stage.DIRECT:
                 self._seats[last.position], self._seats[position] = None, last.node
                 self._freed_s[last.position] = now_s
                 del self._freed_s[position]
                 last.position, last.was_asked_to_relay, last.listening_at = position, False, None
             else:
-                if last.relay is not None and not last.is_called_back:
+                if last.stage is _Stage.THROUGH:
                     sends += self._call(last)
                 self._arrange_by(now_s + self._lease_s)
-                break  # one after the other: it has to be direct first
+                break  # one after the other, and it has to be direct first
         return sends
 
     # --- edges -----------------------------------------------------------------------------------------------
 
     def _part(self, agent: _Agent) -> list[Send]:
-        """An agent is spoken to in no way that is known: neither through others, nor are others through it."""
-        self._detach(agent)
+        """No way to an agent is known: neither through others, nor to others through it."""
+        self._detach(agent, _Stage.DIRECT)
         return self._call_back(agent)
 
     def _call_back(self, relay: _Agent) -> list[Send]:
         return [send for child in sorted(relay.children) for send in self._call(self._agents[child])]
 
     def _call(self, agent: _Agent) -> list[Send]:
-        """Have an agent leave its relay; until it says that it has, what is for it is kept."""
-        if agent.relay in self._agents:
-            self._agents[agent.relay].children.discard(agent.node)
-        agent.is_called_back = True
-        return [Send(node=agent.node, message=LeaveRelay())]
+        """Have an agent leave its relay; until it reports that it has, the mail keeps its messages."""
+        self._detach(agent, _Stage.LEAVING)
+        return [Send(node=agent.node, message=protocol.LeaveRelay())]
 
-    def _detach(self, agent: _Agent) -> None:
+    def _detach(self, agent: _Agent, stage: _Stage) -> None:
         if agent.relay in self._agents:
             self._agents[agent.relay].children.discard(agent.node)
-        agent.relay, agent.is_called_back = None, False
+        agent.stage = stage
 
     def _arrange_by(self, by_s: float) -> None:
         self._arranges_s = min(self._arranges_s, by_s)

@@ -1,6 +1,6 @@
-"""The coordinator of `oobleck run`: when ranks start and end, by the machine beside this. Pure.
+"""The coordinator of `oobleck run`. Pure.
 
-Which nodes take part is decided as for training, by what `control/nodes` has.
+`machine.py` decides when ranks start and end, `control/nodes` which nodes take part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from oobleck import __version__
 from oobleck.control import events, journal, protocol
 from oobleck.control.events import Turn
 from oobleck.control.nodes import BaseCoordinator, Member, Membership, MemberState
-from oobleck.errors import PeerError
+from oobleck.errors import ExitCode, PeerError
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 
@@ -22,27 +22,25 @@ from .hang import HangWatch
 from .machine import deadline, start, step
 
 _PATIENCE_S = 30.0
-"""For an agent that kills its ranks: a process in the kernel's hands may take its time."""
+"""How long an agent may take to kill its ranks: a process may be stuck in the kernel."""
 _MOST_CULPRITS = 4
-"""In an entry, with their stacks."""
+"""How many ranks an entry names, with their stacks."""
 
 
 @dataclass(slots=True)
 class _Formed:
-    """The newest generation, as far as it is on its way."""
+    """The newest generation: what it was ordered to be, and what the agents have reported of it."""
 
     begin: states.Begin
     since_s: float
     """When the one before ended."""
-    hang: HangWatch
-    is_ended: bool = False
-    """Its end is in the journal."""
-    port: int = 0
-    address: str = ""
+    port: int
+    address: str
+    hang: HangWatch = field(default_factory=HangWatch)
     warm: dict[str, bool] = field(default_factory=dict)
-    """By node whose ranks exist."""
+    """Keyed by node whose ranks exist."""
     down: set[int] = field(default_factory=set)
-    """Ranks that have failed, by process id: an agent that is reached again may repeat itself."""
+    """Process ids of failed ranks: an agent that is reached again may repeat its reports."""
 
 
 class RanksCoordinator(BaseCoordinator):
@@ -51,7 +49,7 @@ class RanksCoordinator(BaseCoordinator):
     work: ClassVar[str] = "connected"
 
     def __init__(self, run: RanksSpec, nodes: tuple[NodeSpec, ...], *, started_at: str, python_version: str) -> None:
-        super().__init__(run.control, Membership(nodes), python_version=python_version, most_kinds=None)
+        super().__init__(run.control, Membership.of(nodes), python_version=python_version, most_kinds=None)
         self._run = run
         self._nodes = nodes
         self._started_at = started_at
@@ -68,9 +66,9 @@ class RanksCoordinator(BaseCoordinator):
         )
         self._state = start(0.0)
         self._ready: dict[str, protocol.RanksReady] = {}
-        """By node on which no rank runs."""
+        """Keyed by node on which no rank runs."""
         self._losses: dict[str, str] = {}
-        """By node: what it was lost for, before anything ran."""
+        """Why nodes were lost before anything ran, keyed by node."""
         self._formed: _Formed | None = None
         self._ended_s = 0.0
 
@@ -103,14 +101,12 @@ class RanksCoordinator(BaseCoordinator):
 
     @property
     def due_s(self) -> float:
-        hang_due_s = self._formed.hang.due_s if self._formed is not None else None
-        due_s = deadline(self._state, self._rules)
-        return due_s if hang_due_s is None else min(due_s, hang_due_s)
+        return deadline(self._state, self._rules)
 
     def act(self, turn: Turn, held_up_s: float) -> None:
         self._give_up_silent(turn)
         self._lifecycle.retry_lost(turn)
-        self._give(turn, states.TimePassed())
+        self._give(turn, states.Signal.TIME_PASSED)
         self._end_hang(turn)
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -149,23 +145,23 @@ class RanksCoordinator(BaseCoordinator):
             case protocol.RanksFinished(generation=generation):
                 self._give(turn, states.Finished(node=node, generation=generation))
             case _:
-                raise PeerError(f"said {type(message).__name__}, which has no meaning in a run of a script")
+                raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
 
     def _note_started(self, turn: Turn, node: str, message: protocol.RanksStarted) -> None:
-        formed = self._formed
-        if formed is None or message.generation != formed.begin.generation:
+        formed = self._formed_in(message.generation)
+        if formed is None:
             return
         formed.warm[node] = message.is_warm
         if len(formed.warm) == len(formed.begin.nodes):
-            away_s, is_warm = turn.now_s - formed.since_s, all(formed.warm.values())
-            entry = journal.GenerationRuns(
-                t_s=turn.now_s, generation=message.generation, away_s=away_s, is_warm=is_warm
+            now_s, is_warm = turn.now_s, all(formed.warm.values())
+            away_s = now_s - formed.since_s
+            turn.record(
+                journal.GenerationRuns(t_s=now_s, generation=message.generation, away_s=away_s, is_warm=is_warm)
             )
-            turn.record(entry)
 
     def _note_failed(self, turn: Turn, node: str, message: protocol.RankFailed) -> None:
-        formed = self._formed
-        if formed is None or message.generation != formed.begin.generation or message.pid in formed.down:
+        formed = self._formed_in(message.generation)
+        if formed is None or message.pid in formed.down:
             return
         entry = journal.RankDown(
             t_s=turn.now_s,
@@ -181,33 +177,40 @@ class RanksCoordinator(BaseCoordinator):
         formed.down.add(message.pid)
         turn.record(entry)
         detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
-        given = states.Failed(node=node, generation=message.generation, reason=f"{entry.sentence}{detail}")
-        self._give(turn, given)
+        reason = f"{entry.sentence}{detail}"
+        self._give(turn, states.Failed(node=node, generation=message.generation, reason=reason))
+
+    def _formed_in(self, generation: int) -> _Formed | None:
+        """The newest generation, if it is this one: reports of older ones come late."""
+        formed = self._formed
+        return formed if formed is not None and formed.begin.generation == generation else None
 
     # --- hangs -------------------------------------------------------------------------------------------------------
 
     def _note_quiet(self, turn: Turn, node: str, message: protocol.RanksQuiet | protocol.RankStacks) -> None:
-        """Ask all ranks where they are, once none shows a sign of life."""
-        formed = self._formed
-        if formed is None or message.generation != formed.begin.generation:
+        formed = self._formed_in(message.generation)
+        if formed is None:
             return
         if isinstance(message, protocol.RankStacks):
             formed.hang.answer(node, message)
             self._end_hang(turn)
             return
         formed.hang.hear(node, message)
-        nodes = self._unfinished
-        if formed.hang.suspects(nodes) and formed.hang.ask(turn.now_s):
-            for each in nodes:
-                turn.send(each, protocol.TraceRanks(generation=message.generation))
+        if not message.is_quiet:
+            self._give(turn, states.Signal.STIRRED)
+        if isinstance(self._state, states.Running) and formed.hang.suspects(self._state.unfinished):
+            self._give(turn, states.Signal.QUIET)
 
     def _end_hang(self, turn: Turn) -> None:
-        """Have all start again once it is known where ranks are, or will not be."""
-        formed, nodes = self._formed, self._unfinished
-        if formed is None or not nodes or not formed.hang.is_answered(nodes, turn.now_s):
+        """Have all start again once all ranks have reported where they are, or their time is over."""
+        formed, state = self._formed, self._state
+        if formed is None or not isinstance(state, states.Asking):
             return
-        formed.hang.due_s = None
+        nodes = state.unfinished
+        if turn.now_s < state.due_s and not formed.hang.has_stacks_of(nodes):
+            return
         if not formed.hang.suspects(nodes):
+            self._give(turn, states.Signal.STIRRED)
             return
         ranks = formed.hang.ranks()
         num_waiting = sum(each.is_waiting for each in ranks)
@@ -221,18 +224,8 @@ class RanksCoordinator(BaseCoordinator):
         )
         turn.record(entry)
         node = entry.culprits[0].node if entry.culprits else nodes[0]
-        reason = entry.sentence
-        self._give(turn, states.Failed(node=node, generation=entry.generation, reason=reason, is_hang=True))
-
-    @property
-    def _unfinished(self) -> tuple[str, ...]:
-        """Nodes of the generation whose ranks have not all ended well."""
-        state = self._state
-        return (
-            tuple(node for node in state.names if node not in state.finished)
-            if isinstance(state, states.Running)
-            else ()
-        )
+        failed = states.Failed(node=node, generation=entry.generation, reason=entry.sentence, is_hang=True)
+        self._give(turn, failed)
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -243,7 +236,7 @@ class RanksCoordinator(BaseCoordinator):
         return False  # all start again without it
 
     def configure(self, turn: Turn, node: str) -> None:
-        """Tell an agent what it is to run; one that is reached again may not have heard it, or what came after it."""
+        """Tell an agent what to run; one that is reached again may have missed that, and what followed it."""
         self._losses.pop(node, None)
         spec = self._members[node].spec
         turn.send(node, protocol.ConfigureRanks(run=self._run, devices=spec.devices, generation=self.generation))
@@ -286,12 +279,16 @@ class RanksCoordinator(BaseCoordinator):
     # --- generations -------------------------------------------------------------------------------------------------
 
     def _give(self, turn: Turn, given: states.Input) -> None:
-        """Give the machine an input, and do what it asks for."""
+        """Give the machine an input, and carry out its effects."""
+        before = self._state
         self._state, effects = step(self._state, given, turn.now_s, roster=self._roster, rules=self._rules)
         for effect in effects:
             match effect:
                 case states.Begin():
                     self._begin(turn, effect)
+                case states.Ask(generation=generation, nodes=nodes):
+                    for node in nodes:
+                        turn.send(node, protocol.TraceRanks(generation=generation))
                 case states.Clear():
                     self._clear(turn, effect)
                 case states.LetGo(node=node):
@@ -303,7 +300,7 @@ class RanksCoordinator(BaseCoordinator):
                     what = f"{missing} more node{'' if missing == 1 else 's'}"
                     turn.note("info", f"waiting for {what}, for {until_s - turn.now_s:.0f} s at most")
                 case events.EndRun():
-                    self._end(turn, effect)
+                    self._end(turn, effect, was_running=isinstance(before, states.Running))
                 case _:
                     assert_never(effect)
 
@@ -314,7 +311,6 @@ class RanksCoordinator(BaseCoordinator):
             self._ended_s,
             port=self._run.master_port or self._ready[first].port,
             address=self._members[first].address,
-            hang=HangWatch(begin.generation),
         )
         self._formed = formed
         for each in begin.nodes:
@@ -350,8 +346,6 @@ class RanksCoordinator(BaseCoordinator):
 
     def _clear(self, turn: Turn, clear: states.Clear) -> None:
         self._ended_s = turn.now_s
-        if self._formed is not None:
-            self._formed.is_ended = True
         turn.record(
             journal.GenerationEnded(t_s=turn.now_s, generation=clear.generation, cause=clear.cause, nodes=clear.about)
         )
@@ -362,11 +356,11 @@ class RanksCoordinator(BaseCoordinator):
         if self._members[node].state is MemberState.CONNECTED:
             turn.send(node, protocol.StopAgent(reason="drained", is_dismissal=True))
 
-    def _end(self, turn: Turn, end: events.EndRun) -> None:
+    def _end(self, turn: Turn, end: events.EndRun, *, was_running: bool) -> None:
         reason = end.reason
         if not self.generation and self._losses:
             reason = "\n".join((reason, *(f"{node}: {why}" for node, why in sorted(self._losses.items()))))
-        if self._formed is not None and end.exit_code == 0 and not self._formed.is_ended:
+        if was_running and end.exit_code == ExitCode.DONE:
             cause = journal.GenerationCause.FINISHED
             turn.record(journal.GenerationEnded(t_s=turn.now_s, generation=self.generation, cause=cause))
         for member in self._members.living:

@@ -2,13 +2,13 @@
 
 Nothing is known of what a script does, so three things must come together, each of which alone has innocent causes:
 
-    it has given signs of life before     a script that never prints or saves gives none to miss
-    no rank gives any for a long time     output, or a save by `oobleck.checkpoint`
-    a rank uses next to no processor      it waits; ranks that all compute are taken to be busy
+    it has shown signs of life before     a script that never prints or saves has none to miss
+    no rank shows any for a long time     output, or a save by `oobleck.checkpoint`
+    a rank uses next to no processor      it waits; ranks that all compute count as busy
 
-An agent watches the ranks of its node (`node_ranks`), and the master puts together what agents say. Then all ranks are
-asked where they are. A rank that is in a collective, or in a backward pass whose end is one, waits for others; one that
-is elsewhere while others wait is what they wait for.
+An agent watches the ranks of its node (`node_ranks`), and the master puts the agents' reports together. Then it asks
+all ranks where they are (`Asking` in `machine.py`). A rank that is in a collective, or in a backward pass that ends in
+one, waits for others; a rank that is elsewhere while others wait is what they wait for.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from oobleck.control.journal import HungRank
 from oobleck.control.protocol import RanksQuiet, RankStacks
 
-_ANSWERS_S = 5.0
-"""How long stacks are waited for."""
 _MOST_STACK_CHARS = 4000
 _WAITING = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -29,55 +27,43 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function
 
 @dataclass(slots=True)
 class HangWatch:
-    """What agents have said of one generation."""
+    """What the agents have reported of one generation, keyed by node."""
 
-    generation: int
-    _said: dict[str, RanksQuiet] = field(default_factory=dict)
+    _reports: dict[str, RanksQuiet] = field(default_factory=dict)
     _stacks: dict[str, RankStacks] = field(default_factory=dict)
-    due_s: float | None = None
-    """Until when stacks are waited for; None where nobody was asked."""
 
-    def hear(self, node: str, said: RanksQuiet) -> None:
-        """Take in what an agent says. A sign of life takes all back."""
-        self._said[node] = said
-        if not said.is_quiet:
-            self._stacks, self.due_s = {}, None
+    def hear(self, node: str, report: RanksQuiet) -> None:
+        """Take a report in. A sign of life discards all stacks."""
+        self._reports[node] = report
+        if not report.is_quiet:
+            self._stacks.clear()
 
     def suspects(self, nodes: Iterable[str]) -> bool:
-        """Whether all these nodes, whose ranks have not ended, are as those of a script that hangs."""
-        said = [self._said.get(node) for node in nodes]
-        known = [each for each in said if each is not None]
+        """Whether all these nodes, whose ranks have not ended, look like those of a script that hangs."""
+        reports = [self._reports.get(node) for node in nodes]
+        known = [each for each in reports if each is not None]
         return (
             bool(known)
-            and len(known) == len(said)
+            and len(known) == len(reports)
             and all(each.is_quiet for each in known)
-            and any(each.has_shown for each in self._said.values())
+            and any(each.has_shown for each in self._reports.values())
             and any(each.idle for each in known)
         )
 
-    def ask(self, now_s: float) -> bool:
-        """Begin to wait for stacks; returns False where that has begun."""
-        if self.due_s is not None:
-            return False
-        self.due_s = now_s + _ANSWERS_S
-        return True
-
     def answer(self, node: str, stacks: RankStacks) -> None:
-        """Take in a node's stacks."""
         self._stacks[node] = stacks
 
-    def is_answered(self, nodes: Iterable[str], now_s: float) -> bool:
-        """Whether all stacks are there that will come."""
-        return self.due_s is not None and (now_s >= self.due_s or self._stacks.keys() >= set(nodes))
+    def has_stacks_of(self, nodes: Iterable[str]) -> bool:
+        return self._stacks.keys() >= set(nodes)
 
     def ranks(self) -> tuple[HungRank, ...]:
-        """All ranks that have said where they are, by rank."""
-        found = [hung_rank(node, rank, stack) for node, said in self._stacks.items() for rank, stack in said.stacks]
+        """Return all ranks whose stacks are known, in order."""
+        found = [hung_rank(node, rank, stack) for node, each in self._stacks.items() for rank, stack in each.stacks]
         return tuple(sorted(found, key=lambda each: each.rank))
 
 
 def hung_rank(node: str, rank: int, stack: str) -> HungRank:
-    """Where a rank is, by what `faulthandler` writes: its threads, of which the one that took the signal is current."""
+    """Read where a rank is from what `faulthandler` writes: its threads; the one that took the signal is current."""
     _, _, current = stack.rpartition("Current thread")
     frames = [match for line in current.splitlines() if (match := _FRAME.search(line))]
     files = [match["file"] for match in frames]

@@ -1,11 +1,16 @@
 """The generations of a script's ranks, as a state machine: `step(state, given, now_s, …) -> (state, effects)`.
 
     Gathering ── enough nodes ──> Running ── all ranks have ended well ──> Over
-        ^                            │ a rank fails, a node is lost, comes or is to leave, a stop is asked for
-        └──── all ranks are gone ── Ending ── nothing is to follow ──> Over
+        │                         │     ^ │                                 ^
+        │    no rank shows any sign     │ │ a rank fails, a node is lost,   │ no generation
+        │    of life: ask where they are│ │ joins or leaves, a stop         │ follows
+        │                         v     │ v                                 │
+        │                        Asking ──── it hangs ──> Ending ───────────┤
+        ^                                                   │               │
+        └─────────────── all ranks are gone ────────────────┴───────────────┘
 
-`TRANSITIONS` has all that can change a state; an input that it does not list changes nothing. A generation ends
-everywhere before the next one begins: ranks know each other by one rendezvous, which cannot be joined or left.
+`TRANSITIONS` lists everything that can change a state. A generation ends everywhere before the next one begins: its
+ranks know each other by one rendezvous, which nothing can join or leave.
 """
 
 from __future__ import annotations
@@ -19,95 +24,66 @@ from oobleck.control.journal import GenerationCause, NodeRanks
 from oobleck.errors import ExitCode
 
 from . import states
+from .states import Asking, Ending, Gathering, Over, Running, Signal
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """In `state`, an input of the kind `given` may lead to any of `targets`; the same state: its values may change."""
+    """In a state of `before`, an input of `given` may lead to any of `targets`; if it `stays`, to other values too."""
 
-    state: type[states.State]
-    given: type[states.Input]
+    before: tuple[type[states.State], ...]
+    given: tuple[type[states.Input] | Signal, ...]
     targets: tuple[type[states.State], ...]
     why: str
+    stays: bool = True
 
+
+_ALIVE = (Running, Asking)
 
 TRANSITIONS = (
-    Transition(
-        states.Gathering,
-        states.Ready,
-        (states.Gathering, states.Running, states.Over),
-        "another node is there; they may be enough now",
-    ),
-    Transition(
-        states.Gathering, states.Gone, (states.Gathering, states.Running, states.Over), "nobody may be left to wait for"
-    ),
-    Transition(
-        states.Gathering,
-        states.Leave,
-        (states.Gathering, states.Running, states.Over),
-        "nobody may be left to wait for",
-    ),
-    Transition(
-        states.Gathering,
-        states.TimePassed,
-        (states.Gathering, states.Running, states.Over),
-        "those that are there are enough, or too few",
-    ),
-    Transition(states.Gathering, states.StopAsked, (states.Over,), "nothing runs"),
-    Transition(
-        states.Running, states.Ready, (states.Running, states.Ending), "a node has come: all start again with it"
-    ),
-    Transition(
-        states.Running,
-        states.Gone,
-        (states.Running, states.Ending, states.Gathering),
-        "a node of the generation is lost",
-    ),
-    Transition(states.Running, states.Leave, (states.Running, states.Ending), "a node of the generation is to leave"),
-    Transition(states.Running, states.Failed, (states.Running, states.Ending), "a rank has failed, or all hang"),
-    Transition(states.Running, states.Finished, (states.Running, states.Over), "the last one may have finished"),
-    Transition(states.Running, states.StopAsked, (states.Ending, states.Over), "its ranks are asked to end"),
-    Transition(
-        states.Ending,
-        states.Ready,
-        (states.Ending, states.Gathering, states.Running, states.Over),
-        "the last one may be gone",
-    ),
-    Transition(
-        states.Ending,
-        states.Gone,
-        (states.Ending, states.Gathering, states.Running, states.Over),
-        "the last one may be gone",
-    ),
-    Transition(states.Ending, states.Leave, (states.Ending,), "it has no ranks: it is let go"),
-    Transition(states.Ending, states.TimePassed, (states.Ending,), "an agent says nothing: it is given up"),
-    Transition(states.Ending, states.StopAsked, (states.Ending, states.Over), "nothing is to follow"),
+    Transition((Gathering,), (states.Ready,), (Running, Over), "another node is present: they may be enough now"),
+    Transition((Gathering,), (states.Gone, states.Leave), (Running, Over), "no other node may be worth waiting for"),
+    Transition((Gathering,), (Signal.TIME_PASSED,), (Running, Over), "the present nodes are enough, or too few"),
+    Transition((Gathering,), (states.StopAsked,), (Over,), "nothing runs", stays=False),
+    Transition(_ALIVE, (states.Ready,), (Ending,), "a node has joined: all start again with it"),
+    Transition(_ALIVE, (states.Gone,), (Ending, Gathering), "a node of the generation is lost"),
+    Transition(_ALIVE, (states.Leave,), (Ending,), "a node of the generation leaves"),
+    Transition(_ALIVE, (states.Failed,), (Ending,), "a rank has failed, or all hang"),
+    Transition(_ALIVE, (states.Finished,), (Over,), "the last rank may have finished"),
+    Transition(_ALIVE, (states.StopAsked,), (Ending, Over), "its ranks are asked to end", stays=False),
+    Transition((Running,), (Signal.QUIET,), (Asking,), "ranks may hang: ask where they are", stays=False),
+    Transition((Asking,), (Signal.STIRRED,), (Running,), "they do not hang", stays=False),
+    Transition((Ending,), (states.Ready, states.Gone), (Gathering, Running, Over), "the last rank may be gone"),
+    Transition((Ending,), (states.Leave,), (), "a node without ranks may go"),
+    Transition((Ending,), (Signal.TIME_PASSED,), (), "an agent reports nothing: its node is given up"),
+    Transition((Ending,), (states.StopAsked,), (Over,), "no generation is to follow"),
 )
 
 Step = tuple[states.State, tuple[states.Effect, ...]]
 
 _CONNECTING_S = 10.0
-"""At a start, nodes that are still being reached are not missing."""
+"""At a start, nodes that are still being reached do not count as missing."""
 _TELL_S = 60.0
+_ANSWERS_S = 5.0
+"""How long the master waits for the stacks of ranks."""
 
 
 def start(now_s: float) -> states.State:
-    """The state of a run that begins."""
-    return states.Gathering(
-        past=states.Past(), cause=GenerationCause.START, since_s=now_s, tells_s=now_s + _CONNECTING_S
-    )
+    """Return the state of a run that begins."""
+    cause = GenerationCause.START
+    return Gathering(past=states.Past(), cause=cause, since_s=now_s, tells_s=now_s + _CONNECTING_S)
 
 
 def deadline(state: states.State, rules: states.Rules) -> float:
-    """When `TimePassed` is due; infinity for never."""
+    """When `TIME_PASSED` is due; infinity for never."""
     match state:
-        case states.Gathering(since_s=since_s, cause=GenerationCause.START):
+        case Gathering(since_s=since_s, cause=GenerationCause.START):
             return min(state.tells_s, since_s + min(rules.waits_for_all_s, rules.waits_for_min_s))
-        case states.Gathering(since_s=since_s):
+        case Gathering(since_s=since_s):
             return min(state.tells_s, since_s + rules.waits_for_min_s)
-        case states.Ending(due_s=due_s):
+        case Ending(due_s=due_s) | Asking(due_s=due_s):
             return due_s
-        case states.Running() | states.Over():
+        case Running() | Over():
             return math.inf
         case _:
             assert_never(state)
@@ -116,13 +92,13 @@ def deadline(state: states.State, rules: states.Rules) -> float:
 def step(state: states.State, given: states.Input, now_s: float, *, roster: states.Roster, rules: states.Rules) -> Step:
     """Take an input; O(nodes)."""
     match state:
-        case states.Gathering():
+        case Gathering():
             return _gathering(state, given, now_s, roster, rules)
-        case states.Running():
+        case Running():
             return _running(state, given, now_s, roster, rules)
-        case states.Ending():
+        case Ending():
             return _ending(state, given, now_s, roster, rules)
-        case states.Over():
+        case Over():
             return state, ()
         case _:
             assert_never(state)
@@ -131,25 +107,23 @@ def step(state: states.State, given: states.Input, now_s: float, *, roster: stat
 # --- no rank runs ----------------------------------------------------------------------------------------------------
 
 
-def _gathering(
-    state: states.Gathering, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
-) -> Step:
+def _gathering(state: Gathering, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     match given:
         case states.Leave(node=node):
             following, effects = _form(state, now_s, roster, rules)
             return following, (states.LetGo(node=node), *effects)
-        case states.Ready() | states.Gone() | states.TimePassed():
+        case states.Ready() | states.Gone() | Signal.TIME_PASSED:
             return _form(state, now_s, roster, rules)
         case states.StopAsked(end=end):
             return _over(state, end)
-        case states.Failed() | states.Finished():
+        case states.Failed() | states.Finished() | Signal.QUIET | Signal.STIRRED:
             return state, ()
         case _:
             assert_never(given)
 
 
-def _form(state: states.Gathering, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
-    """Begin a generation if the nodes that are there are enough, and none is worth waiting for."""
+def _form(state: Gathering, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
+    """Begin a generation if enough nodes are present, and none is worth waiting for."""
     chosen = roster.candidates[: rules.most_of(len(roster.candidates))]
     waited_s = now_s - state.since_s
     is_start = state.cause is GenerationCause.START
@@ -162,13 +136,12 @@ def _form(state: states.Gathering, now_s: float, roster: states.Roster, rules: s
         return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
     if now_s < state.tells_s:
         return state, ()
-    told = replace(state, tells_s=now_s + _TELL_S)
     num_missing = rules.fewest_nodes - len(roster.candidates)
     missing = states.TooFew(num_missing=num_missing, until_s=state.since_s + rules.waits_for_min_s)
-    return told, () if are_enough else (missing,)
+    return replace(state, tells_s=now_s + _TELL_S), () if are_enough else (missing,)
 
 
-def _begin(state: states.Gathering, chosen: tuple[states.Candidate, ...]) -> Step:
+def _begin(state: Gathering, chosen: tuple[states.Candidate, ...]) -> Step:
     past = replace(state.past, generation=state.past.generation + 1)
     nodes: list[NodeRanks] = []
     first_rank = 0
@@ -178,11 +151,11 @@ def _begin(state: states.Gathering, chosen: tuple[states.Candidate, ...]) -> Ste
     begin = states.Begin(
         generation=past.generation, cause=state.cause, nodes=tuple(nodes), num_failures=state.past.num_failures
     )
-    return states.Running(past=past, nodes=tuple(nodes)), (begin,)
+    return Running(past=past, nodes=tuple(nodes)), (begin,)
 
 
 def _too_few(num_nodes: int, rules: states.Rules, waited_s: float) -> str:
-    """What is missing, and which option would change that."""
+    """Say what is missing, and which option would change that."""
     waited = f", after {waited_s:.0f} s (--join-timeout)" if waited_s >= rules.waits_for_min_s else ""
     if not num_nodes:
         least = f"; at least {rules.fewest_nodes} must be" if rules.fewest_nodes > 1 else ""
@@ -196,9 +169,7 @@ def _too_few(num_nodes: int, rules: states.Rules, waited_s: float) -> str:
 # --- ranks run -------------------------------------------------------------------------------------------------------
 
 
-def _running(
-    state: states.Running, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
-) -> Step:
+def _running(state: Running, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     generation = state.past.generation
     match given:
         case states.Ready(node=node):
@@ -218,30 +189,33 @@ def _running(
         case states.Finished(node=node) if given.generation == generation and node in state.names:
             finished = state.finished | {node}
             if finished.issuperset(state.names):
-                end = EndRun(exit_code=ExitCode.DONE, reason="all ranks have finished")
-                return _over(state, end)
+                return _over(state, EndRun(exit_code=ExitCode.DONE, reason="all ranks have finished"))
             return replace(state, finished=finished), ()
         case states.StopAsked(end=end, now=now):
             if now:
                 return _over(state, end)
             return _end(state, GenerationCause.STOPPED, now_s, rules, then=end)
-        case states.Failed() | states.Finished() | states.TimePassed():
+        case Signal.QUIET if not isinstance(state, Asking):
+            asking = Asking(past=state.past, nodes=state.nodes, finished=state.finished, due_s=now_s + _ANSWERS_S)
+            return asking, (states.Ask(generation=generation, nodes=state.unfinished),)
+        case Signal.STIRRED if isinstance(state, Asking):
+            return Running(past=state.past, nodes=state.nodes, finished=state.finished), ()
+        case states.Failed() | states.Finished() | Signal():
             return state, ()
         case _:
             assert_never(given)
 
 
-def _lose(state: states.Running, node: str, now_s: float, rules: states.Rules) -> Step:
-    """A node is lost; ranks that had ended well there are not needed any more."""
-    if node not in state.names or node in state.finished:
+def _lose(state: Running, node: str, now_s: float, rules: states.Rules) -> Step:
+    if node not in state.names or node in state.finished:  # ranks that have ended well are not needed any more
         return state, ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)
-    if isinstance(ending, states.Ending) and not ending.waits_for:
-        return states.Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
+    if isinstance(ending, Ending) and not ending.waits_for:
+        return Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
 
 
-def _fail(state: states.Running, given: states.Failed, now_s: float, rules: states.Rules) -> Step:
+def _fail(state: Running, given: states.Failed, now_s: float, rules: states.Rules) -> Step:
     then = None
     if state.past.num_failures >= rules.max_restarts:
         restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
@@ -255,7 +229,7 @@ def _fail(state: states.Running, given: states.Failed, now_s: float, rules: stat
 
 
 def _end(
-    state: states.Running,
+    state: Running,
     cause: GenerationCause,
     now_s: float,
     rules: states.Rules,
@@ -264,26 +238,24 @@ def _end(
     without: str = "",
     then: EndRun | None = None,
 ) -> Step:
-    """Have all ranks ended, but for those of a node that is lost: at once where one has failed, else they are asked."""
+    """End all ranks but those of a lost node (`without`): at once where one has failed, else they have time to end."""
     nodes = tuple(node for node in state.names if node != without)
     grace_s = 0.0 if cause.is_failure else rules.grace_s
     clear = states.Clear(generation=state.past.generation, cause=cause, nodes=nodes, about=about, grace_s=grace_s)
     due_s = now_s + grace_s + rules.patience_s
-    return states.Ending(past=state.past, cause=cause, waits_for=frozenset(nodes), due_s=due_s, then=then), (clear,)
+    return Ending(past=state.past, cause=cause, waits_for=frozenset(nodes), due_s=due_s, then=then), (clear,)
 
 
 # --- ranks end -------------------------------------------------------------------------------------------------------
 
 
-def _ending(
-    state: states.Ending, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules
-) -> Step:
+def _ending(state: Ending, given: states.Input, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     match given:
         case states.Ready(node=node, generation=generation) if generation >= state.past.generation:
             return _cleared(state, node, now_s, roster, rules)
         case states.Gone(node=node):
             return _cleared(state, node, now_s, roster, rules)
-        case states.TimePassed() if now_s >= state.due_s:
+        case Signal.TIME_PASSED if now_s >= state.due_s:
             silent = tuple(sorted(state.waits_for))
             return replace(state, due_s=math.inf), (states.GiveUpSilent(nodes=silent, waited_s=rules.patience_s),)
         case states.StopAsked(end=end, now=now):
@@ -292,22 +264,21 @@ def _ending(
             return replace(state, then=end), ()
         case states.Leave(node=node) if node not in state.waits_for:
             return state, (states.LetGo(node=node),)
-        case states.Ready() | states.Leave() | states.Failed() | states.Finished() | states.TimePassed():
-            return state, ()  # one that is to leave is let go once its ranks are gone
+        case states.Ready() | states.Leave() | states.Failed() | states.Finished() | Signal():
+            return state, ()  # a node that leaves may go once its ranks are gone
         case _:
             assert_never(given)
 
 
-def _cleared(state: states.Ending, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
+def _cleared(state: Ending, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     waits_for = state.waits_for - {node}
     if waits_for:
         return replace(state, waits_for=waits_for), ()
     if state.then is not None:
         return _over(state, state.then)
-    return _form(
-        states.Gathering(past=state.past, cause=state.cause, since_s=now_s, tells_s=now_s), now_s, roster, rules
-    )
+    gathering = Gathering(past=state.past, cause=state.cause, since_s=now_s, tells_s=now_s)
+    return _form(gathering, now_s, roster, rules)
 
 
 def _over(state: states.State, end: EndRun) -> Step:
-    return states.Over(past=state.past), (end,)
+    return Over(past=state.past), (end,)

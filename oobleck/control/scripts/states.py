@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from oobleck.control.events import EndRun
 from oobleck.control.journal import GenerationCause, NodeRanks
@@ -23,24 +24,23 @@ class Rules:
     waits_for_min_s: float
     """How long any waits for `min_nodes`."""
     grace_s: float
-    """How long ranks may take that are asked to end, where none has failed."""
+    """How long ranks may take to end when asked to, where none has failed."""
     patience_s: float
     """How long an agent may take beyond that to report that they are gone."""
     node_unit: int = 1
-    """A generation has a multiple of so many nodes."""
+    """The number of nodes of any generation is a multiple of this."""
 
     @property
     def most_nodes(self) -> int:
-        """The largest generation."""
         return self.most_of(self.max_nodes)
 
     @property
     def fewest_nodes(self) -> int:
-        """The smallest generation: the least multiple of `node_unit` that is not below `min_nodes`."""
+        """The least multiple of `node_unit` that is not below `min_nodes`."""
         return max(1, -(-self.min_nodes // self.node_unit)) * self.node_unit
 
     def most_of(self, num_nodes: int) -> int:
-        """How many of so many nodes can take part."""
+        """How many of `num_nodes` can take part."""
         usable = min(num_nodes, self.max_nodes)
         return usable - usable % self.node_unit
 
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Who is there, beside the machine's own state."""
+    """Which nodes are present: what the machine knows besides its own state."""
 
     candidates: tuple[Candidate, ...] = ()
     """In the hostfile's order."""
@@ -68,21 +68,20 @@ class Roster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What has been so far."""
+    """What every state knows of the generations so far."""
 
     generation: int = 0
-    """The newest one."""
     num_failures: int = 0
     """Generations that ended because a rank failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathering:
-    """No rank runs; nodes are waited for."""
+    """No rank runs, and the run waits for nodes."""
 
     past: Past
     cause: GenerationCause
-    """Of the generation to come."""
+    """Why there is another generation."""
     since_s: float
     tells_s: float
     """When to report next how many nodes are missing, if any are."""
@@ -95,23 +94,33 @@ class Running:
     past: Past
     nodes: tuple[NodeRanks, ...]
     finished: frozenset[str] = frozenset()
-    """Nodes whose ranks have all ended well."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(each.node for each in self.nodes)
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        return tuple(node for node in self.names if node not in self.finished)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking(Running):
+    """No rank shows a sign of life: all are asked where they are, until `due_s`. A generation in it still runs."""
+
+    due_s: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Ranks are being ended everywhere."""
+    """The agents end all ranks."""
 
     past: Past
     cause: GenerationCause
     waits_for: frozenset[str]
-    """Nodes that have not said yet that theirs are gone."""
+    """Nodes that have not reported yet that their ranks are gone."""
     due_s: float
-    """When they are given up."""
+    """When those nodes are given up."""
     then: EndRun | None = None
     """None: another generation follows."""
 
@@ -123,7 +132,7 @@ class Over:
     past: Past
 
 
-State = Gathering | Running | Ending | Over
+State = Gathering | Running | Asking | Ending | Over
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ State = Gathering | Running | Ending | Over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A node has said that no rank of a generation up to this one runs there."""
+    """A node reports that no rank of a generation up to this one runs there."""
 
     node: str
     generation: int
@@ -146,14 +155,14 @@ class Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """A node is to leave."""
+    """A node is being drained."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A rank of a node has failed, or holds all others up; `reason` says which and how, for people."""
+    """A rank of a node has failed, or holds all others up; `reason` tells people which and how."""
 
     node: str
     generation: int
@@ -171,18 +180,24 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """The user wants an end; `now` waits for nothing."""
+    """The user ends the run; `now` waits for nothing."""
 
     end: EndRun
     now: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePassed:
+class Signal(StrEnum):
+    """An input without any value."""
+
+    TIME_PASSED = "time_passed"
     """The state's deadline may have come."""
+    QUIET = "quiet"
+    """No rank shows a sign of life, as if all hung."""
+    STIRRED = "stirred"
+    """Ranks show one again, or have ended: they do not hang."""
 
 
-Input = Ready | Gone | Leave | Failed | Finished | StopAsked | TimePassed
+Input = Ready | Gone | Leave | Failed | Finished | StopAsked | Signal
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------
@@ -190,7 +205,7 @@ Input = Ready | Gone | Leave | Failed | Finished | StopAsked | TimePassed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Have the ranks of a generation started."""
+    """Start the ranks of a generation."""
 
     generation: int
     cause: GenerationCause
@@ -199,27 +214,34 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Ask the ranks of these nodes where they are."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Clear:
-    """A generation ends: have its ranks ended on these nodes."""
+    """End the ranks of a generation on these nodes."""
 
     generation: int
     cause: GenerationCause
     nodes: tuple[str, ...]
     about: tuple[str, ...]
-    """Nodes that are the reason."""
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetGo:
-    """A node that was to leave has no part in anything any more."""
+    """Nothing runs any more on a node that is being drained."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUpSilent:
-    """These nodes have not said in time that their ranks are gone."""
+    """These nodes did not report in time that their ranks are gone."""
 
     nodes: tuple[str, ...]
     waited_s: float
@@ -227,10 +249,10 @@ class GiveUpSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooFew:
-    """So many more nodes are waited for, until then."""
+    """The run waits for `num_missing` more nodes, until `until_s`."""
 
     num_missing: int
     until_s: float
 
 
-Effect = Begin | Clear | LetGo | GiveUpSilent | TooFew | EndRun
+Effect = Begin | Ask | Clear | LetGo | GiveUpSilent | TooFew | EndRun

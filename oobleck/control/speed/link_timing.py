@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from oobleck.control.events import LinkFound, LookUpLink, StoreLink, Turn
+from oobleck.control.events import LinkFound, LookUpLink, Store, Turn
 from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
@@ -139,7 +139,7 @@ class LinkTiming:
             self._conclude(turn, asked, None, asked.failure)
             return
         speed = profiles.median_link(asked.speeds)
-        turn.do((StoreLink(key=asked.key, link_json=profiles.link_to_json(asked.link, speed)),))
+        turn.do((Store(key=asked.key, value_json=profiles.link_to_json(asked.link, speed)),))
         pairs = ", ".join(f"{one} and {other}" for one, other in asked.pairs)
         self._conclude(turn, asked, speed, f"timed between {pairs}")
 
@@ -159,7 +159,7 @@ class LinkTiming:
             self._job.device,
             sorted(self._device_names.get(worker_id, "") for worker_id in pair),
             "one node" if one is other else "one machine" if one.machine == other.machine else "two machines",
-            max(map(self._members.sharing_device, (one, other))) > 1,
+            max(self._members.machines.sharing_device(each.spec.name) for each in (one, other)) > 1,
             _MEASURES,
         ]
         return f"{LINK_KEYS}{hashlib.blake2s(json.dumps(depends_on).encode(), digest_size=8).hexdigest()}"

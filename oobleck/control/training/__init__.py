@@ -6,13 +6,12 @@ from oobleck.control.recovery import Phase
 
 from .coordinator import Coordinator
 from .planning import check_possible, fixed_schedule, planner_for, schedules_for
-from .replayed_run import ReplayedRun, ReplayImage
+from .replayed_run import ReplayedRun
 from .startup import finished_text
 
 __all__ = [
     "Coordinator",
     "Phase",
-    "ReplayImage",
     "ReplayedRun",
     "check_possible",
     "finished_text",

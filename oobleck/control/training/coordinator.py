@@ -44,7 +44,7 @@ class Coordinator(BaseCoordinator):
         `resume` says what the run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
         path, on the nodes, to a checkpoint or a directory of checkpoints.
         """
-        members = replayed.members if replayed else Membership(nodes)
+        members = replayed.members if replayed else Membership.of(nodes)
         most_kinds = MAX_KINDS if job.tensor_parallel == 1 else 1
         super().__init__(job.control, members, python_version=python_version, most_kinds=most_kinds)
         self._job = job

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oobleck import __version__
-from oobleck.control.events import LookUpProfile, ProfileFound, StoreProfile, Turn
+from oobleck.control.events import LookUpProfile, ProfileFound, Store, Turn
 from oobleck.control.journal import WorkerUp
 from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
@@ -65,7 +65,7 @@ class Preparation:
         for wanted in self._wanted.values():
             if wanted.measures is not None and wanted.measures.node == node:
                 self._ask(turn, wanted, wanted.measures)  # The agent may never have received the request.
-        for other in self._members.sharing_with(node):
+        for other in (self._members[name] for name in self._members.machines.touched_by(node)):
             # Agents of the same machine are told again if each of their workers has less by now, or more.
             if other in self._members.living and self._configured.get(other.spec.name) != self._share(other):
                 self._configure(turn, other)
@@ -82,7 +82,7 @@ class Preparation:
             address=member.address,
             torch_threads=threads,
             device_memory_bytes=memory_bytes,
-            num_sharing=self._members.sharing_device(member),
+            num_sharing=self._members.machines.sharing_device(node),
             run=self._run,
         )
         turn.send(node, configure)
@@ -149,7 +149,7 @@ class Preparation:
             raise PeerError("sent a profile that it was not asked for")
         self._know(kind, profile_from_json(message.profile_json, source="measured profile"))
         wanted.measures = None
-        turn.do((StoreProfile(key=wanted.key, profile_json=message.profile_json),))
+        turn.do((Store(key=wanted.key, value_json=message.profile_json),))
 
     def worker_lost(self, turn: Turn, worker_id: WorkerId) -> None:
         """Have another worker measure what a lost one was asked to."""
@@ -206,7 +206,7 @@ class Preparation:
 
     def _share(self, member: Member) -> tuple[int, int]:
         """Return the threads and the bytes of memory of each of a node's workers: the job's, or their share."""
-        share, job = self._members.share(member), self._job
+        share, job = self._members.machines.share(member.spec.name), self._job
         threads = share.num_cores if job.torch_threads is None else job.torch_threads
         return threads, share.memory_bytes if job.device_memory_bytes is None else job.device_memory_bytes
 

@@ -17,8 +17,7 @@ from oobleck.control.speed import LINK_KEYS
 from oobleck.control.training import Coordinator, ReplayedRun
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
-from oobleck.roles.master import Master
-from oobleck.roles.run_clock import RunClock
+from oobleck.roles.master import Master, RunClock
 from oobleck.sim import trace as traces
 from oobleck.sim.costs import Costs, NodeKinds
 from oobleck.wire import decode_json, encode_json

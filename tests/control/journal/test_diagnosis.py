@@ -28,7 +28,6 @@ from oobleck.control.journal import (
     PlanAdopted,
     PlanCause,
     RecoveryStarted,
-    Remedy,
     ReplicasDiffer,
     Silent,
     StepDone,
@@ -39,6 +38,7 @@ from oobleck.control.journal import (
     diagnose,
     failure_of_end,
 )
+from oobleck.control.journal.failures import Remedy
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 from oobleck.planner import WorkerId
 from tests.control.journals import adopted, committed, plan, recovered, run_with_a_loss

@@ -39,7 +39,7 @@ SPEC = NodeSpec(name="n9", host="n9")
             "a worker of n9 ended (exit code 1); the node's workers are started again",
         ),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.JOINED), "taking in n9"),
-        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.DRAINED), "letting n9 go"),
+        (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.DRAINED), "draining n9"),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=("n9",), cause=PlanCause.HANG), "recovering from the loss of n9"),
         (RecoveryStarted(t_s=1.0, generation=2, nodes=(), cause=PlanCause.HANG), "regrouping; no node is lost"),
         (

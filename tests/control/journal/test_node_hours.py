@@ -20,7 +20,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     Unfit,
 )
-from oobleck.control.journal.node_hours import NodeAccount, NodeHours
+from oobleck.control.journal.goodput import NodeAccount, NodeHours
 from oobleck.control.journal.summary import summarize
 from tests.control.journals import adopted, committed, plan, recovered, run_with_a_loss
 

@@ -19,7 +19,7 @@ A, B, C = (
 
 @pytest.fixture
 def members() -> Membership:
-    return Membership((A, B, C))
+    return Membership.of((A, B, C))
 
 
 def test_nodes_keep_the_order_of_the_hostfile(members: Membership):

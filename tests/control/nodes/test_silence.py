@@ -18,7 +18,7 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture
 def members() -> Membership:
-    members = Membership(tuple(NodeSpec(name=name, host=name) for name in NAMES))
+    members = Membership.of(tuple(NodeSpec(name=name, host=name) for name in NAMES))
     for name in NAMES:
         members.meet(name, hello(name), address=name, now_s=10.0)
     return members

@@ -112,7 +112,7 @@ class World:
 
     def come(self, node: str, *, takes_calls: bool = True) -> None:
         self.agents[node], self.expected[node] = _Agent(node), []
-        self.post(self.desk.come(node, self.now_s, takes_calls=takes_calls))
+        self.post(self.desk.add(node, self.now_s, takes_calls=takes_calls))
 
     def post(self, sends: list[Send]) -> None:
         for send in sends:
@@ -122,7 +122,7 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for node in self.living:
-            self.desk.hear(node, self.now_s)
+            self.desk.note_heard(node, self.now_s)
         self.post(self.desk.handle_deadline(self.now_s))
 
     def say(self, nodes: list[str]) -> None:
@@ -142,7 +142,7 @@ class World:
         if agent.relay is not None:
             agent.leave("")
         agent.says.clear()
-        self.post(self.desk.go(node, self.now_s))
+        self.post(self.desk.remove(node, self.now_s))
 
     # --- one thing arrives somewhere -------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ def test_a_silent_relay_is_left_before_a_lease_lapses():
         world.now_s += 0.05
         for node in world.living:
             if node != "n0":
-                world.desk.hear(node, world.now_s)
+                world.desk.note_heard(node, world.now_s)
         world.post(world.desk.handle_deadline(world.now_s))
         assert world.now_s - since_s < CONTROL.lease_s
     assert {node for node in world.living if LeaveRelay() in world.agents[node].told} == children

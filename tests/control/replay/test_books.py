@@ -32,7 +32,7 @@ def shown(books: RunBooks, now_s: float) -> Sequence[object]:
     replayed = books.finish()
     ordered = {} if replayed is None else replayed.generations.ordered
     found = () if replayed is None else (
-        replayed.members.image(), ordered, [each.id for each in ordered.values()],
+        replayed.members, ordered, [each.id for each in ordered.values()],
         replayed.generations.current, replayed.is_settled, replayed.records, replayed.saved, replayed.interrupted,
         replayed.shards, replayed.began, replayed.restored,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oobleck.control.events.inputs import AddRequested, DrainRequested
+from oobleck.control.events import AddRequested, DrainRequested
 from oobleck.control.journal import (
     LossCause,
     NodeLeft,

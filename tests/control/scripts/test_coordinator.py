@@ -384,3 +384,28 @@ def test_ranks_that_start_cold_after_a_loss_of_what_was_imported_are_told_of():
     new = world.say("b", RanksCold(problem="importing slowly has not ended within 60 s"))
     (entry,) = [command.entry for command in new if isinstance(command, Record)]
     assert entry.sentence == "b: ranks that start now start cold: importing slowly has not ended within 60 s"
+
+
+def test_ranks_that_are_asked_and_say_nothing_start_again_once_their_time_is_over() -> None:
+    world = World(num_nodes=2)
+    world.begin("a", "b")
+    world.say("a", quiet(0, 1))
+    world.say("b", quiet(2, 3))
+    due_s = world.coordinator.due_s
+    assert due_s == world.now_s + 5.0
+    world.now_s = due_s - 0.02
+    for node in ("a", "b"):
+        world.say(node, Heartbeat(sequence=None))
+    world.commands += world.coordinator.handle_deadline(due_s)
+    assert world.entries(RanksHung)[0].culprits == ()
+    assert world.entries(GenerationEnded)[-1].cause.value == "hang"
+
+
+def test_a_failure_while_ranks_are_asked_leaves_no_deadline_behind() -> None:
+    """It did once: the master called `handle_deadline` without end until all ranks were gone."""
+    world = World(num_nodes=1)
+    world.begin("a")
+    world.say("a", quiet(0))
+    down = RankFailed(generation=1, rank=0, local_rank=0, pid=9, end=Killed(signal=9), error=None)
+    world.say("a", down)
+    assert world.coordinator.due_s > world.now_s + 5.0

@@ -26,7 +26,7 @@ def quiet(*idle: int, has_shown: bool = True, is_quiet: bool = True) -> RanksQui
 
 
 def watch(**said: RanksQuiet) -> HangWatch:
-    watching = HangWatch(1)
+    watching = HangWatch()
     for node, each in said.items():
         watching.hear(node, each)
     return watching
@@ -48,25 +48,21 @@ def test_one_node_that_has_printed_speaks_for_all() -> None:
     assert watch(a=quiet(has_shown=True), b=quiet(3, has_shown=False)).suspects(["a", "b"])
 
 
-def test_stacks_are_waited_for_once_and_not_for_ever() -> None:
+def test_all_nodes_must_have_sent_their_stacks() -> None:
     watching = watch(a=quiet(0), b=quiet(1))
-    assert not watching.is_answered(["a", "b"], 100.0), "nobody was asked"
-    assert watching.ask(100.0)
-    assert not watching.ask(101.0)
     watching.answer("a", RankStacks(generation=1, stacks=((0, WAITING),)))
-    assert not watching.is_answered(["a", "b"], 104.9)
-    assert watching.is_answered(["a", "b"], 105.0)
+    assert not watching.has_stacks_of(["a", "b"])
     watching.answer("b", RankStacks(generation=1, stacks=((1, SLEEPING),)))
-    assert watching.is_answered(["a", "b"], 101.0)
+    assert watching.has_stacks_of(["a", "b"])
     assert [(each.rank, each.is_waiting) for each in watching.ranks()] == [(0, True), (1, False)]
 
 
 def test_a_sign_of_life_takes_all_back() -> None:
     watching = watch(a=quiet(0))
-    watching.ask(1.0)
+    watching.answer("a", RankStacks(generation=1, stacks=((0, WAITING),)))
     watching.hear("a", quiet(is_quiet=False))
     assert not watching.suspects(["a"])
-    assert watching.due_s is None
+    assert not watching.has_stacks_of(["a"])
 
 
 def test_a_rank_is_where_the_innermost_frame_of_the_script_is() -> None:

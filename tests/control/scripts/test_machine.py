@@ -13,6 +13,8 @@ from oobleck.control.events import EndRun
 from oobleck.control.journal import GenerationCause
 from oobleck.control.scripts.machine import TRANSITIONS, deadline, start, step
 from oobleck.control.scripts.states import (
+    Ask,
+    Asking,
     Begin,
     Candidate,
     Clear,
@@ -30,9 +32,9 @@ from oobleck.control.scripts.states import (
     Roster,
     Rules,
     Running,
+    Signal,
     State,
     StopAsked,
-    TimePassed,
     TooFew,
 )
 from tests.examples import examples
@@ -67,7 +69,7 @@ def test_the_first_generation_waits_for_nodes_on_their_way_but_not_for_ever():
     assert isinstance(state, Gathering)
     assert effects == ()
     assert deadline(state, RULES) == 10
-    state, effects = step(state, TimePassed(), 10, roster=roster, rules=RULES)
+    state, effects = step(state, Signal.TIME_PASSED, 10, roster=roster, rules=RULES)
     assert isinstance(state, Running)
 
 
@@ -95,8 +97,8 @@ def test_missing_nodes_are_told_at_once_after_a_loss_and_every_minute_from_then_
     assert missing == TooFew(num_missing=1, until_s=66)
     patient = replace(RULES, waits_for_min_s=600)
     assert deadline(state, patient) == 66
-    assert step(state, TimePassed(), 65, roster=there("a"), rules=patient) == (state, ())
-    state, (missing,) = step(state, TimePassed(), 66, roster=there("a"), rules=patient)
+    assert step(state, Signal.TIME_PASSED, 65, roster=there("a"), rules=patient) == (state, ())
+    state, (missing,) = step(state, Signal.TIME_PASSED, 66, roster=there("a"), rules=patient)
     assert missing == TooFew(num_missing=1, until_s=606)
     state, (begin,) = step(state, Ready(node="c", generation=1), 67, roster=there("a", "c"), rules=patient)
     assert isinstance(begin, Begin)
@@ -106,16 +108,16 @@ def test_a_node_whose_loss_leaves_nobody_is_told_of_at_once_too():
     alone = replace(RULES, min_nodes=1)
     state, _ = step(running("a", rules=replace(alone, max_nodes=1)), Gone(node="a"), 5, roster=Roster(), rules=alone)
     assert deadline(state, alone) == 5
-    state, (missing,) = step(state, TimePassed(), 5, roster=Roster(), rules=alone)
+    state, (missing,) = step(state, Signal.TIME_PASSED, 5, roster=Roster(), rules=alone)
     assert missing == TooFew(num_missing=1, until_s=65)
     assert deadline(state, alone) == 65
 
 
 def test_a_start_that_waits_for_more_nodes_than_it_needs_tells_nothing():
-    state, effects = step(start(0), TimePassed(), 10, roster=there("a", "b", num_expected=1), rules=PATIENT)
+    state, effects = step(start(0), Signal.TIME_PASSED, 10, roster=there("a", "b", num_expected=1), rules=PATIENT)
     assert (isinstance(state, Gathering), effects) == (True, ())
     assert deadline(state, PATIENT) == 60
-    state, effects = step(start(0), TimePassed(), 10, roster=there("a", num_expected=1), rules=PATIENT)
+    state, effects = step(start(0), Signal.TIME_PASSED, 10, roster=there("a", num_expected=1), rules=PATIENT)
     assert effects == (TooFew(num_missing=1, until_s=60),)
 
 
@@ -178,7 +180,7 @@ def test_an_agent_that_never_says_that_its_ranks_are_gone_is_given_up():
     state, _ = step(running("a", "b"), Failed(node="b", generation=1, reason=""), 5, roster=Roster(), rules=RULES)
     state, _ = step(state, Ready(node="b", generation=1), 6, roster=there("b"), rules=RULES)
     assert deadline(state, RULES) == 35
-    state, effects = step(state, TimePassed(), 35, roster=there("b"), rules=RULES)
+    state, effects = step(state, Signal.TIME_PASSED, 35, roster=there("b"), rules=RULES)
     assert effects == (GiveUpSilent(nodes=("a",), waited_s=30),)
 
 
@@ -186,10 +188,16 @@ INPUTS = st.one_of(
     *(st.builds(kind, node=st.sampled_from(NODES), generation=st.integers(0, 6)) for kind in (Ready, Finished)),
     st.builds(Failed, node=st.sampled_from(NODES), generation=st.integers(0, 6), reason=st.just("why")),
     *(st.builds(kind, node=st.sampled_from(NODES)) for kind in (Gone, Leave)),
-    st.just(TimePassed()),
+    st.sampled_from(Signal),
     st.builds(StopAsked, end=st.just(STOP), now=st.booleans()),
 )
-ALLOWED = {(each.state, each.given, target) for each in TRANSITIONS for target in each.targets}
+ALLOWED = {
+    (before, given_input, target)
+    for each in TRANSITIONS
+    for before in each.before
+    for given_input in each.given
+    for target in (*each.targets, *([before] if each.stays else []))
+}
 
 
 class World:
@@ -210,7 +218,8 @@ class World:
         before = self.state
         self.state, effects = step(before, given_input, self.now_s, roster=there(*idle, num_expected=1), rules=RULES)
         if self.state is not before or effects:
-            assert (type(before), type(given_input), type(self.state)) in ALLOWED
+            kind = given_input if isinstance(given_input, Signal) else type(given_input)
+            assert (type(before), kind, type(self.state)) in ALLOWED
         for effect in effects:
             match effect:
                 case Begin():
@@ -222,7 +231,7 @@ class World:
                     self.over.append(effect)
                 case LetGo(node=node):
                     self.here.pop(node, None)
-                case Clear() | GiveUpSilent():
+                case Ask() | Clear() | GiveUpSilent():
                     pass
 
     def happen(self, draw: st.DataObject) -> None:
@@ -243,7 +252,7 @@ class World:
                 self.give(given_input)
             case Failed(node=node) | Finished(node=node) if self.here.get(node) is not None:
                 self.give(replace(given_input, generation=self.here[node]))
-            case TimePassed() | StopAsked():
+            case Signal() | StopAsked():
                 self.give(given_input)
 
 
@@ -293,7 +302,7 @@ def test_a_lost_node_takes_its_unit_along() -> None:
 def test_as_many_nodes_are_missing_as_make_a_unit_whole() -> None:
     for min_nodes, num_missing in ((1, 1), (2, 1), (3, 3), (4, 3)):
         rules = replace(UNITS, min_nodes=min_nodes)
-        _, effects = step(start(0), TimePassed(), 10.0, roster=there("a", num_expected=1), rules=rules)
+        _, effects = step(start(0), Signal.TIME_PASSED, 10.0, roster=there("a", num_expected=1), rules=rules)
         assert effects == (TooFew(num_missing=num_missing, until_s=60.0),)
 
 
@@ -316,7 +325,7 @@ def test_too_few_nodes_are_told_with_what_would_change_it(
     present: tuple[str, ...], changes: dict[str, int], now_s: float, reason: str
 ) -> None:
     rules = replace(UNITS, **{"min_nodes": 2, "max_nodes": 4, "node_unit": 1, **changes})  # type: ignore[arg-type]
-    state, (end,) = step(start(0), TimePassed(), now_s, roster=there(*present), rules=rules)
+    state, (end,) = step(start(0), Signal.TIME_PASSED, now_s, roster=there(*present), rules=rules)
     assert isinstance(state, Over)
     assert isinstance(end, EndRun)
     assert end.reason == reason
@@ -332,3 +341,18 @@ def test_all_start_again_when_they_hang_and_not_more_often_than_allowed() -> Non
     assert isinstance(ending, Ending)
     assert ending.then is not None
     assert "no restart is allowed" in ending.then.reason
+
+
+def test_ranks_that_show_no_sign_are_asked_where_they_are_until_one_stirs_or_time_is_over() -> None:
+    state, (ask,) = step(running("a", "b"), Signal.QUIET, 2.0, roster=there(), rules=RULES)
+    assert isinstance(state, Asking)
+    assert ask == Ask(generation=1, nodes=("a", "b"))
+    assert deadline(state, RULES) == 7.0
+    assert step(state, Signal.QUIET, 3.0, roster=there(), rules=RULES) == (state, ())
+    stirred, effects = step(state, Signal.STIRRED, 3.0, roster=there(), rules=RULES)
+    assert (stirred, effects) == (running("a", "b"), ())
+    finishing, _ = step(state, Finished(node="b", generation=1), 3.0, roster=there(), rules=RULES)
+    assert isinstance(finishing, Asking)
+    assert finishing.unfinished == ("a",)
+    ending, _ = step(state, Failed(node="a", generation=1, reason=""), 3.0, roster=there(), rules=RULES)
+    assert isinstance(ending, Ending)

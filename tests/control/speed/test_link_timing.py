@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import Command, LinkFound, LookUpLink, ProfileFound, StoreLink
+from oobleck.control.events import Command, LinkFound, LookUpLink, ProfileFound, Store
 from oobleck.control.journal import Notice, ProfileKnown
 from oobleck.control.protocol import LinkTimed, TimeLink, WorkerAddress
 from oobleck.job import NodeSpec
@@ -76,9 +76,9 @@ def test_two_nodes_time_their_link_and_the_first_plan_is_made_with_it():
     assert asked(find(bench)) == [("n0", 0, "n1:0", True), ("n1", 0, "n0:0", False)]
     assert bench.updates == []
     commands = bench.say("n0", LinkTimed(device=0, seconds=SECONDS))
-    (stored,) = (command for command in commands if isinstance(command, StoreLink))
+    (stored,) = (command for command in commands if isinstance(command, Store))
     assert stored.key == looked_up(bench)[0]
-    link, speed = link_from_json(stored.link_json)
+    link, speed = link_from_json(stored.value_json)
     assert link == "inter_node"
     assert speed.bytes_per_s == pytest.approx(2e9)
     network = known(bench).network
@@ -93,10 +93,10 @@ def test_what_an_earlier_run_has_timed_is_not_timed_again():
     first = up(2)
     find(first)
     first.say("n0", LinkTimed(device=0, seconds=SECONDS))
-    (stored,) = (command for command in first.commands if isinstance(command, StoreLink))
+    (stored,) = (command for command in first.commands if isinstance(command, Store))
     second = up(2)
     assert looked_up(second) == [stored.key]
-    assert asked(find(second, stored.link_json)) == []
+    assert asked(find(second, stored.value_json)) == []
     assert known(second) == known(first)
     assert said(second) == [("info", "links between nodes: 2 GB/s, 30 µs (timed in an earlier run)")]
 
@@ -150,7 +150,7 @@ def test_a_link_that_cannot_be_timed_stays_assumed_and_that_is_said(devices: int
     network = known(bench).network
     assert network.inter_node_bytes_per_s == bench.shape.profile.network.inter_node_bytes_per_s
     assert network.assumed == (LINKS if devices == 1 else ("inter_node",))
-    assert not any(isinstance(command, StoreLink) for command in bench.commands[:-1]) or devices == 2
+    assert not any(isinstance(command, Store) for command in bench.commands[:-1]) or devices == 2
     text = "the speed of links between nodes stays assumed; they could not be timed: no answer from n1:0 within 5 s"
     assert said(bench)[0] == ("warning", text)
     assert bench.updates

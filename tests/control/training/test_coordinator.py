@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from oobleck.control.events.inputs import (
+from oobleck.control.events import (
     AddRequested,
     Command,
     Connect,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.events.inputs import AddRequested, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.events import AddRequested, LookUpProfile, ProfileFound, Send, Store
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, ProfileKnown, WorkerUp
 from oobleck.control.protocol import Killed, Pace, Profiled, ProfileRequest, WorkerExited
 from oobleck.control.speed import microbatch_s
@@ -149,7 +149,7 @@ def test_a_node_of_an_unknown_kind_is_measured_before_it_trains():
         Send(node="late", message=ProfileRequest(device=0))
     ]
     commands = bench.say("late", Profiled(device=0, profile_json=SLOW_JSON))
-    assert any(isinstance(command, StoreProfile) for command in commands)
+    assert any(isinstance(command, Store) for command in commands)
     assert [entry.kind for entry in bench.journal(ProfileKnown)] == ["fast", "slow"]
     assert bench.coordinator.phase is Phase.FENCING
     join(bench)
@@ -213,10 +213,13 @@ def test_a_node_of_another_kind_is_refused_by_an_interleaved_job_and_costs_nobod
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (replace(NODES[0], device="slow"), "f0 is of kind slow, and was fast before; add it under another name"),
+        (
+            replace(NODES[0], device="slow"),
+            "f0 is of kind slow, and was of kind fast before; add it under another name",
+        ),
         (
             NodeSpec(name="n9", host="n9", device="e"),
-            "n9 is of kind e, and those of the job are c, d, fast, slow",
+            "n9 is of kind e, and the job has nodes of c, d, fast, slow",
         ),
     ],
 )

@@ -71,7 +71,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self.program = Noted()
-        self.members = Membership(Shape(num_nodes=3).nodes)
+        self.members = Membership.of(Shape(num_nodes=3).nodes)
         self.lifecycle = NodeLifecycle(
             self.members, NodeRetry(first_wait_s=5.0), self.program, python_version="3.11.2", most_kinds=1
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.control.events.inputs import End, LookUpProfile, ProfileFound, Send, StoreProfile
+from oobleck.control.events import End, LookUpProfile, ProfileFound, Send, Store
 from oobleck.control.nodes import LOSS, WEIGHTS
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
@@ -126,8 +126,8 @@ def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cach
     bench.say("n0", ready())
     assert bench.feed(ProfileFound(profile_json=cached)) == [Send(node="n0", message=ProfileRequest(device=0))]
     commands = bench.say("n0", Profiled(device=0, profile_json=PROFILE))
-    (stored,) = [command for command in commands if isinstance(command, StoreProfile)]
-    assert stored.profile_json == PROFILE
+    (stored,) = [command for command in commands if isinstance(command, Store)]
+    assert stored.value_json == PROFILE
     bench.up("n1")
     bench.say("n1", ready())
     assert len(bench.updates) == 2

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.control.journal import JobEnded, NodeLost, PlanCause, Unreachable, diagnose
-from oobleck.control.journal.history import history_of, mean_rates, thinned
+from oobleck.control.journal.history import mean_rates, thinned
 from oobleck.control.journal.summary import summarize
 from oobleck.ui.pictures import report_html
 from oobleck.ui.pictures.axes import ticks, time_ticks
 from tests.control.journals import (
     adopted,
     committed,
+    history_of,
     job_started,
     plan,
     recovered,

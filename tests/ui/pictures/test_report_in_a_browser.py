@@ -11,10 +11,9 @@ from html import unescape
 import pytest
 
 from oobleck.control.journal import NodeLost, Unreachable, diagnose
-from oobleck.control.journal.history import history_of
 from oobleck.control.journal.summary import summarize
 from oobleck.ui.pictures import report_html
-from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
+from tests.control.journals import adopted, committed, history_of, job_started, plan, recovered, run_with_a_loss
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = [

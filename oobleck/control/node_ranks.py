@@ -1,13 +1,18 @@
-"""What one rank needs, as torchrun would give it: its environment, and what of its output is shown."""
+"""A script's ranks on one node, for its agent: their environment, their shown output, and their signs of life. Pure.
+
+The environment is as torchrun would set it. `control/scripts/hang.py` concludes from the signs whether ranks hang.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from oobleck.control.protocol import StartRanks
+from oobleck.control.protocol import RanksQuiet, StartRanks
 from oobleck.job.ranks import RanksSpec
 
+_IDLE_SHARE = 0.05
+"""The share of a processor that a waiting rank may use, for the threads of libraries."""
 _BY_PLACE = "--nnodes and --nproc-per-node say how many there are"
 OWN_VARIABLES = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), _BY_PLACE),
@@ -21,7 +26,7 @@ OWN_VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "rank 0 serves the rendezvous",
     "TORCHELASTIC_ERROR_FILE": "--log-dir says below which directory it lies",
 }
-"""What no user can give a rank in an environment, and what there is instead."""
+"""Variables that users cannot set in a rank's environment, and what sets them instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,7 @@ class RankSetup:
     order: StartRanks
     local_rank: int
     devices: tuple[int, ...]
-    """The node's, as its line of the hostfile has them."""
+    """The devices in the node's line of the hostfile."""
 
     @property
     def rank(self) -> int:
@@ -40,12 +45,12 @@ class RankSetup:
 
     @property
     def attempt(self) -> int:
-        """How many generations were before this one: what torchrun counts as restarts."""
+        """How many generations came before this one: torchrun's number of restarts."""
         return self.order.generation - 1
 
 
 def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank finds beside those of its node, which are `inherited`; as torchrun 2.13 sets them."""
+    """Return the variables that torchrun 2.13 sets for a rank, next to those that are `inherited` from its node."""
     run, order = setup.run, setup.order
     environment = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -73,7 +78,7 @@ def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
 
 
 def _visible_devices(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """A node whose line names certain devices sees these alone; with `hides_devices`, each rank sees one of them."""
+    """A node whose line names devices sees only these; with `hides_devices`, each rank sees one of them."""
     devices = [str(device) for device in setup.devices]
     is_plain = setup.devices == tuple(range(len(setup.devices)))
     visible = inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if is_plain else devices
@@ -84,7 +89,7 @@ def _visible_devices(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
 
 
 def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
-    """Whether what a rank writes to a stream is shown where the run was started."""
+    """Return whether a rank's stream is shown where the run was started."""
     run, local_rank = setup.run, setup.local_rank
     if run.shown_ranks and local_rank not in run.shown_ranks:
         return False
@@ -95,9 +100,48 @@ def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
 
 
 def shown_text(setup: RankSetup, lines: str, *, is_error: bool) -> str:
-    """What is shown of whole lines: with the rank's name before each, where `--tee` asks for that."""
+    """Return lines as they are shown: with the rank's name before each, if `--tee` asks for that."""
     teed = setup.run.tee.of(setup.local_rank)
     if not (teed.stderr if is_error else teed.stdout):
         return lines
     prefix = f"[{setup.run.role}{setup.rank}]:"
     return "".join(f"{prefix}{line}" for line in lines.splitlines(keepends=True))
+
+
+class NodeSigns:
+    """The signs of life of one node's ranks in one generation."""
+
+    def __init__(self, *, timeout_s: float, generation: int) -> None:
+        self._timeout_s = timeout_s
+        self._generation = generation
+        self._count = 0
+        self._since_s = 0.0
+        self._used_s: Mapping[int, float] = {}
+        self._has_shown = False
+        self._report: RanksQuiet | None = None
+
+    def look(self, now_s: float, *, count: int, used_s: Mapping[int, float]) -> RanksQuiet | None:
+        """Return the report for the master if it has changed, else None.
+
+        `count` grows with everything that ranks write or save; `used_s` is the processor time of each running rank.
+        """
+        if count != self._count or not self._used_s:
+            self._has_shown = self._has_shown or count > 0
+            self._count, self._since_s, self._used_s = count, now_s, dict(used_s)
+        quiet_s = now_s - self._since_s
+        is_quiet = quiet_s >= self._timeout_s
+        report = RanksQuiet(
+            generation=self._generation,
+            is_quiet=is_quiet,
+            has_shown=self._has_shown,
+            idle=tuple(sorted(self._idle(used_s, quiet_s))) if is_quiet else (),
+        )
+        if report == self._report:
+            return None
+        self._report = report
+        return report
+
+    def _idle(self, used_s: Mapping[int, float], quiet_s: float) -> Iterable[int]:
+        for rank, used in used_s.items():
+            if used - self._used_s.get(rank, 0.0) < _IDLE_SHARE * quiet_s:
+                yield rank

@@ -1,17 +1,15 @@
-"""What reaches the coordinator, and what it commands. Values only.
-
-An event says what happened; a command says what to do about it. The master's coroutine feeds the one and carries
-out the other, in order.
-"""
+"""A coordinator's events, its commands, and the turn that collects the commands of an event or a deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from oobleck.control import protocol
-from oobleck.control.journal import JournalEntry, Loss
+from oobleck.control.journal import JournalEntry, Loss, Notice
 from oobleck.control.plans import orders_of
+from oobleck.errors import ExitCode
 from oobleck.job import DEFAULT_KIND, NodeSpec
 from oobleck.planner import ExecutionPlan, WorkerId
 
@@ -35,7 +33,7 @@ class NodeFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageReceived:
-    """A node's agent, or a worker through it, said something."""
+    """A node's agent, or a worker through it, sent something."""
 
     node: str
     message: protocol.AgentMessage
@@ -43,7 +41,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReceived:
-    """Many workers said the same at once, each of its own device. So thousands of them are one event."""
+    """Many workers sent equal messages at once, each for its own device: one event for thousands of them."""
 
     worker_ids: tuple[WorkerId, ...]
     message: protocol.Status | protocol.Resumed | protocol.Pace
@@ -51,7 +49,7 @@ class BatchReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesHeard:
-    """Many nodes live. So the heartbeats of thousands are one event."""
+    """Many nodes live: one event for the heartbeats of thousands."""
 
     heard: tuple[tuple[str, float], ...]
     """(node, when it was heard)."""
@@ -75,7 +73,7 @@ class LinkFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """The user wants an end: after the step in flight, or now."""
+    """The user ends the run: after the step in flight, or now."""
 
     now: bool
     exit_code: int
@@ -84,18 +82,18 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequested:
-    """The job gets another node, or one that was lost once more."""
+    """The job gets another node, or a lost one again."""
 
     spec: NodeSpec
     by_itself: bool = False
-    """It has come by itself, and nobody has asked for it: while it is in quarantine it stays out."""
+    """Whether it came without a request: it stays out while it is in quarantine."""
     has_arrived: bool = False
-    """A launcher has seen it arrive: where the run still counts on what it was before, it joins once that is lost."""
+    """Whether a launcher has seen it arrive: if its loss is not known yet, it joins once that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillRequested:
-    """The user has a node killed, to see the run recover: it is not tried again."""
+    """The user kills a node, to see the run recover; it is not tried again."""
 
     node: str
 
@@ -117,7 +115,7 @@ class NodeLeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """Something that people should read in the journal; it changes nothing."""
+    """A text for people in the journal, which changes nothing."""
 
     level: str
     """`info` or `warning`."""
@@ -143,11 +141,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Reach a node and start its agent; one that an earlier master left is ended before."""
+    """Reach a node and start its agent; an earlier master's agent is ended before."""
 
     node: NodeSpec
     attach: bool = False
-    """Take up with the agent that an earlier master left, if it lives."""
+    """Whether to connect to an earlier master's agent instead, if it lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,34 +156,32 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAll:
-    """Send the same to many workers, to each for its own device."""
+    """Send an equal message to many workers, each for its own device."""
 
     worker_ids: tuple[WorkerId, ...]
     message: protocol.WorkerCommand
 
     def each(self) -> Iterator[Send]:
-        """What is sent to each of them."""
         for worker_id in self.worker_ids:
             yield Send(node=worker_id.node, message=replace(self.message, device=worker_id.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOrders:
-    """Send workers what a plan update means for each of them."""
+    """Send each worker what a plan update means for it."""
 
     worker_ids: tuple[WorkerId, ...]
     update: protocol.PlanUpdate
     bases: Mapping[WorkerId, protocol.PlanId]
-    """The plans that workers have, as far as they have said so."""
+    """The plans that workers have, as far as they have reported them."""
     known: Mapping[int, protocol.OrderedPlan]
-    """The plans that orders can be changes of, by generation."""
+    """The plans that orders can be changes of, keyed by generation."""
     in_force: ExecutionPlan | None
     """The plan under which the step in flight is finished."""
     addresses: tuple[tuple[int, protocol.WorkerAddress], ...]
-    """Where the workers listen that are ready, each with the generation in which it became so."""
+    """Where ready workers listen, each with the generation in which it became ready."""
 
     def each(self) -> Iterator[Send]:
-        """What is sent to each of them."""
         orders = orders_of(
             self.update,
             self.worker_ids,
@@ -200,7 +196,7 @@ class SendOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """Have nothing more to do with a node: end whatever of ours still runs there."""
+    """Give a node up, and end what still runs there."""
 
     node: str
 
@@ -218,15 +214,6 @@ class LookUpProfile:
 
     key: str
     kind: str
-    """Of the nodes whose profile it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreProfile:
-    """Cache a measured profile."""
-
-    key: str
-    profile_json: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +224,11 @@ class LookUpLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLink:
-    """Cache the speed of a link that was timed."""
+class Store:
+    """Cache a measured profile, or the speed of a link."""
 
     key: str
-    link_json: str
+    value_json: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,16 +239,59 @@ class End:
     reason: str
 
 
-Command = (
-    Connect
-    | Send
-    | SendAll
-    | SendOrders
-    | Disconnect
-    | Record
-    | LookUpProfile
-    | StoreProfile
-    | LookUpLink
-    | StoreLink
-    | End
-)
+Command = Connect | Send | SendAll | SendOrders | Disconnect | Record | LookUpProfile | LookUpLink | Store | End
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """The run is finished, or cannot continue."""
+
+    reason: str
+    exit_code: int = ExitCode.FAILED
+
+
+class RunOver(Exception):
+    """The run ends, and this turn with it. Its commands so far stay."""
+
+    def __init__(self, end: EndRun) -> None:
+        super().__init__(end.reason)
+        self.end = end
+
+
+class Turn:
+    """The turn of one event or deadline: its time, and the commands so far. Parts pass it along in their calls."""
+
+    # A turn belongs to one call: no part keeps it, or its time.
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.commands: list[Command] = []
+
+    def do(self, effects: Iterable[Command | EndRun]) -> None:
+        """Add the commands that a part has returned. Raises RunOver if one ends the run."""
+        for effect in effects:
+            if isinstance(effect, EndRun):
+                raise RunOver(effect)
+            self.commands.append(effect)
+
+    def record(self, entry: JournalEntry) -> None:
+        self.commands.append(Record(entry=entry))
+
+    def send(self, node: str, message: protocol.MasterMessage) -> None:
+        self.commands.append(Send(node=node, message=message))
+
+    def note(self, level: str, text: str) -> None:
+        """Append a text for people to the journal."""
+        self.commands.append(notice(self.now_s, level, text))
+
+    def end(self, reason: str, exit_code: int = ExitCode.FAILED) -> NoReturn:
+        """End the run: raises RunOver."""
+        raise RunOver(EndRun(reason=reason, exit_code=exit_code))
+
+
+def notice(now_s: float, level: str, text: str) -> Record:
+    """Return the command that appends a text for people to the journal."""
+    return Record(entry=Notice(t_s=now_s, level=level, text=text))

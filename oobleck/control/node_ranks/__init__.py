@@ -1,8 +1,0 @@
-"""The ranks of a script on one node, for its agent: what each is given, what is shown of it, and its signs of life."""
-
-from __future__ import annotations
-
-from .rank_setup import OWN_VARIABLES, RankSetup, is_shown, rank_environment, shown_text
-from .signs import NodeSigns
-
-__all__ = ["OWN_VARIABLES", "NodeSigns", "RankSetup", "is_shown", "rank_environment", "shown_text"]
