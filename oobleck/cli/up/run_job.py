@@ -216,7 +216,7 @@ async def _run(
         num_devices=run.job.tensor_parallel,
     )
     async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = wiring.remote_paths(directory, launcher, run.options.python)
+        paths = wiring.remote_paths(directory, launcher, run.options.reach.python)
         connections = NodeConnections(launcher)
         cluster = SSHCluster(
             run.job.tag,
