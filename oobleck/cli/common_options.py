@@ -53,8 +53,9 @@ def option(*words: str, default: Any = None, **settings: Any) -> Any:
     """
     names = [word for word in words if word.startswith("-")]
     *value, text = words[len(names) :]
-    declared = typer.Option(*names, metavar=value[0] if value else None, help=text, **settings)
-    return field(default=default, metadata={"declared": declared})
+    word = value[0] if value else None
+    declared = typer.Option(*names, metavar=word, help=text, **settings)
+    return field(default=default, metadata={"declared": declared, "shown": (names[-1], word, text)})
 
 
 def flag(name: str, text: str) -> Any:
@@ -66,6 +67,13 @@ def argument(metavar: str, text: str, *, default: Any = None) -> Any:
     """Declare a field as an argument."""
     declared = typer.Argument(metavar=metavar, help=text, show_default=False)
     return field(default=default, metadata={"declared": declared})
+
+
+def declared_options(group: type) -> Iterator[tuple[str, str | None, str]]:
+    """Yield the name of each option that a dataclass declares, the word for its value unless it is a flag, its help."""
+    for part in fields(group):
+        if "shown" in part.metadata:
+            yield part.metadata["shown"]
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:

@@ -1,6 +1,6 @@
 """Other names of a job's keys: those of `TrainingArguments`, and those of Oobleck 0.1's job files.
 
-Both are put where the job has them before anything else is read, so that lines and errors stay those of the file.
+They become the job's own keys before anything else is read, so that lines and errors stay those of the file.
 
     TrainingArguments   learning_rate, warmup_steps, per_device_train_batch_size, bf16, gradient_checkpointing, …
     Oobleck 0.1         sections `job` and `model` (model_name, model_args, dataset_path, …), `dist`, `steps`, …
@@ -43,11 +43,11 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "dataset_path": ("data", "dataset_path"),
     "dataset_name": ("data", "dataset_name"),
 }
-"""Where a key of the top, or of the sections `job` and `model`, belongs."""
+"""The paths in a job of the keys that may stand at the top, or in the sections `job` and `model`."""
 _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
-"""What is not a key of the model's configuration, in its section."""
+"""The keys of the section `model` that are not keys of the model's configuration."""
 _SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
-"""What other names lead into."""
+"""The sections that other names lead into."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _NODES = "dist"
 """The section that named the nodes; a hostfile does now."""
@@ -56,14 +56,14 @@ _Entry = tuple[tuple[str, ...], YamlScalar, YamlValue]
 
 
 def in_own_words(tree: YamlValue) -> YamlValue:
-    """Return the tree with every key where the job has it. Raises YamlError for one that is given twice."""
+    """Return the tree with the job's own keys. Raises YamlError for a key that is given twice."""
     if not isinstance(tree, YamlMapping):
         return tree
     return _nested(tree, list(_placed(tree)), ())
 
 
 def _placed(tree: YamlMapping) -> Iterator[_Entry]:
-    """The entries with the paths at which they belong."""
+    """Yield the entries with their paths in a job."""
     for key, value in tree.entries:
         if key.text == "job" and isinstance(value, YamlMapping):
             yield from _placed(value)
@@ -87,7 +87,7 @@ def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
 
 
 def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
-    """A section as its entries, so that a key within it and another name of that key can be told to be one."""
+    """Yield the entries of a section, so that one of its keys and another name of the same key meet."""
     if path in _SECTIONS and isinstance(value, YamlMapping) and value.entries:
         for inner, item in value.entries:
             yield (*path, inner.text), inner, item
@@ -104,7 +104,7 @@ def _precision(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
 
 
 def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -> YamlMapping:
-    """The entries below a path as a mapping."""
+    """Return the entries below a path as a mapping."""
     found: dict[str, tuple[YamlScalar, YamlValue]] = {}
     for path, key, value in entries:
         if path[: len(prefix)] != prefix or path == prefix:
@@ -127,7 +127,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
 
 
 def _check_section(path: tuple[str, ...], value: YamlValue, line: int) -> None:
-    """Raise YamlError for a section that is no section: it is not that one of its keys is given twice."""
+    """Raise YamlError for a section without keys, which would otherwise be reported as given twice."""
     if path in _SECTIONS and not isinstance(value, YamlMapping):
         got = value.text if isinstance(value, YamlScalar) else "a list"
         raise YamlError(f"{'.'.join(path)}: expected keys with values, got {got}", line)

@@ -1,12 +1,11 @@
-"""Job files: YAML, or `--set KEY=VALUE`, to a `JobSpec`.
+"""Reads job files (YAML) and `--set KEY=VALUE` into a `JobSpec`.
 
     max_steps: 1000
-    model: {type: llama, hidden_size: 512}    # what is not `type` goes into the model's configuration
+    model: {type: llama, hidden_size: 512}    # other keys than `type` belong to the model's configuration
     optimizer:
       learning_rate: 3e-4
 
-Keys and types are those of the dataclasses in `oobleck.job`, read from their annotations. What is left out keeps
-its default.
+Keys and types come from the annotations of the dataclasses in `oobleck.job`. A key that is left out keeps its default.
 """
 
 from __future__ import annotations
@@ -26,14 +25,9 @@ from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, 
 
 Spec = TypeVar("Spec")
 
-_INT_LIMIT = 2**63
-"""Whole numbers have 64 bits wherever they go."""
-
+_INT_LIMIT = 2**63  # everywhere that they go, whole numbers have 64 bits
 _SHOWN_CHARS = 60
-
 _NOT_IN_FILES = frozenset({"script"})
-"""Fields of a job that come from somewhere else."""
-
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -42,26 +36,23 @@ class Override:
     """One `--set KEY=VALUE`."""
 
     path: tuple[str, ...]
-    """The words of the key: learning_rate of optimizer is ("optimizer", "learning_rate")."""
+    """The words of the key: ("optimizer", "learning_rate")."""
     value: YamlValue
     text: str
     """As the user wrote it."""
 
 
 def default_job(num_nodes: int) -> JobSpec:
-    """The job that is trained when none is named: on two nodes and more, two pipelines.
-
-    The planner would make every node a pipeline of its own, since the model is so small; two show more.
-    """
+    """Return the job that is trained if none is named, with two pipelines on two nodes or more."""
+    # The model is so small that the planner would make every node a pipeline; stages show more.
     return JobSpec(num_pipelines=2 if num_nodes > 1 else None)
 
 
 def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: bool = True) -> JobSpec:
-    """Read a job file; `source` names it in errors, together with the line unless `has_lines` says that it has none.
+    """Read a job file; a key that it leaves out keeps its value in `base`, or else its default.
 
-    What the file leaves out keeps the value that it has in `base`, by default its own default.
-
-    Raises ConfigError, beginning with "source:line:", that names the key, the value and what to change.
+    Raises ConfigError that names the key, the value and what to change. It begins with "source:line:", or with
+    "source:" unless `has_lines`.
     """
     try:
         tree = in_own_words(parse_yaml(text))
@@ -76,10 +67,9 @@ def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: 
 
 
 def parse_override(text: str) -> Override:
-    """Read KEY=VALUE, as in `optimizer.learning_rate=3e-4` or `data.paths=[a.txt, b.txt]`.
+    """Read KEY=VALUE, as in `optimizer.learning_rate=3e-4` or `data.paths=[a.txt, b.txt]`, where the value is YAML.
 
-    The value is YAML. Raises UsageError for what has another form; whether there is such a key is for
-    `apply_overrides` to say.
+    Raises UsageError for any other form. Only `apply_overrides` checks the key.
     """
     key, equals, value = text.partition("=")
     path = tuple(word.strip() for word in key.split("."))
@@ -92,14 +82,17 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
-    """Change a job by all overrides at once; of two for the same key the later one counts.
+    """Change a job by all overrides at once; for the same key, the last one counts.
 
     Raises UsageError that names the override, and what to change.
     """
     changes: dict[str, object] = {}
     for override in overrides:
         try:
-            tree = in_own_words(_nested(override.path, override.value))
+            tree = override.value
+            for word in reversed(override.path):  # until it is what a file would hold
+                tree = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), tree),), line=1)
+            tree = in_own_words(tree)
             read = _read_spec(JobSpec, tree, (), lenient=True)
         except YamlError as error:
             raise UsageError(f"--set {override.text}: {error}") from error
@@ -112,7 +105,7 @@ def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
 
 
 def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
-    """The dotted keys in which two jobs differ, in the order of the job's fields."""
+    """Return the dotted keys in which two jobs differ, in the order of the job's fields."""
     changed: list[str] = []
     assert is_dataclass(before)
     for part in fields(before):
@@ -124,22 +117,14 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
     return changed
 
 
-def _nested(path: tuple[str, ...], value: YamlValue) -> YamlValue:
-    """What a file would hold that says the same as an override."""
-    for word in reversed(path):
-        value = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), value),), line=1)
-    return value
-
-
 # --- from trees to changes ---------------------------------------------------------------------------------
-# Changes are the fields that are given, checked and converted; those of a dataclass within a dataclass are
-# changes themselves.
+# Changes hold the checked and converted values of some fields; for a field that is a dataclass, they hold its changes.
 
 
 def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
     """Read the fields of a dataclass. Raises YamlError.
 
-    `lenient` takes numbers and truth values for text where text is wanted: a shell has eaten the quotes.
+    `lenient` accepts numbers and truth values as text: a shell has removed the quotes.
     """
     annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
     changes: dict[str, object] = {}
@@ -151,7 +136,7 @@ def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: b
 
 
 def _entries(value: YamlValue, path: tuple[str, ...]) -> tuple[tuple[YamlScalar, YamlValue], ...]:
-    """The entries of a mapping; none for a key without a value, all of whose own may be commented out."""
+    """Return the entries of a mapping; none for a key without a value, as when all below it is commented out."""
     match value:
         case YamlMapping(entries=entries):
             return entries
@@ -178,7 +163,7 @@ def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenien
 
 
 def _read_union(arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    """Read a value of one kind; or nothing, where that is a choice; or one of some words, where there are any."""
+    """Read a value of one type, or, if the union has them, nothing or one of some words."""
     if types.NoneType in arguments and isinstance(value, YamlScalar) and value.value is None:
         return None
     words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
@@ -191,7 +176,7 @@ def _read_union(arguments: tuple[object, ...], value: YamlValue, path: tuple[str
 
 
 def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read `llama`, or a mapping: its own keys, and the configuration's beside them or under `config`."""
+    """Read `llama`, or a mapping of the section's own keys and of the configuration's, which may be below `config`."""
     if isinstance(value, YamlScalar) and value.value is not None:
         return {"type": _read_scalar(str, value, path, lenient=lenient)}
     annotations = get_type_hints(ModelSpec)
@@ -208,7 +193,7 @@ def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> di
 
 
 def _read_any(value: YamlValue, path: tuple[str, ...]) -> object:
-    """Read a scalar of whatever kind: what a model's configuration wants is for the model to say."""
+    """Read a scalar of any type: only the model knows the types of its configuration."""
     if not isinstance(value, YamlScalar):
         raise _unexpected("text, a number, true or false", value, path)
     return _within_range(value, path)
@@ -254,7 +239,7 @@ def _within_range(value: YamlScalar, path: tuple[str, ...]) -> object:
 
 
 def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
-    """A dataclass with changes made. Raises ConfigError where the dataclass finds them impossible."""
+    """Return a dataclass with changes made. Raises ConfigError for impossible ones."""
     values: dict[str, object] = {}
     for name, change in changes.items():
         current = getattr(spec, name)
@@ -262,16 +247,16 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
             change = _changed(current, change)
         values[name] = change
     if isinstance(spec, ModelSpec):
-        # The configuration of one type means nothing to another; and who names a type wants that, as it is.
+        # The configuration of one type means nothing to another, and naming a type asks for its own defaults.
         kept = {} if changes.keys() & {"type", "path"} else spec.config
-        given = changes.get("config", {})
-        assert isinstance(given, dict)
-        values["config"] = {**kept, **given}
+        own = changes.get("config", {})
+        assert isinstance(own, dict)
+        values["config"] = {**kept, **own}
     return replace(spec, **values)  # type: ignore[type-var]  # specs are dataclasses all
 
 
 def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    """Both changes; where they differ, the second ones."""
+    """Return both changes; where they differ, the second ones count."""
     merged = dict(first)
     for name, change in second.items():
         before = merged.get(name)
@@ -279,16 +264,16 @@ def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[s
     return merged
 
 
-# --- saying what is wrong ----------------------------------------------------------------------------------
+# --- error messages ----------------------------------------------------------------------------------------
 
 
 def _blamed(error: ConfigError) -> tuple[str, ...]:
-    """The path of the field that an error of `oobleck.job` begins with."""
+    """Return the path of the field that an error of `oobleck.job` begins with."""
     return tuple(str(error).partition(":")[0].split("."))
 
 
 def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
-    """The line of a key, or of the innermost mapping that would hold it."""
+    """Return the line of a key, or of the innermost mapping that would hold it."""
     line = tree.line
     for word in path:
         entries = tree.entries if isinstance(tree, YamlMapping) else ()
@@ -308,7 +293,7 @@ def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
 
 
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """All keys of a job with those of its sections, outer ones last."""
+    """Yield all keys of a job and of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
         if name in _NOT_IN_FILES:
             continue
@@ -335,7 +320,7 @@ def _shown(value: YamlValue) -> str:
 
 
 def _hint(expectation: str, value: YamlValue) -> str:
-    """What to write instead, where that is clear."""
+    """Return what to write instead, if that is clear."""
     if not isinstance(value, YamlScalar) or value.value is None:
         return ""
     if expectation == _KINDS[str]:

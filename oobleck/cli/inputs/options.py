@@ -61,7 +61,7 @@ class NodeOptions:
 class ReachOptions:
     """How nodes are logged in to, and what runs there."""
 
-    python: str | None = option("--python", "Python interpreter on the nodes; by default, the path of this one.")
+    python: str | None = option("--python", "FILE", "Python interpreter on the nodes; by default, this one's path.")
     ssh_config: Path | None = option(
         "--ssh-config",
         "FILE",

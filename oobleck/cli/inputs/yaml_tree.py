@@ -1,12 +1,11 @@
-"""YAML as a tree of values that remember their lines. It knows nothing of what the values are for.
+"""YAML as a tree of values that remember their lines. It does not know what the values are for.
 
-Plain words mean what YAML 1.2 says, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and
-`2024-01-01` are text. Underscores within numbers are allowed, as in Python. Nothing is ever constructed but
-the values below.
+Plain words follow YAML 1.2, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and `2024-01-01` are
+text. Underscores within numbers are allowed, as in Python. Only the values below are ever constructed.
 
-ruamel.yaml knows YAML 1.2 and lines too, and is not used: its values have lines only within lists and mappings, dates
-become objects, and it passes over unknown tags and over aliases within themselves, which a job file must not hold. What
-is refused here would have to be written on top of it just the same. `tests/test_libraries.py` holds this.
+ruamel.yaml knows YAML 1.2 and lines too, but its values have lines only within lists and mappings, it turns dates into
+objects, and it accepts unknown tags and aliases within themselves. Refusing these would need the same code on top of
+it. `tests/test_libraries.py` holds this.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class YamlScalar:
 
     value: bool | int | float | str | None
     text: str
-    """As it was written, without quotes."""
+    """As written, without quotes."""
     line: int
-    """From 1, here and below."""
+    """Counted from 1, here and below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class YamlList:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlMapping:
     entries: tuple[tuple[YamlScalar, YamlValue], ...]
-    """Keys are different texts."""
+    """No two keys have the same text."""
     line: int
 
 
@@ -49,7 +48,7 @@ YamlValue = YamlScalar | YamlList | YamlMapping
 
 
 class YamlError(Exception):
-    """What is wrong with a text, and in which line. Callers turn it into the error that fits the blame."""
+    """A problem of a text, with its line. Callers turn it into the error that fits the blame."""
 
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem)
@@ -57,10 +56,10 @@ class YamlError(Exception):
 
 
 def parse_yaml(text: str) -> YamlValue:
-    """Read one YAML document; an empty one is nothing (None).
+    """Read one YAML document; an empty one is None.
 
-    Raises YamlError for what is not YAML, for keys that are given twice or are not plain words, and for tags beyond
-    those of text, numbers, truth values, lists and mappings.
+    Raises YamlError for text that is not YAML, for keys that are given twice or are not plain words, and for tags other
+    than those of text, numbers, truth values, lists and mappings.
     """
     try:
         node = _compose(text)
@@ -115,7 +114,7 @@ class _Reader:
     def read(self, node: yaml.Node) -> YamlValue:
         """Raises YamlError."""
         if node in self._reading:
-            raise YamlError("this alias stands within what it is an alias of", _line(node))
+            raise YamlError("this alias lies within its own target", _line(node))
         if node not in self._read:
             self._reading.add(node)
             self._read[node] = self._convert(node)

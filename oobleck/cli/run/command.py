@@ -1,4 +1,4 @@
-"""`oobleck run`: a script that was written for torchrun, unmodified, on the nodes of any launcher."""
+"""`oobleck run`: runs an unmodified script that was written for torchrun, on the nodes of any launcher."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(
 ) -> None:
     """Run a script that was written for torchrun, on this machine or on the nodes of a hostfile.
 
-    It takes torchrun's options. When a process or a node fails, all processes start again on the nodes that are left,
-    within a fraction of a second: they are forked from one that has imported what the first ones have. A node that
-    comes takes part in the next start.
+    It takes torchrun's options. When a process or a node fails, all processes start again on the remaining nodes,
+    within a fraction of a second: they are forked from a process that has done the same imports. A new node takes part
+    in the next start.
     """
     try:
         line = options.parse_command_line(words or [], os.environ)
@@ -54,7 +54,8 @@ def run(
         spec = _spec_of(line, source)
     except ConfigError as error:
         raise UsageError(_by_option(str(error))) from error
-    base_dir = base_dir_of(_base_dir(given.get("--base-dir")))
+    named_dir = given.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
+    base_dir = base_dir_of(Path(named_dir) if named_dir else None)
     if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
         spec = replace(spec, tag=tag)
@@ -81,11 +82,6 @@ def run(
     )
 
 
-def _base_dir(given: str | None) -> Path | None:
-    named = given or os.environ.get(BASE_DIR_VARIABLE)
-    return Path(named) if named else None
-
-
 def _read_source(line: options.CommandLine) -> NodeSource:
     given = line.given
     hostfile = line.hostfile or given.get("--hostfile")
@@ -98,7 +94,7 @@ def _read_source(line: options.CommandLine) -> NodeSource:
         if line.nodes is not None and line.nodes[0] > 1:
             raise UsageError(
                 f"--nnodes: at least {line.nodes[0]} nodes are asked for, and none is named; name a hostfile before "
-                "the script, or virtual nodes with --local N: nobody has to start this command on each node"
+                "the script, or virtual nodes with --local N (this command is started once, not on each node)"
             )
         local = 1
     keys = given.get("--keys")
@@ -159,13 +155,13 @@ def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
 
 
 def _by_option(problem: str) -> str:
-    """What is wrong with a field of the specification, said of the option that gave it."""
+    """Return an error about a field of the specification as one about its option."""
     field, colon, rest = problem.partition(": ")
     option = f"--{field.removesuffix('_s').replace('_', '-')}"
     return f"{option}{colon}{rest}" if option in (*options.LAUNCHER_OPTIONS, *options.USED) else problem
 
 
 def _tag_of(command: str) -> str:
-    """A run is called as its script."""
+    """Name a run after its script."""
     name = Path(command).name.removesuffix(".py")
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"

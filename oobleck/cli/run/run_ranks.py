@@ -1,6 +1,6 @@
-"""Wires a run of a script together: its coordinator, master, cluster, journal, control socket, and what a person sees.
+"""Wires a run of a script together: its coordinator, master, cluster, journal, control socket and output.
 
-As `run_job` is for training. There is no dashboard: the script's own output is what a terminal is for.
+`run_job` does the same for training. There is no dashboard here: the terminal is for the script's own output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRun:
-    """What `oobleck run` was asked for."""
+    """A run that `oobleck run` has read and checked."""
 
     spec: RanksSpec
     source: NodeSource
@@ -56,20 +56,20 @@ class RanksRun:
     ssh_config: Path | None
     base_dir: Path
     check: bool
-    """Check nodes, unless they are virtual, before anything is started there."""
+    """Whether to check nodes first, unless they are virtual."""
     leaves_out_slow: bool
-    """Those that the check finds slow do not take part."""
+    """Whether nodes that this check finds slow do not take part."""
 
 
 def run_ranks(run: RanksRun) -> int:
-    """Run the script to its end; returns the exit code."""
+    """Run the script to its end; return the exit code."""
     limit = raise_descriptor_limit()
     num_nodes = len(run.source.names)
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.spec.tag)
     _check_states(run, directory)
     directory.create()
-    output = lasting(sys.stderr)  # what the script writes to standard output is all that goes there
+    output = lasting(sys.stderr)  # standard output is for the script's own output
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), wiring.background_logging():
@@ -84,7 +84,7 @@ def run_ranks(run: RanksRun) -> int:
 
 
 def _check_states(run: RanksRun, directory: RunDirectory) -> None:
-    """Raise UsageError for states of another script, as far as they can be seen from here; `load` sees all of them."""
+    """Raise UsageError for states of another script, as far as this machine has them; `load` checks all of them."""
     inherited = {**(os.environ if isinstance(run.source, VirtualOnes) else {}), **run.spec.environment}
     named = inherited.get(DIRECTORY_VARIABLE)
     states = Path(run.spec.directory, expand_user(named)) if named else directory.path / "checkpoints"
@@ -158,17 +158,16 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
 
 
 class _Screen:
-    """Writes what ranks have written where this command writes; a reader who is too slow misses some of it."""
+    """Writes the output of ranks to this command's own streams; a reader that is too slow misses some of it."""
 
     def __init__(self) -> None:
         self._waiting: deque[RankOutput] = deque(maxlen=_MOST_WAITING)
 
     def take(self, output: RankOutput) -> None:
-        """Have it written."""
         self._waiting.append(output)
 
     async def run(self) -> None:
-        """Write, until cancelled; what waits then is still written."""
+        """Write until cancelled, and then what still waits."""
         try:
             while True:
                 await self._write()
@@ -178,9 +177,9 @@ class _Screen:
                 await self._write()
 
     async def _write(self) -> None:
-        said, self._waiting = self._waiting, deque(maxlen=_MOST_WAITING)
+        written, self._waiting = self._waiting, deque(maxlen=_MOST_WAITING)
         for is_error, stream in ((False, sys.stdout), (True, sys.stderr)):
-            text = "".join(each.text for each in said if each.is_error == is_error)
+            text = "".join(each.text for each in written if each.is_error == is_error)
             if text:
                 await trio.to_thread.run_sync(_print, stream, text, abandon_on_cancel=True)
 
