@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TextIO
 
 import trio
-from rich.console import Console
 
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
@@ -30,14 +29,11 @@ from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
-from oobleck.runtime.cluster import SSHCluster
-from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.ui.live import say
 
@@ -78,8 +74,7 @@ def run_ranks(run: RanksRun) -> int:
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
     if end.exit_code != ExitCode.DONE:
-        told = Console(stderr=True)
-        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        wiring.complain(end.reason, style="red")
     return end.exit_code
 
 
@@ -99,28 +94,24 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
 
 async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
     spec = run.spec
-    nodes = wiring.open_nodes(
-        run.source, directory, spec.control, ssh_config=run.ssh_config, tell=lambda text: say(output, text)
+    opened = wiring.open_nodes(
+        run.source,
+        directory,
+        spec.control,
+        python=run.python,
+        ssh_config=run.ssh_config,
+        checks=run.check,
+        tell=lambda text: say(output, text),
+        runs_ranks=True,
     )
-    async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = wiring.remote_paths(directory, launcher, run.python)
-        connections = NodeConnections(launcher)
-        cluster = SSHCluster(
-            spec.tag,
-            launcher.nodes,
-            run_id=directory.run_id,
-            connections=connections,
-            paths=paths,
-            start_timeout_s=spec.control.start_timeout_s,
-            checks_returning=run.check and not launcher.are_virtual,
-            runs_ranks=True,
-        )
+    async with opened as nodes, trio.open_nursery() as nursery:
+        launcher, cluster = nodes.launcher, nodes.cluster
         known = await launcher.begin(waits=True)
         chosen: tuple[NodeSpec, ...] = known
         remarks: tuple[NodeLeftOut | Remark, ...] = ()
-        if run.check and not launcher.are_virtual:
+        if nodes.are_checked:
             say(output, f"oobleck run: checking {len(known)} nodes")
-            chosen, remarks = await wiring.check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
+            chosen, remarks = await nodes.check(known, leaves_out_slow=run.leaves_out_slow)
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
@@ -142,17 +133,13 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
             screen = _Screen()
             master.show_output(screen.take)
             await session.serve(directory.control_socket, remarks)
-            try:
-                async with trio.open_nursery() as watching:
-                    session.show(output, watching, plain=True)
-                    watching.start_soon(screen.run)
-                    end = await master.run()
-                    watching.cancel_scope.cancel()
-                if end.exit_code in wiring.ENDS_WELL:
-                    await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
-            finally:
-                with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
-                    await cluster.aclose()
+            async with trio.open_nursery() as watching:
+                session.show(output, watching, plain=True)
+                watching.start_soon(screen.run)
+                end = await master.run()
+                watching.cancel_scope.cancel()
+            if end.exit_code in wiring.ENDS_WELL:
+                await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
         nursery.cancel_scope.cancel()
     return end
 
