@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from oobleck import __version__
-from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of
+from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of, leaves_of
 from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
 Example = tuple[str, str]
@@ -366,7 +366,7 @@ def _report(error: OobleckError) -> ExitCode:
 
 def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
     """Report the errors of concurrent tasks: ours as messages, each once; a bug is raised as it is."""
-    leaves = list(_leaves(group))
+    leaves = leaves_of(group)
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return ExitCode.INTERRUPTED
     reported = [_of_file(leaf) if isinstance(leaf, OSError) and leaf.filename is not None else leaf for leaf in leaves]
@@ -375,11 +375,3 @@ def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
         raise group
     codes = [_report(error) for error in ours.values()]
     return codes[0]
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -25,7 +25,7 @@ from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
 from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
-from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError
+from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError, leaves_of
 from oobleck.host.script import SCRIPT_WAITS
 from oobleck.host.streams import Output, lasting
 from oobleck.host.user_path import expand_user
@@ -110,7 +110,7 @@ def _run_job(run: Run) -> int:
                 past = _Past(books=books, place=place)
                 end, summary = trio.run(_run, run, directory, output, clock, past, clock=clock)
             except BaseException as error:
-                if all(isinstance(leaf, wiring.MasterLeaves) for leaf in _leaves(error)):
+                if all(isinstance(leaf, wiring.MasterLeaves) for leaf in leaves_of(error)):
                     say(output, "oobleck up: SIGTERM: training continues without this master, and the next takes over")
                     return ExitCode.RESUMABLE
                 _tell_of_crash(run, error)
@@ -134,16 +134,9 @@ def _run_job(run: Run) -> int:
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors of an exception group, nested ones included, or the error itself."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for each in error.exceptions for leaf in _leaves(each)]
-
-
 def _tell_of_crash(run: Run, error: BaseException) -> None:
     """Tell the user what survives when the master crashes; errors that it reports on purpose are printed elsewhere."""
-    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in _leaves(error)):
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves_of(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60
     with suppress(OSError):  # standard error itself may be what broke

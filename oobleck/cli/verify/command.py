@@ -1,4 +1,4 @@
-"""`oobleck verify`: what the user asked for, both ways of training it, and what became of the comparison."""
+"""`oobleck verify`: reads what the user asks for, has it trained both ways, and prints the comparison."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def verify_first(source: JobSource, *, steps: int) -> None:
     """Verify a job before it runs. Raises SystemExit unless it trains as the script does by itself."""
     code = _verified(source, VerifyOptions(steps=steps), to_stderr=True)
     if code != ExitCode.DONE:
-        typer.echo("oobleck: --verify: it is not shown to train as the script does by itself; not started", err=True)
+        typer.echo("oobleck: --verify: training is not shown to equal the script by itself; not started", err=True)
         raise SystemExit(code)
 
 
@@ -96,9 +96,7 @@ def _asked(job: JobSpec, source: JobSource, options: VerifyOptions, began_s: flo
         if dtype not in ("float32", "float64", "bfloat16", "float16"):
             raise UsageError(f"--dtype: {dtype} is not known; it is one of float32, float64, bfloat16, float16")
         if is_of_trainer(job) and dtype not in ("float64", job.dtype):
-            raise UsageError(
-                f"--dtype: a Trainer says itself that it trains in {job.dtype}; float64 alone can be asked"
-            )
+            raise UsageError(f"--dtype: the Trainer itself chooses {job.dtype}; the only other choice is float64")
         if is_of_trainer(job) and job.dtype not in ("float32", "float64"):
             raise UsageError(f"--dtype: the script trains in {job.dtype}; leave its bf16 and fp16 out")
         job = replace(job, dtype=dtype)  # type: ignore[arg-type]  # checked just above
