@@ -16,8 +16,9 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.sim.trace import Trace
 
 from .chaos_run import LocalRun, Player, RunningRun, name_nodes, not_played
-from .common_options import REQUIRED, BaseDirOption, TagOption, argument, base_dir_of, flag, option, takes_options
+from .common_options import BaseDirOption, TagOption, base_dir_of
 from .inputs import NUM_SPARE_NODES, JobOptions, JobSource, read_job, whole
+from .option_fields import argument, flag, option, takes_options
 from .trace import read_trace
 
 _LOCAL_TAG = "chaos"
@@ -34,7 +35,7 @@ class _Job(JobOptions):
 class ChaosOptions:
     """What `oobleck chaos` was called with."""
 
-    trace_file: Path = argument("TRACE", "A failure trace; see `oobleck trace`.", default=REQUIRED)
+    trace_file: Path = argument("TRACE", "A failure trace; see `oobleck trace`.", default=...)
     local: int | None = option("--local", "N", "Play it on a new run of N virtual nodes.", parser=whole(1, MAX_NODES))
     tag: TagOption = None
     speedup: float = option("--speedup", "X", "Play it X times as fast.", default=1.0)

@@ -12,7 +12,8 @@ from oobleck.errors import ExitCode, UsageError
 from oobleck.json_table import to_json
 
 from . import inputs
-from .common_options import BaseDirOption, JsonOption, argument, base_dir_of, option, takes_options
+from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .option_fields import argument, option, takes_options
 
 if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport

@@ -9,7 +9,7 @@ from pathlib import Path
 from oobleck.errors import UsageError
 from oobleck.host.writing import write_in_place
 
-from .common_options import option
+from .option_fields import option
 
 
 @dataclass(frozen=True, kw_only=True)

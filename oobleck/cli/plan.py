@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from oobleck.errors import UsageError
 
 from . import inputs
-from .common_options import REQUIRED, JsonOption, option, takes_options
+from .common_options import JsonOption
+from .option_fields import option, takes_options
 from .pictures import PictureOptions
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class PlanOptions:
         "--nodes",
         "N",
         "Nodes to plan for: 16 (node0, node1, …), or of several kinds: A100:16,A40:16x4 (A100-0, …).",
-        default=REQUIRED,
+        default=...,
     )
     planning: inputs.PlanningOptions
     schedule: str = option(

@@ -10,8 +10,9 @@ import typer
 
 from oobleck.errors import UsageError
 
-from .common_options import BaseDirOption, JsonOption, argument, base_dir_of, flag, option, takes_options
+from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import JobSource, read_job, whole
+from .option_fields import argument, flag, option, takes_options
 from .pictures import write_output
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from oobleck.job import MAX_STEPS, ScalingSpec
 from oobleck.runtime.files import read_input
 
 from . import inputs
-from .common_options import REQUIRED, JsonOption, option, takes_options
+from .common_options import JsonOption
 from .inputs import duration_s
+from .option_fields import option, takes_options
 from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
@@ -39,7 +40,7 @@ _MAX_SPARES = 1_024
 class SimOptions:
     """What `oobleck sim` was called with."""
 
-    failures: Path = option("--failures", "FILE", "Failure trace; see `oobleck trace`.", default=REQUIRED)
+    failures: Path = option("--failures", "FILE", "Failure trace; see `oobleck trace`.", default=...)
     planning: inputs.PlanningOptions
     nodes: str | None = option(
         "--nodes",

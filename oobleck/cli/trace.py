@@ -13,8 +13,9 @@ from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-from .common_options import REQUIRED, JsonOption, argument, flag, option, takes_options
+from .common_options import JsonOption
 from .inputs import MAX_SEED, duration_s, real, whole
+from .option_fields import argument, flag, option, takes_options
 from .pictures import write_output
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class GenerateOptions:
     """What `oobleck trace generate` was called with."""
 
     nodes: int = option(
-        "--nodes", "N", "Nodes of the cluster: node0, node1, …", default=REQUIRED, parser=whole(1, MAX_NODES)
+        "--nodes", "N", "Nodes of the cluster: node0, node1, …", default=..., parser=whole(1, MAX_NODES)
     )
     duration: float = option(
-        "--duration", "TIME", "Length of the trace: 10m, 3.1h, 54d.", default=REQUIRED, parser=duration_s
+        "--duration", "TIME", "Length of the trace: 10m, 3.1h, 54d.", default=..., parser=duration_s
     )
     preset: str | None = option(
         "--preset",
@@ -83,7 +84,7 @@ def generate_trace(options: GenerateOptions) -> None:
 class ConvertOptions:
     """What `oobleck trace convert` was called with."""
 
-    file: Path = argument("FILE", "A public trace.", default=REQUIRED)
+    file: Path = argument("FILE", "A public trace.", default=...)
     format_name: str | None = option(
         "--format", "NAME", "oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default."
     )

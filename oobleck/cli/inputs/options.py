@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from oobleck.cli.common_options import REQUIRED, flag, option
+from oobleck.cli.option_fields import flag, option
 from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES, DataSpec, JobSpec, ScheduleName
@@ -103,9 +103,7 @@ class PlanningOptions:
     devices_per_node: int = option(
         "--gpus-per-node", "G", "Devices of each node.", default=1, parser=whole(1, MAX_DEVICES)
     )
-    global_batch: int = option(
-        "--global-batch", "B", "Samples in one step.", default=REQUIRED, parser=whole(1, _MAX_BATCH)
-    )
+    global_batch: int = option("--global-batch", "B", "Samples in one step.", default=..., parser=whole(1, _MAX_BATCH))
     microbatch: int | None = option(
         "--microbatch", "b", "Samples in one microbatch; a profile sets its own.", parser=whole(1, _MAX_BATCH)
     )

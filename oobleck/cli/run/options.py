@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from oobleck.cli.common_options import declared_options
 from oobleck.cli.inputs import NodeOptions, ReachOptions
+from oobleck.cli.option_fields import declared_options
 from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
 from oobleck.job import MAX_NODES

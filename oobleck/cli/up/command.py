@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.cli import inputs
-from oobleck.cli.common_options import base_dir_of, takes_options
+from oobleck.cli.common_options import base_dir_of
+from oobleck.cli.option_fields import takes_options
 from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec

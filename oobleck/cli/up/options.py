@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from oobleck.cli import inputs
-from oobleck.cli.common_options import BaseDirOption, JsonOption, argument, flag, option
+from oobleck.cli.common_options import BaseDirOption, JsonOption
+from oobleck.cli.option_fields import argument, flag, option
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import CheckpointSpec, JobSpec
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from oobleck.cli.common_options import JsonOption, argument, option, takes_options
+from oobleck.cli.common_options import JsonOption
 from oobleck.cli.inputs import JobOptions, JobSource, read_job
+from oobleck.cli.option_fields import argument, option, takes_options
 from oobleck.errors import ExitCode, UsageError, UserError
 from oobleck.job import JobSpec
 
