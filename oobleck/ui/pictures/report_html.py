@@ -1,12 +1,12 @@
-"""A run as one HTML page that needs nothing else: what it did over time, what went wrong, and what that cost.
+"""A run as one self-contained HTML page: what it did over time, what went wrong, and what that cost.
 
-Everything that comes from elsewhere (names, errors, reasons) is escaped; there is no script.
+Every text from elsewhere (names, errors, reasons) is escaped; the page has no script.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
@@ -38,8 +38,7 @@ _STATE_WORDS = {
 
 
 def report_html(history: journal.History, summary: journal.Summary, incidents: Iterable[journal.Incident]) -> str:
-    """Write the page; O(what is shown), which is bounded for each section."""
-    told = tuple(incidents)
+    """Write the page. The cost is in proportion to its sections, whose length is bounded."""
     title = f"Oobleck: {summary.tag or 'a run'}"
     body = "".join(
         (
@@ -47,7 +46,7 @@ def report_html(history: journal.History, summary: journal.Summary, incidents: I
             _time(history, summary) if history.script is None else "",
             _throughput(history, summary),
             _losses(history),
-            _incidents(told),
+            _incidents(tuple(incidents)),
             _recoveries(summary.recoveries),
             _plans(history),
             _generations(history),
@@ -92,7 +91,7 @@ def _job_facts(summary: journal.Summary) -> tuple[tuple[str, str], ...]:
 
 
 def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[tuple[str, str], ...]:
-    """Steps, losses and where the time went are a script's own: nobody here knows them."""
+    # Only the script itself knows its steps and losses.
     newest = history.generations[-1] if history.generations else None
     return (
         ("generations", formatting.count_text(history.num_generations)),
@@ -102,7 +101,6 @@ def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[t
 
 
 def _state(history: journal.History, summary: journal.Summary) -> str:
-    """How the run stands, in a word's colour and its own words."""
     if summary.exit_code is None:
         kind, text = "on", "continues"
     else:
@@ -113,12 +111,12 @@ def _state(history: journal.History, summary: journal.Summary) -> str:
 
 
 def _with_commands(text: str) -> str:
-    """A text as HTML; what stands between backticks is a command."""
+    """Return a text as HTML, with commands between backticks as code."""
     return _COMMAND.sub(r"<code>\1</code>", escape(text))
 
 
 def _moment_text(moment: str) -> str:
-    """An ISO 8601 moment to the second, in UTC."""
+    """Return an ISO 8601 moment to the second, in UTC."""
     try:
         return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:
@@ -132,7 +130,7 @@ def _footer(history: journal.History) -> str:
 
 
 def _time(history: journal.History, summary: journal.Summary) -> str:
-    """The goodput bar: shares of the elapsed time, which sum to it; and what nodes were there for."""
+    """Return the goodput bar, which divides the elapsed time, and the node-hours."""
     split = history.split
     states = {"useful": split.useful_s, **split.downtime_s}
     shown = [(state, seconds) for state, seconds in states.items() if seconds > 0]
@@ -258,19 +256,23 @@ def _recoveries(recoveries: tuple[journal.RecoverySummary, ...]) -> str:
         return ""
     headers = ("detect", "decide", "copy", "stall", "moved", "redone")
     head = "<th>at</th><th>what</th>" + "".join(f'<th class="num">{name}</th>' for name in headers)
-    rows = "".join(
-        f'<tr><td>{formatting.duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
+    rows = [
+        f'<td>{formatting.duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
         + "".join(
             f'<td class="num" data-name="{name}">{escape(text)}</td>'
             for name, text in zip(headers, _recovery_costs(done), strict=True)
         )
-        + "</tr>"
         for done in recoveries[-_MAX_ROWS:]
-    )
+    ]
+    title = f"<h2>Recoveries and planned changes</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
+    return f"<section>{title}{_table(head, rows, style='recoveries')}</section>"
+
+
+def _table(head: str, rows: Iterable[str], *, style: str) -> str:
+    """Return a table of rows of cells that scrolls if it is too wide."""
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
-        f"<section><h2>Recoveries and planned changes</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
-        f'<div class="scroll"><table class="recoveries"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
+        f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -316,20 +318,16 @@ def _plan(adopted: journal.PlanAdopted, *, is_open: bool) -> str:
 
 
 def _generations(history: journal.History) -> str:
-    """A script's generations: when each was formed and why, and its ranks on each node."""
     if not history.generations:
         return ""
-    rows = "".join(
-        f"<tr><td>{formatting.duration_text(formed.t_s)}</td><td>{formed.generation}: "
-        f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td></tr>"
+    rows = (
+        f"<td>{formatting.duration_text(formed.t_s)}</td><td>{formed.generation}: "
+        f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td>"
         for formed in history.generations
     )
     left_out = _left_out(history.num_generations, len(history.generations))
-    head = "<th>at</th><th>generation</th><th>ranks</th>"
-    return (
-        f'<section><h2>Generations</h2>{left_out}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
-    )
+    table = _table("<th>at</th><th>generation</th><th>ranks</th>", rows, style="generations")
+    return f"<section><h2>Generations</h2>{left_out}{table}</section>"
 
 
 def _ranks_text(nodes: tuple[journal.NodeRanks, ...]) -> str:
@@ -340,19 +338,13 @@ def _ranks_text(nodes: tuple[journal.NodeRanks, ...]) -> str:
 
 
 def _pipeline(index: int, pipeline: Pipeline) -> str:
-    return "".join(_pipeline_parts(index, pipeline))
-
-
-def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
-    yield f'<div class="pipeline"><b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>'
-    for stage in pipeline.stages:
-        layers = formatting.chunks_text((chunk.start, chunk.stop) for chunk in stage.chunks)
-        share = len(stage.layers)
-        yield (
-            f'<div class="stage" style="flex-grow:{share}">{escape(stage.worker_ids[0].node)}'
-            f"<small>layers {layers}</small></div>"
-        )
-    yield "</div>"
+    stages = "".join(
+        f'<div class="stage" style="flex-grow:{len(stage.layers)}">{escape(stage.worker_ids[0].node)}'
+        f"<small>layers {formatting.chunks_text((each.start, each.stop) for each in stage.chunks)}</small></div>"
+        for stage in pipeline.stages
+    )
+    title = f"<b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>"
+    return f'<div class="pipeline">{title}{stages}</div>'
 
 
 def _left_out(count: int, shown: int) -> str:
