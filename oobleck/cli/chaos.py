@@ -67,13 +67,15 @@ def chaos(options: ChaosOptions) -> None:
     if local is None:
         if own:
             raise UsageError("--job, --set, --steps, --plain and --summary are of a new run; name one with --local N")
-        _play_on_running(trace, RunningRun(find_run(base, options.tag)), speedup)
+        running = RunningRun(find_run(base, options.tag))
+        _play(trace, Player(running, name_nodes(trace, running.nodes), speedup=speedup, tell=_say), _say)
         return
     if options.steps is None:
         own += ["--steps", str(_ENDLESS_STEPS)]
     there = [f"node{index}" for index in range(local + NUM_SPARE_NODES)]
     names = name_nodes(trace, there[:local], there[local:])
-    tell = _keep_quiet if sys.stdout.isatty() and not options.plain else _say
+    has_dashboard = sys.stdout.isatty() and not options.plain  # it lists the events itself
+    tell = (lambda text: None) if has_dashboard else _say
     run = LocalRun(RunDirectory(base_dir=base, tag=options.tag or _tag_of(options.job)), ["--local", str(local), *own])
     with run.ended_with_us():
         if run.wait_for_training():
@@ -95,10 +97,6 @@ def _tag_of(asked: JobOptions) -> str:
     return _LOCAL_TAG if job.tag == JobSpec().tag else job.tag
 
 
-def _play_on_running(trace: Trace, run: RunningRun, speedup: float) -> None:
-    _play(trace, Player(run, name_nodes(trace, run.nodes), speedup=speedup, tell=_say), _say)
-
-
 def _play(trace: Trace, player: Player, tell: Callable[[str], None]) -> None:
     if (words := not_played(trace)) is not None:
         tell(words)
@@ -108,7 +106,3 @@ def _play(trace: Trace, player: Player, tell: Callable[[str], None]) -> None:
 def _say(text: str) -> None:
     typer.echo(f"chaos: {text}")
     sys.stdout.flush()
-
-
-def _keep_quiet(_text: str) -> None:
-    """Leave the terminal to the dashboard, which lists the events."""

@@ -53,7 +53,9 @@ def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, bas
     """Show what is in a checkpoint: its step, its layers, their tensors. Reads no data."""
     directory, manifest = _one(where, base_dir)
     if as_json:
-        typer.echo(json.dumps({"path": str(directory.path / manifest.name), **_as_dict(manifest)}, indent=2))
+        written = to_builtins(manifest)
+        assert isinstance(written, dict)
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), **written}, indent=2))
         return
     loss = "unknown" if manifest.loss is None else f"{manifest.loss:.6g}"
     typer.echo(f"{directory.path / manifest.name}")
@@ -205,12 +207,6 @@ def _listed(directory: CheckpointDirectory, entry: FoundManifest) -> dict[str, o
         "damaged": entry.is_damaged,
         "problem": entry.problem,
     }
-
-
-def _as_dict(manifest: Manifest) -> dict[str, object]:
-    written = to_builtins(manifest)
-    assert isinstance(written, dict)
-    return written
 
 
 def _mib(size_bytes: int) -> str:

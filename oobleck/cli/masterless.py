@@ -62,21 +62,16 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
     else:
         state = f"its nodes ({shown}) continue for up to {minutes} without one"
         then = "ends its processes and starts them again" if is_script else "takes it over"
+    is_a_persons = run.command and "--until-eof" not in run.command
+    command = run.command if is_a_persons else "that of the program that started it"
     return (
         f"run {run.tag} has no master: {_whereabouts(run)}, and its journal ended {duration_text(silent_s)} ago"
-        f"{where}; {state}. The same command {then}: {_command(run)}"
+        f"{where}; {state}. The same command {then}: {command}"
     )
 
 
-def _command(run: RunDirectory) -> str:
-    """Return the command that a person ran; a run that a program started has none."""
-    is_a_persons = run.command and "--until-eof" not in run.command
-    return run.command if is_a_persons else "that of the program that started it"
-
-
 def _whereabouts(run: RunDirectory) -> str:
-    master = run.master
-    if master is None:
+    if (master := run.master) is None:
         return "none has started"
     if master.is_of_this_boot:
         return f"process {master.pid} has died"

@@ -1,4 +1,4 @@
-"""What a run did over time, as values that all drawings of it share."""
+"""The course of a run over time, as values that all drawings of it share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "starting": ("starting", "#79706e"),
     "idle": ("too few nodes", "#bab0ac"),
 }
-"""What a run may be doing: words and a colour. Told apart by the colour-blind, and by their brightness in print."""
+"""Keyed by activity: words and a colour. Colour-blind people can distinguish them, and so can print, by brightness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,12 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPanel:
-    """One run."""
-
     name: str
     about: str
     duration_s: float
     bands: Sequence[Band]
     num_nodes: Sequence[tuple[float, int]]
-    """(seconds, nodes there from then on)."""
+    """(seconds, number of nodes from then on)."""
     samples_per_s: float
-    """Committed samples over all of the time."""
+    """Committed samples, divided by the whole time."""
     summary: Summary

@@ -1,4 +1,4 @@
-"""Traces and simulated runs on the terminal: tables of numbers, and what there was when, as columns of characters."""
+"""Traces and simulated runs on the terminal: tables of numbers, and charts of characters."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def step_chart(
     top: float | None = None,
     style: str = "cyan",
 ) -> list[Text]:
-    """Draw a quantity that keeps each value until the next point, in columns, each the mean over its share of the time.
+    """Draw a quantity that keeps each value until the next point, in columns of its mean.
 
-    `points` are (seconds, value), growing; `width` counts the labels in. `top` is the value at the top, by default
-    the greatest of all.
+    `points` are (seconds, value) in order; `width` includes the labels. `top` is the value at the top, by default the
+    greatest of all.
     """
     highest = top if top is not None else max((value for _, value in points), default=0.0)
     label = f"{highest:,.4g} {unit}" if highest < 1000 else f"{highest:,.0f} {unit}"
@@ -109,7 +109,7 @@ def step_chart(
 
 
 def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:
-    """Return the mean of each of so many equal parts of the time; O(points + columns)."""
+    """Return the mean over each of `columns` equal parts of the time; O(points + columns)."""
     sums = [0.0] * columns
     each_s = duration_s / columns
     for (since_s, value), (until_s, _) in pairwise([*points, (duration_s, 0.0)]):

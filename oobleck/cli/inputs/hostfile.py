@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import chain, product, takewhile, zip_longest
@@ -150,7 +150,7 @@ def _parse_line(line: str) -> _Entry | None:
         port=_number("port", settings["port"], least=1, most=65_535) if "port" in settings else None,
         num_devices=num_devices,
         devices=devices,
-        device=_device(settings["device"]) if "device" in settings else DEFAULT_KIND,
+        device=_device(settings.get("device", DEFAULT_KIND)),
         addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
 
@@ -216,7 +216,14 @@ def _hosts(pattern: str) -> tuple[str, ...]:
     ranges = [[_ends(part, pattern) for part in piece.split(",")] for piece in pieces[1::2]]
     if prod(sum(last - int(first) + 1 for first, last in parts) for parts in ranges) > MAX_NODES:
         raise ConfigError(f"{pattern} names more than {MAX_NODES} nodes")
-    choices = [[number for first, last in parts for number in _numbers(first, last)] for parts in ranges]
+    choices = [
+        [
+            str(number).zfill(len(first)) if first.startswith("0") else str(number)
+            for first, last in parts
+            for number in range(int(first), last + 1)
+        ]
+        for parts in ranges
+    ]
     hosts = tuple(
         "".join(chain.from_iterable(zip_longest(pieces[::2], numbers, fillvalue=""))) for numbers in product(*choices)
     )
@@ -248,12 +255,6 @@ def _is_ip_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _numbers(first: str, last: int) -> Iterator[str]:
-    """Yield the numbers of a range, padded with zeros if the first one is."""
-    width = len(first) if first.startswith("0") else 0
-    return (str(number).zfill(width) for number in range(int(first), last + 1))
 
 
 def _check_host(pattern: str) -> None:

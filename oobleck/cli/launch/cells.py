@@ -15,7 +15,7 @@ import symtable
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from oobleck.errors import ConfigError
 
@@ -25,8 +25,10 @@ _PLAIN = (bool, int, str, bytes, type(None))
 
 def is_of_a_cell(value: object) -> bool:
     """Return whether a notebook's cell defines this function or class."""
-    shell = _shell()
-    return shell is not None and getattr(value, "__module__", None) == _MAIN and _cell_of(value) is not None
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None or getattr(value, "__module__", None) != _MAIN:
+        return False
+    return _cell_of(value) is not None
 
 
 def cell_text(values: Sequence[object]) -> str:
@@ -90,11 +92,6 @@ def _import(name: str, module: types.ModuleType) -> str:
 _MISSING = object()
 
 
-def _shell() -> object | None:
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
-
-
 def _namespace() -> dict[str, object]:
     return vars(sys.modules[_MAIN])
 
@@ -102,7 +99,9 @@ def _namespace() -> dict[str, object]:
 def _cell_of(value: object) -> str | None:
     """Return the text of the cell that defines a function or class."""
     name = getattr(value, "__name__", "")
-    files = dict.fromkeys(code.co_filename for code in _codes(value))
+    members = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)] if callable(value) else []
+    codes = (getattr(member, "__code__", None) for member in members)
+    files = dict.fromkeys(code.co_filename for code in codes if isinstance(code, types.CodeType))
     texts = ["".join(linecache.getlines(file)) for file in files]
     if isinstance(value, type):
         texts += reversed(_cells())  # a class without methods does not know its file
@@ -113,14 +112,6 @@ def _cells() -> list[str]:
     """Return the cells that were run, oldest first, from IPython's own list."""
     cells = _namespace().get("In")
     return [text for text in cells if isinstance(text, str)] if isinstance(cells, list) else []
-
-
-def _codes(value: object) -> Iterator[types.CodeType]:
-    if isinstance(value, types.FunctionType):
-        yield inspect.unwrap(value).__code__
-    for member in vars(value).values() if isinstance(value, type) else ():
-        if isinstance(code := getattr(member, "__code__", None), types.CodeType):
-            yield code
 
 
 def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:

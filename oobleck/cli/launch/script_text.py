@@ -12,8 +12,8 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from oobleck.errors import ConfigError
@@ -54,18 +54,16 @@ def _job_call(job: Job, sources: _Sources) -> str:
             "callbacks: these objects live in this process alone; give launch() a function that makes them and returns "
             "the Job"
         )
+    # The `Job` has added settings for its functions, which it will add again.
+    own = {name: value for name, value in job.settings.items() if name not in job.made}
+    if "data" in job.made and "data" in job.settings:
+        own["streaming"] = True
     try:
-        settings = json.dumps(_own_settings(job))
+        settings = json.dumps(own)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the Job given to launch(): a setting is not a plain value: {error}") from error
     made = "".join(f", {name}={sources.expression(value, name)}" for name, value in job.made.items())
     return f"Job(**json.loads({settings!r}){made})"
-
-
-def _own_settings(job: Job) -> dict[str, object]:
-    """Return the settings as the `Job` received them, without those that it has added for its functions."""
-    settings: dict[str, object] = {name: value for name, value in job.settings.items() if name not in job.made}
-    return settings | ({"streaming": True} if "data" in job.made and "data" in job.settings else {})
 
 
 class _Sources:
@@ -90,21 +88,19 @@ class _Sources:
     def expression(self, value: object, role: str) -> str:
         """Return an expression for this function, once the modules are made. Raises ConfigError."""
         if isinstance(value, partial):
-            return self._of_partial(value, role)
+            try:
+                bound = json.dumps([value.args, value.keywords])
+            except (TypeError, ValueError) as error:
+                problem = f"an argument of the partial function is not a plain value: {error}"
+                raise ConfigError(f"{role}: {problem}") from error
+            function = self.expression(value.func, role)
+            return f"(lambda given: functools.partial({function}, *given[0], **given[1]))(json.loads({bound!r}))"
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             raise _lost(role, value, "an object of this process alone")
         if "<" in name or _found(sys.modules.get(module), name) is not value:
             raise _lost(role, value, "not at the top level of a file")
         return f"{self._variable(module, value, role)}.{name}"
-
-    def _of_partial(self, value: partial[object], role: str) -> str:
-        try:
-            given = json.dumps([value.args, value.keywords])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{role}: an argument of the partial function is not a plain value: {error}") from error
-        function = self.expression(value.func, role)
-        return f"(lambda given: functools.partial({function}, *given[0], **given[1]))(json.loads({given!r}))"
 
     def _variable(self, module: str, value: object, role: str) -> str:
         if module != _MAIN:
@@ -128,7 +124,9 @@ class _Sources:
         return "main"
 
     def _imported(self, module: str, value: object, role: str) -> str:
-        spec = _spec_of(module)
+        spec = None
+        with suppress(ImportError, ValueError):  # a module that was made by hand, and not imported
+            spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             raise _lost(role, value, f"in {module}, which no file has")
         variable = "module_" + module.replace(".", "__")
@@ -139,13 +137,6 @@ class _Sources:
         if not is_installed and str(root) not in self._roots:  # nodes must have installed packages themselves
             self._roots.append(str(root))
         return variable
-
-
-def _spec_of(module: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a module that was made by hand, and not imported
-        return None
 
 
 def _found(module: types.ModuleType | None, name: str) -> object:
