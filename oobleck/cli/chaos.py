@@ -84,7 +84,6 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _options_of_the_run(options: ChaosOptions) -> list[str]:
-    """Return the options that are handed on to `oobleck up`."""
     words = [f"--set={setting}" for setting in options.job.settings or []]
     for name, value in (("--job", options.job.job_file), ("--summary", options.summary), ("--steps", options.steps)):
         words += [] if value is None else [f"{name}={value}"]

@@ -159,7 +159,6 @@ def _of_run(run: RunDirectory) -> CheckpointDirectory:
 
 
 def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
-    """Return the directories of all runs, each once."""
     base = base_dir_of(base_dir)
     runs = {path.parent for path in (*base.glob("*/checkpoints"), *base.glob("*/journal.jsonl"))}
     found: dict[Path, CheckpointDirectory] = {}

@@ -99,7 +99,6 @@ def stop(
 def _ask(
     asked: control_client.ControlRequest, tag: str | None, base_dir: Path | None
 ) -> tuple[str, Mapping[str, object]]:
-    """Ask the run with this tag, or the only one; return its tag and its answer."""
     run = _find(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
 

@@ -101,7 +101,6 @@ def _check_paths(job: JobSpec, resume: str) -> None:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Return whether a path is a complete checkpoint, or a directory that has one."""
     if (path / MANIFEST_NAME).exists():
         return any(entry.manifest and entry.name == path.name for entry in CheckpointDirectory(path.parent).find())
     return any(entry.manifest for entry in CheckpointDirectory(path).find())
@@ -134,7 +133,6 @@ def _is_known(device: str) -> bool:
 def _one_kind(
     job: JobSpec, base_dir: Path, shape: _Shape, find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
-    """Return the kind of all nodes, and whether its times are measured or estimated."""
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
     directory, outline = RunDirectory(base_dir=base_dir, tag=job.tag).profile, find_outline(job)
@@ -149,7 +147,6 @@ def _one_kind(
 def _several_kinds(
     job: JobSpec, shapes: Collection[_Shape], find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
-    """Return the kinds of nodes, estimated by the data sheets of the devices that have one."""
     check_possible(job, kinds=[shape.kind for shape in shapes])
     unknown = sorted({shape.device for shape in shapes if not _is_known(shape.device)})
     if unknown and job.device != "cpu":
@@ -223,7 +220,6 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
 
 
 def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
-    """Return a profile with the memory that each device of the job has."""
     device = profile.device
     memory_bytes = job.device_memory_bytes or (
         this_machine().usable_memory_bytes // num_local if num_local else device.memory_bytes

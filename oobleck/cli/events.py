@@ -84,7 +84,6 @@ def _to_json(incident: journal.Incident) -> dict[str, object]:
 
 
 def _finding_to_json(finding: journal.Finding) -> dict[str, object]:
-    """Return a finding with the journal entry that is its evidence."""
     return {
         "t_s": finding.t_s,
         "failure": finding.failure,

@@ -315,7 +315,6 @@ def _application(
 
 
 def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Sequence[str]) -> None:
-    """Add commands to an application, and load the one that the first word names."""
     asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     for command in commands:
         is_asked = asked < len(words) and words[asked] == command.name

@@ -50,7 +50,6 @@ def node(
 
 
 def _this_machine() -> str:
-    """Return this node's line of a hostfile, with its devices if the environment names them."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     num_devices = os.environ.get("SLURM_GPUS_ON_NODE", "")
     slots = f" slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else ""

@@ -74,7 +74,6 @@ def profile(options: ProfileOptions) -> None:
 
 
 def _parse_words(words: list[str], settings: list[str]) -> JobSource:
-    """Tell a job file from a script with its arguments."""
     if words and words[0].endswith(".py"):
         return JobSource(script=Path(words[0]), arguments=tuple(words[1:]), settings=settings)
     if len(words) > 1:

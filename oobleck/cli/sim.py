@@ -130,7 +130,6 @@ def sim(options: SimOptions) -> None:
 
 
 def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:
-    """Return the trace on these nodes, and the number of each kind, if there are several kinds."""
     from oobleck.sim.trace import with_kinds, with_nodes
 
     counts = None if nodes is None else inputs.parse_nodes(nodes)
@@ -252,7 +251,6 @@ def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float
 
 @contextmanager
 def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar while the block runs, if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -291,7 +289,6 @@ def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
 
 
 def _summaries(outcomes: list[Outcome]) -> str:
-    """Return the summary of one policy as it is, or those of several keyed by their names."""
     if len(outcomes) == 1:
         return outcomes[0].summary.to_json() + "\n"
     return json.dumps({each.policy: json.loads(each.summary.to_json()) for each in outcomes}, indent=2) + "\n"

@@ -169,7 +169,6 @@ def _model(options: GenerateOptions) -> FailureModel:
 
 
 def _changed(model: FailureModel, options: GenerateOptions) -> FailureModel:
-    """Return the model with the values of the options in place of its own."""
     from oobleck.sim.trace import FailSlow
 
     if options.shape is not None:

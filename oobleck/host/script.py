@@ -111,7 +111,6 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_kinds(**arguments: object) -> None:
-    """Raise ConfigError for an argument of another type than settings or a function."""
     for name, value in arguments.items():
         kinds, expected = _KINDS[name]
         if value is not None and not callable(value) and not isinstance(value, kinds):
@@ -160,7 +159,6 @@ def run_script(script: ScriptSpec) -> Job:
 
 
 def _run_to_train(script: ScriptSpec) -> Job:
-    """Run a script until it hands a trainer over, which ends it."""
     reached: list[Any] = []
 
     def end(trainer: Any) -> None:

@@ -62,7 +62,6 @@ def _complaints(report: CheckReport) -> Iterator[Text]:
 
 
 def _speeds(node: CheckedNode) -> Text | None:
-    """Return the range of speeds of a node's GPUs."""
     products = sorted(each.product_flops for each in node.gpus if each.product_flops is not None)
     copies = sorted(each.memory_bytes_per_s for each in node.gpus if each.memory_bytes_per_s is not None)
     if not products or not copies:
@@ -74,7 +73,6 @@ def _speeds(node: CheckedNode) -> Text | None:
 
 
 def _exchanges(report: CheckReport) -> Text:
-    """Return the range of speeds between pairs."""
     if not report.exchanges:
         return Text("no two nodes have exchanged anything")
     rates = sorted(_EXCHANGE_BYTES / seconds for _, _, _, seconds in report.exchanges)

@@ -121,7 +121,6 @@ def _title(snapshot: RunSnapshot, width: int) -> Text:
 
 
 def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
-    """Return labelled values, in as many lines as they need."""
     steps = (
         ("step", f"{snapshot.step}/{snapshot.max_steps}"),
         ("loss", "–" if snapshot.loss is None else f"{snapshot.loss:.4f}"),

@@ -41,7 +41,6 @@ def _lines(incident: journal.Incident) -> Iterator[str]:
 
 
 def _told(label: str, texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts below each other, the first next to its label."""
     for text in texts:
         yield f"    {label:8}{text}"
         label = ""

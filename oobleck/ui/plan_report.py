@@ -324,7 +324,6 @@ def _by_action(cases: Sequence[LossCase]) -> Iterator[tuple[Text, list[LossCase]
 
 
 def _worst(report: PlanReport, cases: Sequence[LossCase]) -> tuple[str, str, str, str]:
-    """Return an example, the change of the step time, and bytes and seconds of copying: the worst of each."""
     decided = [(case, case.decision) for case in cases if case.decision is not None]
     if not decided:
         return " + ".join(cases[0].lost), "–", "–", "–"

@@ -56,8 +56,6 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A period in `columns` equal parts."""
-
     start_s: float
     column_s: float
     columns: int

@@ -140,7 +140,6 @@ def _wait_until_it_listens(directory: RunDirectory, process: subprocess.Popen[by
 
 
 def _freeze(pid: int, frozen_s: float) -> None:
-    """Stop a process for a while; do nothing if it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -72,8 +72,6 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One line."""
-
     hosts: tuple[str, ...]
     user: str | None
     port: int | None
@@ -124,7 +122,6 @@ class _Taken:
 
 
 def _parse_line(line: str) -> _Entry | None:
-    """Read one line; None if it names no node."""
     # Only a word that begins with # begins a comment.
     words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
     if not words:

@@ -9,28 +9,18 @@ They become the job's own keys before anything else is read, so that lines and e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+
+from oobleck.job import OptimizerSpec
 
 from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
 
-_OPTIMIZER = (
-    "optim",
-    "optim_args",
-    "learning_rate",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-)
 _DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
 _PLACES: dict[str, tuple[str, ...]] = {
     **{key: ("checkpoint", key) for key in _CHECKPOINT},
     **{key: ("data", key) for key in _DATA},
-    **{key: ("optimizer", key) for key in _OPTIMIZER},
+    **{part.name: ("optimizer", part.name) for part in fields(OptimizerSpec)},
     "per_device_train_batch_size": ("microbatch_size",),
     "gradient_checkpointing": ("activation_checkpointing",),
     "torch_compile": ("compile",),
@@ -63,7 +53,6 @@ def in_own_words(tree: YamlValue) -> YamlValue:
 
 
 def _placed(tree: YamlMapping) -> Iterator[_Entry]:
-    """Yield the entries with their paths in a job."""
     for key, value in tree.entries:
         if key.text == "job" and isinstance(value, YamlMapping):
             yield from _placed(value)
@@ -104,7 +93,6 @@ def _precision(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
 
 
 def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -> YamlMapping:
-    """Return the entries below a path as a mapping."""
     found: dict[str, tuple[YamlScalar, YamlValue]] = {}
     for path, key, value in entries:
         if path[: len(prefix)] != prefix or path == prefix:

@@ -256,7 +256,6 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
 
 
 def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    """Return both changes; where they differ, the second ones count."""
     merged = dict(first)
     for name, change in second.items():
         before = merged.get(name)
@@ -320,7 +319,6 @@ def _shown(value: YamlValue) -> str:
 
 
 def _hint(expectation: str, value: YamlValue) -> str:
-    """Return what to write instead, if that is clear."""
     if not isinstance(value, YamlScalar) or value.value is None:
         return ""
     if expectation == _KINDS[str]:

@@ -98,8 +98,6 @@ class VirtualOnes(_Unlisted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listening(_Unlisted):
-    """Nodes that dial in to a port of this machine."""
-
     host: str | None
     """None listens on all addresses of this machine."""
     port: int

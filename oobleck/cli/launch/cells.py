@@ -97,7 +97,6 @@ def _namespace() -> dict[str, object]:
 
 
 def _cell_of(value: object) -> str | None:
-    """Return the text of the cell that defines a function or class."""
     name = getattr(value, "__name__", "")
     members = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)] if callable(value) else []
     codes = (getattr(member, "__code__", None) for member in members)
@@ -131,7 +130,6 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _definition(value: object) -> str:
-    """Return the lines of a definition, decorators included."""
     text = _cell_of(value)
     assert text is not None
     node = _node(text, getattr(value, "__name__", ""))

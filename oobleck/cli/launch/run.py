@@ -139,7 +139,6 @@ class Run:
         return f"<oobleck run {self.tag}: {seen.state}, step {seen.step} of {seen.max_steps}>"
 
     def _repr_html_(self) -> str:
-        """Return the dashboard, for notebooks."""
         return snapshot_html(self.status())
 
     def _ask(self, asked: control_client.ControlRequest) -> Mapping[str, object]:

@@ -162,6 +162,5 @@ def _by_option(problem: str) -> str:
 
 
 def _tag_of(command: str) -> str:
-    """Name a run after its script."""
     name = Path(command).name.removesuffix(".py")
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"

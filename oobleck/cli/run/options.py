@@ -204,7 +204,6 @@ def _whole_name(name: str) -> str:
 
 
 def _until_command(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before the script: options, and their values."""
     flags = (*LAUNCHER_FLAGS, *_FLAGS, "--help")
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "--":

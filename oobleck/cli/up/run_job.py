@@ -277,8 +277,6 @@ def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> Metr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Past:
-    """What a previous master has left: its journal, and a run that is still active if agents live."""
-
     books: RunBooks = field(default_factory=RunBooks)
     place: int = 0
     """The books cover this many bytes of the journal."""
@@ -368,7 +366,6 @@ def _make_master(
 def _start_callbacks(
     run: Run, master: Master, directory: RunDirectory, nursery: trio.Nursery
 ) -> CallbackProcess | TrainerProcess | None:
-    """Start the process that runs the script's callbacks, if it has any."""
     stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
     log, script = directory.path / "script.log", run.job.script
     process: CallbackProcess | TrainerProcess

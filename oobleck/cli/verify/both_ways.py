@@ -171,8 +171,6 @@ def _plain_process(asked: Asked, directory: Path) -> Iterator[_PlainProcess]:
 
 
 class _RunOnNodes:
-    """A run of `oobleck up`, with a tag and a directory of its own."""
-
     def __init__(self, asked: Asked, directory: Path) -> None:
         self._asked = asked
         self._base_dir = directory / "runs"

@@ -219,7 +219,6 @@ class Session:
                         assert_never(change)
 
     def _spec_to_add(self, text: str) -> NodeSpec:
-        """Return the node of a known name, or one that the launcher knows or can read."""
         known = {spec.name: spec for spec in self._master.nodes}
         spec = known[text] if text in known else self._launcher.named(text)
         if spec.name in known and (spec.name not in self._gone or text != spec.name):

@@ -116,7 +116,6 @@ def _with_commands(text: str) -> str:
 
 
 def _moment_text(moment: str) -> str:
-    """Return an ISO 8601 moment to the second, in UTC."""
     try:
         return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:
@@ -130,7 +129,6 @@ def _footer(history: journal.History) -> str:
 
 
 def _time(history: journal.History, summary: journal.Summary) -> str:
-    """Return the goodput bar, which divides the elapsed time, and the node-hours."""
     split = history.split
     states = {"useful": split.useful_s, **split.downtime_s}
     shown = [(state, seconds) for state, seconds in states.items() if seconds > 0]
@@ -269,7 +267,6 @@ def _recoveries(recoveries: tuple[journal.RecoverySummary, ...]) -> str:
 
 
 def _table(head: str, rows: Iterable[str], *, style: str) -> str:
-    """Return a table of rows of cells that scrolls if it is too wide."""
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
