@@ -10,14 +10,17 @@ import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from oobleck.cli.inputs import NodeOptions, ReachOptions
 from oobleck.cli.option_fields import declared_options
 from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
-from oobleck.job import MAX_NODES
-from oobleck.job.ranks import RankStreams, Redirection
+from oobleck.host.user_path import expand_user
+from oobleck.job import MAX_NODES, ControlSpec
+from oobleck.job.bounds import bounds_of, require
+from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
 
 # The cluster of a script is asked for its nodes at the default interval.
@@ -88,31 +91,22 @@ _OWN_VARIABLES = {
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
+_TAG_CHARS = 40
 _TRUE = ("1", "true", "t", "yes", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The values of a command line; None for an option that it leaves out."""
+    """The values of a command line."""
 
     given: Mapping[str, str]
     """The options of `LAUNCHER_OPTIONS`, keyed by name."""
     flags: frozenset[str]
-    environment: Mapping[str, str]
     hostfile: str | None
-    entry: Literal["script", "module", "program"]
-    command: tuple[str, ...]
     nodes: tuple[int, int] | None
-    ranks_per_node: str
-    max_restarts: int | None
-    run_id: str
-    role: str
-    log_dir: str | None
-    redirects: RankStreams
-    tee: RankStreams
-    shown_ranks: tuple[int, ...]
-    master_port: int | None
-    shutdown_timeout_s: float
+    """The range of `--nnodes`, if it is there."""
+    spec: RanksSpec
+    """All but the numbers of nodes."""
     unused: tuple[str, ...]
     """A notice for each option that has no meaning here."""
 
@@ -127,7 +121,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> CommandLine:
-    """Read the words after `oobleck run`, and torchrun's variables PET_*. Raises UsageError."""
+    """Read the words after `oobleck run`, and torchrun's variables PET_*.
+
+    Raises UsageError, and ConfigError for a value that `RanksSpec` does not allow.
+    """
     options = _until_command(words)
     rest = tuple(words[len(options) :])
     if any(_dashed(word) == "--help" for word in options):
@@ -146,26 +143,48 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         "module" if "--module" in values else "program" if "--no-python" in values else "script"
     )
     hostfile, command = _split_command(rest, entry, values)
-    return CommandLine(
-        given={name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED},
-        flags=frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values),
-        environment=dict(_variables(values.get("--env", ()), environment)),
-        hostfile=hostfile,
+    own = {name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED}
+    flags = frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values)
+    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
+    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
+    max_restarts = whole("--max-restarts", values)
+    spec = RanksSpec(
+        tag=own.get("--tag", _tag_of(command[0])),
+        is_tag_given="--tag" in own,
         entry=entry,
         command=command,
-        nodes=_node_range(str(values["--nnodes"])) if "--nnodes" in values else None,
+        directory=str(expand_user(Path(own.get("--directory", "."))).absolute()),
         ranks_per_node=str(values.get("--nproc-per-node", "slots")),
-        max_restarts=whole("--max-restarts", values),
+        max_nodes=MAX_NODES,
+        max_restarts=DEFAULT_RESTARTS if max_restarts is None else max_restarts,
         run_id=str(values.get("--rdzv-id", "none")),
         role=str(values.get("--role", "default")),
+        environment=dict(_variables(values.get("--env", ()), environment)),
         log_dir=str(values["--log-dir"]) if "--log-dir" in values else None,
         redirects=_streams("--redirects", values),
         tee=_streams("--tee", values),
         shown_ranks=_ranks(values),
         master_port=whole("--master-port", values),
         shutdown_timeout_s=seconds("--shutdown-timeout", values, 30.0),
+        hang_timeout_s=seconds("--hang-timeout", own, 600.0),
+        join_timeout_s=seconds("--join-timeout", own, 600.0),
+        hides_devices="--virtual-local-rank" in flags,
+        is_warmed="--no-warm" not in flags and entry != "program",
+        control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
+    )
+    return CommandLine(
+        given=own,
+        flags=flags,
+        hostfile=hostfile,
+        nodes=_node_range(str(values["--nnodes"])) if "--nnodes" in values else None,
+        spec=spec,
         unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in values),
     )
+
+
+def _tag_of(command: str) -> str:
+    name = Path(command).name.removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"
 
 
 def _parser() -> _Parser:
