@@ -21,7 +21,7 @@ from oobleck.job import JobSpec, ModelSpec
 
 from .job_aliases import in_own_words
 from .values import did_you_mean, nearest
-from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
+from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, is_nothing, parse_yaml
 
 Spec = TypeVar("Spec")
 
@@ -56,7 +56,7 @@ def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: 
     """
     try:
         tree = in_own_words(parse_yaml(text))
-        changes = _read_spec(JobSpec, tree, (), lenient=False)
+        changes = _Reader(lenient=False).spec(JobSpec, tree, ())
     except YamlError as error:
         raise ConfigError(f"{source}{f':{error.line}' if has_lines else ''}: {error}") from error
     try:
@@ -92,8 +92,7 @@ def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
             tree = override.value
             for word in reversed(override.path):  # until it is what a file would hold
                 tree = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), tree),), line=1)
-            tree = in_own_words(tree)
-            read = _read_spec(JobSpec, tree, (), lenient=True)
+            read = _Reader(lenient=True).spec(JobSpec, in_own_words(tree), ())
         except YamlError as error:
             raise UsageError(f"--set {override.text}: {error}") from error
         changes = _merged(changes, read)
@@ -121,109 +120,100 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 # Changes hold the checked and converted values of some fields; for a field that is a dataclass, they hold its changes.
 
 
-def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read the fields of a dataclass. Raises YamlError.
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads trees into changes. Raises YamlError.
 
     `lenient` accepts numbers and truth values as text: a shell has removed the quotes.
     """
-    annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
-    changes: dict[str, object] = {}
-    for key, item in _entries(value, path):
-        if key.text not in annotations:
-            raise YamlError(_unknown_key(key.text, cls, path), key.line)
-        changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
-    return changes
+
+    lenient: bool
+
+    def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
+        """Read the fields of a dataclass."""
+        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
+        changes: dict[str, object] = {}
+        for key, item in _entries(value, path):
+            if key.text not in annotations:
+                raise YamlError(_unknown_key(key.text, cls, path), key.line)
+            changes[key.text] = self._read(annotations[key.text], item, (*path, key.text))
+        return changes
+
+    def _read(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
+        if annotation is ModelSpec:
+            return self._model(value, path)
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            return self.spec(annotation, value, path)
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Literal:
+            if not isinstance(value, YamlScalar) or value.text not in arguments:
+                raise _unexpected(f"one of {', '.join(map(str, arguments))}", value, path)
+            return value.text
+        if origin is Mapping:
+            return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
+        if origin is tuple:
+            if not isinstance(value, YamlList) and not is_nothing(value):
+                raise _unexpected("a list", value, path)
+            items = value.items if isinstance(value, YamlList) else ()
+            return tuple(self._read(arguments[0], item, path) for item in items)
+        if origin in (Union, types.UnionType):
+            return self._union(arguments, value, path)
+        return self._scalar(annotation, value, path)
+
+    def _union(self, arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
+        """Read a value of one type, or, if the union has them, nothing or one of some words."""
+        if types.NoneType in arguments and is_nothing(value):
+            return None
+        words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
+        if isinstance(value, YamlScalar) and value.text in words:
+            return value.text
+        (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
+        if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
+            raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
+        return self._read(annotation, value, path)
+
+    def _model(self, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
+        """Read `llama`, or a mapping of the section's own keys and of the configuration's, which `config` may hold."""
+        if isinstance(value, YamlScalar) and value.value is not None:
+            return {"type": self._scalar(str, value, path)}
+        annotations = get_type_hints(ModelSpec)
+        changes: dict[str, object] = {}
+        config: dict[str, object] = {}
+        for key, item in _entries(value, path):
+            if key.text == "config":
+                config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
+            elif key.text in annotations:
+                changes[key.text] = self._read(annotations[key.text], item, (*path, key.text))
+            else:
+                config[key.text] = _read_any(item, (*path, key.text))
+        return changes | ({"config": config} if config else {})
+
+    def _scalar(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
+        kind = _KINDS[annotation]
+        if not isinstance(value, YamlScalar) or value.value is None:
+            raise _unexpected(kind, value, path)
+        if annotation is str and self.lenient:
+            return value.text
+        if annotation is float and type(value.value) is int:
+            return float(value.value)
+        if type(value.value) is not annotation:
+            raise _unexpected(kind, value, path)
+        return _within_range(value, path)
 
 
 def _entries(value: YamlValue, path: tuple[str, ...]) -> tuple[tuple[YamlScalar, YamlValue], ...]:
     """Return the entries of a mapping; none for a key without a value, as when all below it is commented out."""
-    match value:
-        case YamlMapping(entries=entries):
-            return entries
-        case YamlScalar(value=None):
-            return ()
+    if isinstance(value, YamlMapping):
+        return value.entries
+    if is_nothing(value):
+        return ()
     raise _unexpected("keys with values", value, path)
-
-
-def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    if annotation is ModelSpec:
-        return _read_model(value, path, lenient=lenient)
-    if isinstance(annotation, type) and is_dataclass(annotation):
-        return _read_spec(annotation, value, path, lenient=lenient)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return _read_choice(arguments, value, path)
-    if origin is Mapping:
-        return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
-    if origin is tuple:
-        return _read_list(arguments[0], value, path, lenient=lenient)
-    if origin in (Union, types.UnionType):
-        return _read_union(arguments, value, path, lenient=lenient)
-    return _read_scalar(annotation, value, path, lenient=lenient)
-
-
-def _read_union(arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    """Read a value of one type, or, if the union has them, nothing or one of some words."""
-    if types.NoneType in arguments and isinstance(value, YamlScalar) and value.value is None:
-        return None
-    words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
-    if isinstance(value, YamlScalar) and value.text in words:
-        return value.text
-    (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
-    if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
-        raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
-    return _read(annotation, value, path, lenient=lenient)
-
-
-def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read `llama`, or a mapping of the section's own keys and of the configuration's, which may be below `config`."""
-    if isinstance(value, YamlScalar) and value.value is not None:
-        return {"type": _read_scalar(str, value, path, lenient=lenient)}
-    annotations = get_type_hints(ModelSpec)
-    changes: dict[str, object] = {}
-    config: dict[str, object] = {}
-    for key, item in _entries(value, path):
-        if key.text in annotations and key.text != "config":
-            changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
-        elif key.text == "config":
-            config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
-        else:
-            config[key.text] = _read_any(item, (*path, key.text))
-    return changes | ({"config": config} if config else {})
 
 
 def _read_any(value: YamlValue, path: tuple[str, ...]) -> object:
     """Read a scalar of any type: only the model knows the types of its configuration."""
     if not isinstance(value, YamlScalar):
         raise _unexpected("text, a number, true or false", value, path)
-    return _within_range(value, path)
-
-
-def _read_choice(choices: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
-    if not isinstance(value, YamlScalar) or value.text not in choices:
-        raise _unexpected(f"one of {', '.join(map(str, choices))}", value, path)
-    return value.text
-
-
-def _read_list(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> tuple[object, ...]:
-    match value:
-        case YamlList(items=items):
-            return tuple(_read(annotation, item, path, lenient=lenient) for item in items)
-        case YamlScalar(value=None):
-            return ()
-    raise _unexpected("a list", value, path)
-
-
-def _read_scalar(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    kind = _KINDS[annotation]
-    if not isinstance(value, YamlScalar) or value.value is None:
-        raise _unexpected(kind, value, path)
-    if annotation is str and lenient:
-        return value.text
-    if annotation is float and type(value.value) is int:
-        return float(value.value)
-    if type(value.value) is not annotation:
-        raise _unexpected(kind, value, path)
     return _within_range(value, path)
 
 
@@ -307,13 +297,10 @@ def _unexpected(expectation: str, value: YamlValue, path: tuple[str, ...]) -> Ya
 
 
 def _shown(value: YamlValue) -> str:
-    match value:
-        case YamlList():
-            return "a list"
-        case YamlMapping():
-            return "keys with values"
-        case YamlScalar(value=None):
-            return "nothing"
+    if not isinstance(value, YamlScalar):
+        return "a list" if isinstance(value, YamlList) else "keys with values"
+    if value.value is None:
+        return "nothing"
     text = value.text if len(value.text) <= _SHOWN_CHARS else f"{value.text[:_SHOWN_CHARS]}…"
     return repr(text) if isinstance(value.value, str) else text
 

@@ -55,6 +55,11 @@ class YamlError(Exception):
         self.line = line
 
 
+def is_nothing(value: YamlValue) -> bool:
+    """Return whether a value was left out, or is null."""
+    return isinstance(value, YamlScalar) and value.value is None
+
+
 def parse_yaml(text: str) -> YamlValue:
     """Read one YAML document; an empty one is None.
 
@@ -168,14 +173,10 @@ def _floating(text: str) -> float:
     return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
 
 
-def _truth(text: str) -> bool:
-    return ("false", "true").index(text.lower()) == 1
-
-
 _PARSERS: dict[str, Callable[[str], bool | int | float | str | None]] = {
     "str": str,
     "null": lambda _: None,
-    "bool": _truth,
+    "bool": lambda text: ("false", "true").index(text.lower()) == 1,
     "int": _integer,
     "float": _floating,
 }
