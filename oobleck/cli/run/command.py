@@ -44,13 +44,13 @@ def run(
         head, examples, tail = ctx.get_help().partition("Examples:")
         typer.echo(f"{head.rstrip()}\n\n{options.options_text()}\n\n{examples}{tail}")
         return
-    given = line.given
+    own = line.own
     for text in line.unused:
         print(f"oobleck: {text}", file=sys.stderr)  # noqa: T201  before anything else runs
     source = _read_source(line)
     with _naming_options():
         spec = _spec_of(line, source)
-    named_dir = given.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
+    named_dir = own.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
     base_dir = base_dir_of(Path(named_dir) if named_dir else None)
     if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
@@ -60,7 +60,7 @@ def run(
 
     if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
         raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
-    config = given.get("--ssh-config")
+    config = own.get("--ssh-config")
     if config is not None and isinstance(source, VirtualOnes):
         raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
     raise SystemExit(
@@ -68,7 +68,7 @@ def run(
             RanksRun(
                 spec=spec,
                 source=source,
-                python=given.get("--python"),
+                python=own.get("--python"),
                 ssh_config=expand_user(Path(config)).absolute() if config is not None else None,
                 base_dir=base_dir,
                 check="--network-check" in line.flags,
@@ -79,30 +79,30 @@ def run(
 
 
 def _read_source(line: options.CommandLine) -> NodeSource:
-    given = line.given
-    hostfile = line.hostfile or given.get("--hostfile")
-    slurm_job, is_slurm, is_ray = given.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
-    named = (hostfile, given.get("--local"), given.get("--hosts-from"), given.get("--dial-in"), slurm_job)
-    local = options.whole("--local", given)
+    own = line.own
+    hostfile = line.hostfile or own.get("--hostfile")
+    slurm_job, is_slurm, is_ray = own.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
+    named = (hostfile, own.get("--local"), own.get("--hosts-from"), own.get("--dial-in"), slurm_job)
+    local = options.whole("--local", own)
     if "--standalone" in line.flags and any(named):
         raise UsageError("--standalone runs on this machine alone; leave it out, or the nodes")
-    if not any((*named, is_slurm, is_ray, given.get("--kubernetes"))):
+    if not any((*named, is_slurm, is_ray, own.get("--kubernetes"))):
         if line.nodes is not None and line.nodes[0] > 1:
             raise UsageError(
                 f"--nnodes: at least {line.nodes[0]} nodes are asked for, and none is named; name a hostfile before "
                 "the script, or virtual nodes with --local N (this command is started once, not on each node)"
             )
         local = 1
-    keys = given.get("--keys")
+    keys = own.get("--keys")
     nodes = NodeOptions(
         local=local,
-        hosts_from=given.get("--hosts-from"),
-        dial_in=given.get("--dial-in"),
-        num_nodes=options.whole("--nodes", given),
+        hosts_from=own.get("--hosts-from"),
+        dial_in=own.get("--dial-in"),
+        num_nodes=options.whole("--nodes", own),
         slurm=is_slurm,
         slurm_job=slurm_job,
         ray=is_ray,
-        kubernetes=given.get("--kubernetes"),
+        kubernetes=own.get("--kubernetes"),
         keys=Path(keys) if keys is not None else None,
     )
     return read_source(Path(hostfile) if hostfile is not None else None, nodes)
@@ -113,12 +113,12 @@ def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
     low, high = line.nodes if line.nodes is not None else (1, num_nodes)
     if low > num_nodes and not isinstance(source, DialIn):
         raise UsageError(f"--nnodes: at least {low} nodes are asked for, and there are {num_nodes}")
-    unit = options.whole("--node-unit", line.given)
+    unit = options.whole("--node-unit", line.own)
     spec = replace(line.spec, min_nodes=low, max_nodes=high, node_unit=1 if unit is None else unit)
     named = next((each for each in source.specs if each.devices != tuple(range(len(each.devices)))), None)
     if named is not None and "CUDA_VISIBLE_DEVICES" in spec.environment:
         raise UsageError(f"--env: the line of {named.name} names the devices that its ranks see: CUDA_VISIBLE_DEVICES")
-    if isinstance(source, VirtualOnes) and "--python" not in line.given:
+    if isinstance(source, VirtualOnes) and "--python" not in line.own:
         check_command(spec, os.environ)
     return spec
 

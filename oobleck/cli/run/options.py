@@ -23,7 +23,7 @@ from oobleck.job.bounds import bounds_of, require
 from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
 
-# The cluster of a script is asked for its nodes at the default interval.
+# For a script, --hosts-from runs at its default interval.
 _SHARED = [
     each for group in (NodeOptions, ReachOptions) for each in declared_options(group) if each[0] != "--hosts-every"
 ]
@@ -99,7 +99,7 @@ _TRUE = ("1", "true", "t", "yes", "y")
 class CommandLine:
     """The values of a command line."""
 
-    given: Mapping[str, str]
+    own: Mapping[str, str]
     """The options of `LAUNCHER_OPTIONS`, keyed by name."""
     flags: frozenset[str]
     hostfile: str | None
@@ -173,7 +173,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
     )
     return CommandLine(
-        given=own,
+        own=own,
         flags=flags,
         hostfile=hostfile,
         nodes=_node_range(str(values["--nnodes"])) if "--nnodes" in values else None,
@@ -260,9 +260,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
     return values
 
 
-def _variables(given: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    assert isinstance(given, list | tuple)
-    for text in given:
+def _variables(settings: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    assert isinstance(settings, list | tuple)
+    for text in settings:
         name, equals, value = str(text).partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"--env: {text!r} is not NAME or NAME=VALUE")

@@ -58,7 +58,7 @@ def test_a_hostfile_stands_before_the_script():
     assert parsed("hosts.txt", "train.py", "a.py").hostfile == "hosts.txt"
     assert parsed("train.py", "a.py").hostfile is None
     assert parsed("--hostfile", "hosts.txt", "-m", "package.train", "x.py").hostfile is None
-    assert parsed("--hostfile", "hosts.txt", "-m", "package.train").given == {"--hostfile": "hosts.txt"}
+    assert parsed("--hostfile", "hosts.txt", "-m", "package.train").own == {"--hostfile": "hosts.txt"}
 
 
 def test_torchruns_variables_count_and_options_count_more():
@@ -113,7 +113,7 @@ def test_a_variable_that_ranks_get_from_the_run_is_refused_with_what_there_is_in
 def test_options_of_dlrover_run_are_taken():
     line = parsed("--network-check", "--exclude_straggler", "--save_at_breakpoint", "--node_unit=2", "train.py")
     assert line.flags == {"--network-check", "--exclude-straggler", "--save-at-breakpoint"}
-    assert line.given == {"--node-unit": "2"}
+    assert line.own == {"--node-unit": "2"}
 
 
 @pytest.mark.parametrize(
