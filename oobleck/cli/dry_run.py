@@ -126,10 +126,6 @@ def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
     return {spec.name: _Shape(spec.device, spec.num_devices, spec.kind) for spec in specs}
 
 
-def _is_known(device: str) -> bool:
-    return device.lower() in KNOWN_DEVICES
-
-
 def _one_kind(
     job: JobSpec, base_dir: Path, shape: _Shape, find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
@@ -148,7 +144,7 @@ def _several_kinds(
     job: JobSpec, shapes: Collection[_Shape], find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
     check_possible(job, kinds=[shape.kind for shape in shapes])
-    unknown = sorted({shape.device for shape in shapes if not _is_known(shape.device)})
+    unknown = sorted({shape.device for shape in shapes if shape.device.lower() not in KNOWN_DEVICES})
     if unknown and job.device != "cpu":
         raise UsageError(
             f"--dry-run: there is no data sheet of {unknown[0]}; estimates are for {', '.join(KNOWN_DEVICES)}"
@@ -208,7 +204,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
     """Estimate times from a data sheet, or from that of a CPU core if there is none; sizes are the model's own."""
     profile = estimate_profile(
         shape_from_config(outline.config),
-        device_sheet(sheet if _is_known(sheet) else "CPU"),
+        device_sheet(sheet if sheet.lower() in KNOWN_DEVICES else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",

@@ -73,8 +73,7 @@ def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
     rows = []
     for size, template in planner.templates(num_nodes).items():
         first_s = planner.template_step_s(size, 1)
-        next_s = planner.template_step_s(size, 2) - first_s
-        rows.append(TemplateRow(template=template, first_s=first_s, next_s=next_s))
+        rows.append(TemplateRow(template, first_s, planner.template_step_s(size, 2) - first_s))
     return tuple(rows)
 
 

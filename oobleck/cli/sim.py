@@ -214,7 +214,7 @@ def _names(policy: str) -> list[str]:
 
     names, known = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip())), ", ".join(POLICIES)
     if unknown := [name for name in names if name not in POLICIES]:
-        raise UsageError(f"--policy names {unknown[0]!r}; it must be of {known}")
+        raise UsageError(f"--policy names {unknown[0]!r}; it must be one of {known}")
     if not names:
         raise UsageError(f"--policy is empty; name one or several of {known}")
     return names

@@ -82,21 +82,16 @@ class Player:
             if not self._target.wait_until(began_s + event.t_s / self._speedup):
                 return False
             try:
-                self._tell(f"{event.t_s:g} s: {self._strike(event)}")
+                done = self._do(event)
             except NoActiveRun:
                 return False
+            except OobleckError as error:  # the trace continues
+                done = f"{event.kind} is refused: {error}"
+            self._tell(f"{event.t_s:g} s: {done}")
         return self._target.wait_until(began_s + trace.duration_s / self._speedup)
 
-    def _strike(self, event: traces.TraceEvent) -> str:
-        """Apply an event, and describe it. If the run refuses it, the description says so, and the trace continues."""
-        try:
-            return self._do(event)
-        except NoActiveRun:
-            raise
-        except OobleckError as error:
-            return f"{event.kind} is refused: {error}"
-
     def _do(self, event: traces.TraceEvent) -> str:
+        """Apply an event, and describe it."""
         match event:
             case traces.Partitioned() | traces.Healed():
                 return f"{event.kind} is not played"

@@ -103,7 +103,10 @@ class LocalRun(_Run):
     def ended_with_us(self) -> Iterator[None]:
         """End the run before we end. Ctrl-C reaches it from the terminal."""
         # SIGTERM is passed on, and so is the end of the terminal, which the run alone would outlive.
-        before = {number: signal.signal(number, _exit) for number in _ends()}
+        ends = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
+            ends.append(signal.SIGHUP)
+        before = {number: signal.signal(number, _exit) for number in ends}
         try:
             yield
         except KeyboardInterrupt:
@@ -114,12 +117,6 @@ class LocalRun(_Run):
                 self._process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _ends() -> tuple[signal.Signals, ...]:
-    """Return the signals that end us; nohup ignores one of them."""
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:

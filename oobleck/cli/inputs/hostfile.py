@@ -236,22 +236,17 @@ def _addresses(text: str, num_hosts: int) -> tuple[str, ...]:
         addresses = _hosts(text)
     except ConfigError as error:
         raise ConfigError(f"address={text}: {error}") from error
-    if len(addresses) == 1 and not _is_ip_address(addresses[0]):
-        return addresses * num_hosts
+    if len(addresses) == 1:
+        try:
+            ip_address(addresses[0])
+        except ValueError:  # the name of an interface
+            return addresses * num_hosts
     if len(addresses) != num_hosts:
         raise ConfigError(
             f"address={text} names {len(addresses)} address{'es' if len(addresses) != 1 else ''} for {num_hosts} "
             f"host{'s' if num_hosts != 1 else ''}; name one for each, as in node[1-4] address=10.0.0.[1-4]"
         )
     return addresses
-
-
-def _is_ip_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_host(pattern: str) -> None:

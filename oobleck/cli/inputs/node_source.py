@@ -158,7 +158,12 @@ def read_source(hostfile: Path | None, options: NodeOptions) -> NodeSource:
     if options.ray:
         if any(each is not None for each in (*others, options.kubernetes, keys)):
             raise UsageError("--ray names all nodes; leave the others out")
-        return _from_ray(dial_in or "0")
+        import trio
+
+        from oobleck.runtime.launchers import ray_nodes
+
+        host, port = _listening_place(dial_in or "0")
+        return FromRay(host=host, port=port, names=trio.run(ray_nodes))
     if options.kubernetes is not None:
         if num_nodes is None:
             raise UsageError("--kubernetes needs --nodes N: the run begins once that many pods have dialled in")
@@ -214,15 +219,6 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     names = [node for job in trio.run(jobs.allocations) for node in job.nodes]
     host, port = _listening_place(place)
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
-
-
-def _from_ray(place: str) -> FromRay:
-    import trio
-
-    from oobleck.runtime.launchers import ray_nodes
-
-    host, port = _listening_place(place)
-    return FromRay(host=host, port=port, names=trio.run(ray_nodes))
 
 
 def _listening_place(text: str) -> tuple[str | None, int]:

@@ -67,7 +67,8 @@ def parse_yaml(text: str) -> YamlValue:
     than those of text, numbers, truth values, lists and mappings.
     """
     try:
-        node = _compose(text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         return YamlScalar(value=None, text="", line=1) if node is None else _Reader().read(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -99,14 +100,6 @@ for _kind, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), list(_first))
-
-
-def _compose(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
 
 
 class _Reader:

@@ -18,14 +18,13 @@ import trio
 
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
-from oobleck.control.events import End, NodeLeftOut, Remark
+from oobleck.control.events import End
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
 from oobleck.control.scripts import RanksCoordinator
 from oobleck.errors import ExitCode
 from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
-from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
@@ -106,12 +105,9 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
     )
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
-        known = await launcher.begin(waits=True)
-        chosen: tuple[NodeSpec, ...] = known
-        remarks: tuple[NodeLeftOut | Remark, ...] = ()
-        if nodes.are_checked:
-            say(output, f"oobleck run: checking {len(known)} nodes")
-            chosen, remarks = await nodes.check(known, leaves_out_slow=run.leaves_out_slow)
+        known, chosen, remarks = await nodes.begin(
+            lambda text: say(output, f"oobleck run: {text}"), waits=True, leaves_out_slow=run.leaves_out_slow
+        )
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:

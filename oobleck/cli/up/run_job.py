@@ -21,7 +21,7 @@ import trio
 from oobleck.cli import wiring
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
-from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
+from oobleck.control.events import End, Remark, StopRequested
 from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
@@ -197,12 +197,11 @@ async def _run(
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         past = await _find_past(run, directory, cluster, launcher, past)
-        known = await launcher.begin(waits=past.replayed is None)
-        chosen: tuple[NodeSpec, ...] = known
-        remarks: tuple[NodeLeftOut | Remark, ...] = ()
-        if nodes.are_checked and past.replayed is None:
-            say(output, f"oobleck up: checking {len(known)} nodes (--no-check leaves this out)")
-            chosen, remarks = await nodes.check(known)
+        _, chosen, remarks = await nodes.begin(
+            lambda text: say(output, f"oobleck up: {text} (--no-check leaves this out)"),
+            waits=past.replayed is None,
+            is_check_due=past.replayed is None,
+        )
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None

@@ -46,18 +46,22 @@ class RunNodes:
     """Whether nodes are checked before the run starts processes there. Virtual nodes never are: they are one machine,
     whose faults all of them would share."""
 
-    async def check(
-        self, nodes: tuple[NodeSpec, ...], *, leaves_out_slow: bool = False
-    ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-        """Check nodes; return those to begin with, and what the journal should say."""
+    async def begin(
+        self, say: Callable[[str], None], *, waits: bool, is_check_due: bool = True, leaves_out_slow: bool = False
+    ) -> tuple[tuple[NodeSpec, ...], tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
+        """Wait for the nodes, and check them; return all, those to begin with, and what the journal should say."""
+        known = await self.launcher.begin(waits=waits)
+        if not (self.are_checked and is_check_due):
+            return known, known, ()
+        say(f"checking {len(known)} nodes")
         report = await check_nodes(
-            nodes,
+            known,
             self.connections,
             python=self.paths.python,
             directory=self.paths.base_dir,
             slow_factor=SLOW_FACTOR,
         )
-        return choose_nodes(nodes, report, leaves_out_slow=leaves_out_slow)
+        return known, *choose_nodes(known, report, leaves_out_slow=leaves_out_slow)
 
 
 @asynccontextmanager

@@ -40,6 +40,8 @@ _STATE_WORDS = {
 def report_html(history: journal.History, summary: journal.Summary, incidents: Iterable[journal.Incident]) -> str:
     """Write the page. The cost is in proportion to its sections, whose length is bounded."""
     title = f"Oobleck: {summary.tag or 'a run'}"
+    started = history.started or history.script
+    version = f" {escape(started.version)}" if started else ""
     body = "".join(
         (
             _header(history, summary),
@@ -50,7 +52,7 @@ def report_html(history: journal.History, summary: journal.Summary, incidents: I
             _recoveries(summary.recoveries),
             _plans(history),
             _generations(history),
-            _footer(history),
+            f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>",
         )
     )
     return (
@@ -120,12 +122,6 @@ def _moment_text(moment: str) -> str:
         return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:
         return moment
-
-
-def _footer(history: journal.History) -> str:
-    started = history.started or history.script
-    version = f" {escape(started.version)}" if started else ""
-    return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
 
 
 def _time(history: journal.History, summary: journal.Summary) -> str:
@@ -233,20 +229,17 @@ def _incidents(incidents: tuple[journal.Incident, ...]) -> str:
 
 def _incident(incident: journal.Incident) -> str:
     then = "\n".join(f"{found.node}: {found.text}" if found.node else found.text for found in incident.consequences)
+    lost = "1 step lost" if incident.steps_lost == 1 else f"{incident.steps_lost or 'no'} steps lost"
     rows = (
         ("because", f"{incident.root.text}\n{incident.root.detail}".strip()),
         ("then", then),
         ("done", "\n".join(response.text for response in incident.responses)),
-        ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
+        ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {lost}"),
         ("to do", incident.advice),
     )
     items = "".join(f"<dt>{name}</dt><dd>{_with_commands(text)}</dd>" for name, text in rows if text)
     when = formatting.duration_text(incident.root.t_s)
     return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
-
-
-def _lost_text(steps: int) -> str:
-    return "1 step lost" if steps == 1 else f"{steps or 'no'} steps lost"
 
 
 def _recoveries(recoveries: tuple[journal.RecoverySummary, ...]) -> str:
