@@ -26,12 +26,6 @@ _ENDLESS_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job(JobOptions):
-    job_file: Path | None = option("--job", "FILE", "Job of the new run.")
-    settings: list[str] | None = option("--set", "KEY=VALUE", "Override a key of its job.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
     """What `oobleck chaos` was called with."""
 
@@ -39,15 +33,15 @@ class ChaosOptions:
     local: int | None = option("--local", "N", "Play it on a new run of N virtual nodes.", parser=whole(1, MAX_NODES))
     tag: TagOption = None
     speedup: float = option("--speedup", "X", "Play it X times as fast.", default=1.0)
-    job: _Job
+    job: JobOptions
     steps: int | None = option(
         "--steps",
         "N",
-        "Its steps. By default the run continues to the trace's end.",
+        "Steps of the new run; by default it continues to the trace's end.",
         parser=whole(1, MAX_STEPS),
     )
     plain: bool = flag("--plain", "Print lines instead of the dashboard.")
-    summary: Path | None = option("--summary", "FILE", "Write its closing summary as JSON.")
+    summary: Path | None = option("--summary", "FILE", "Write the closing summary of the new run as JSON.")
     base_dir: BaseDirOption = None
 
 

@@ -49,8 +49,8 @@ class CheckOptions:
 def check(options: CheckOptions) -> None:
     """Test every node alone, then in pairs, and name the faulty or slow ones (never their partners).
 
-    Looks at SSH, versions, devices, disk and clock; measures a matrix product, memory, disk, loopback, and exchanges
-    between nodes. The exit status is 0 only when all nodes and links are healthy, else 1.
+    It looks at SSH, versions, devices, disk and clock, and measures a matrix product, memory, disk, loopback, and
+    exchanges between nodes. The exit status is 0 if all nodes and links are healthy, else 1.
     """
     if not 1 < options.slow_factor <= _MAX_SLOWNESS:
         raise UsageError(

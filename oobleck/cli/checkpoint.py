@@ -50,7 +50,7 @@ def list_checkpoints(
 
 
 def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
-    """Show what is in a checkpoint: its step, its layers, their tensors. Reads no data."""
+    """Show the contents of a checkpoint: its step, its layers, their tensors. It reads no data."""
     directory, manifest = _one(where, base_dir)
     if as_json:
         written = to_builtins(manifest)
@@ -75,15 +75,15 @@ def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, bas
 
 
 def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
-    """Read every byte of a checkpoint and compare it with its checksums. Exit code 1 when something is wrong."""
+    """Read every byte of a checkpoint and compare it with its checksums. The exit code is 1 if anything is wrong."""
     directory, manifest = _one(where, base_dir)
     faults = list(directory.faults(manifest))
     if directory.path.absolute() != where.absolute().parent:  # `where` is a whole directory, not one checkpoint
         damaged = [found for found in directory.find() if found.is_damaged]
         faults += [FileFault(file=directory.path / found.name, problem=found.problem or "") for found in damaged]
     if as_json:
-        told = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
-        typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": told}, indent=2))
+        listed = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": listed}, indent=2))
     else:
         for fault in faults:
             typer.echo(str(fault))
@@ -101,7 +101,7 @@ def export_checkpoint(
         str,
         typer.Option(
             "--format",
-            help="hf: as transformers' save_pretrained, adapters taken into the weights; peft: adapters alone.",
+            help="hf: as transformers' save_pretrained, with adapters merged into the weights; peft: adapters alone.",
         ),
     ] = "hf",
     base_dir: BaseDirOption = None,

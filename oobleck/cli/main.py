@@ -86,14 +86,14 @@ COMMANDS: tuple[CliCommand, ...] = (
         "check",
         "Test nodes before a job, and name the faulty and the slow ones.",
         ("oobleck check hosts.txt", "every node alone, then in pairs"),
-        ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only when all are healthy"),
+        ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only if all are healthy"),
     ),
     CliCommand(
         "verify",
         "Compare a job on virtual nodes with the script by itself, step by step.",
         ("oobleck verify train.py -- --its-args", "a script: eight steps by itself, and on four virtual nodes"),
         ("oobleck verify --job job.yaml --steps 20", "a job file, with the uncut model in one process"),
-        ("oobleck verify train.py --json", "machine-readable; the exit status is 0 only when all is equal"),
+        ("oobleck verify train.py --json", "machine-readable; the exit status is 0 only if all is equal"),
     ),
     CliCommand(
         "plan",
@@ -109,10 +109,10 @@ COMMANDS: tuple[CliCommand, ...] = (
     ),
     CliCommand(
         "trace",
-        "Make, convert and look at failure traces.",
+        "Make, convert and describe failure traces.",
         ("oobleck trace generate --nodes 64 --duration 7d --preset spot-p3 -o t.json", "from published rates"),
         ("oobleck trace convert p3-trace.csv -o t.json", "from a public trace"),
-        ("oobleck trace info t.json", "what is in it"),
+        ("oobleck trace info t.json", "its contents"),
         subcommands=(
             CliCommand(
                 "generate",
@@ -129,7 +129,7 @@ COMMANDS: tuple[CliCommand, ...] = (
             ),
             CliCommand(
                 "info",
-                "Show what is in a trace.",
+                "Show the contents of a trace.",
                 ("oobleck trace info trace.json", "nodes, rates, nodes that are up over time"),
                 target="oobleck.cli.trace:trace_info",
             ),
@@ -150,14 +150,14 @@ COMMANDS: tuple[CliCommand, ...] = (
             ),
             CliCommand(
                 "inspect",
-                "Show what is in a checkpoint.",
+                "Show the contents of a checkpoint.",
                 ("oobleck checkpoint inspect gpt2-demo", "a run's newest one"),
                 target="oobleck.cli.checkpoint:inspect_checkpoint",
             ),
             CliCommand(
                 "verify",
                 "Compare every byte of a checkpoint with its checksums.",
-                ("oobleck checkpoint verify gpt2-demo", "exit code 1 when something is wrong"),
+                ("oobleck checkpoint verify gpt2-demo", "the exit code is 1 if anything is wrong"),
                 target="oobleck.cli.checkpoint:verify_checkpoint",
             ),
             CliCommand(
@@ -190,7 +190,7 @@ COMMANDS: tuple[CliCommand, ...] = (
     CliCommand(
         "events",
         "Explain what went wrong in a run.",
-        ("oobleck events", "the newest run: each failure with its cause, what was done, what it cost"),
+        ("oobleck events", "the newest run: each failure with its cause, response and cost"),
         ("oobleck events gpt2-demo --follow", "report failures as they happen"),
     ),
     CliCommand(

@@ -20,8 +20,7 @@ def node(
         str | None,
         typer.Argument(
             metavar="[LINE]",
-            help="What this node is, as in a hostfile: 'worker3 slots=8'. By default, this machine's name, with one "
-            "device.",
+            help="This node's line of a hostfile: 'worker3 slots=8'. By default, this machine's name, with one device.",
         ),
     ] = None,
     *,

@@ -28,7 +28,7 @@ class PlanOptions:
     )
     planning: inputs.PlanningOptions
     schedule: str = option(
-        "--schedule", "gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest but gpipe).", default="1f1b"
+        "--schedule", "gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest, except gpipe).", default="1f1b"
     )
     prices: str | None = option(
         "--prices",
@@ -46,7 +46,7 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None:
     """Show the pipelines that a job would use, how long a step would take, and what failures would do.
 
-    Nothing is started and no device is needed: the numbers come from a measured profile, or from an estimate.
+    It starts nothing and needs no device: the numbers come from a measured profile, or from an estimate.
     """
     from oobleck.ui.pictures import chrome_trace, timeline_svg
     from oobleck.ui.plan_report import figures_of

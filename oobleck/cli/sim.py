@@ -95,8 +95,8 @@ class SimOptions:
         "sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         default="sweep",
     )
-    costs_file: Path | None = option("--costs", "FILE", "Costs that differ, as a JSON object of numbers.")
-    cost: list[str] | None = option("--cost", "NAME=VALUE", "A cost that differs, such as form_s=5. May be repeated.")
+    costs_file: Path | None = option("--costs", "FILE", "Costs that replace the defaults, as a JSON object of numbers.")
+    cost: list[str] | None = option("--cost", "NAME=VALUE", "One such cost, as in form_s=5. May be repeated.")
     summary: Path | None = option("--summary", "FILE", "Write the summary as JSON (by policy, if there are several).")
     pictures: PictureOptions
     as_json: JsonOption = False
@@ -104,9 +104,9 @@ class SimOptions:
 
 @takes_options(SimOptions)
 def sim(options: SimOptions) -> None:
-    """Play a failure trace: goodput, lost time by cause, recoveries, and throughput over time.
+    """Play a failure trace, and show goodput, lost time by cause, recoveries, and throughput over time.
 
-    Policy `oobleck` runs the real decision code; the others are models of published systems. Nothing is started.
+    Policy `oobleck` runs the real decision code; the others are models of published systems. No process is started.
     """
     from oobleck.sim.trace import with_spares
     from oobleck.ui.pictures import run_trace, sim_svg

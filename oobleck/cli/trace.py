@@ -120,7 +120,7 @@ def convert_trace(options: ConvertOptions) -> None:
 def trace_info(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")], *, as_json: JsonOption = False
 ) -> None:
-    """Show what is in a trace: its nodes, how often they are lost, how many at once, and how many are up over time."""
+    """Show the contents of a trace: its nodes, how often and how many of them are lost, and how many are up."""
     from oobleck.sim.trace import facts_of
 
     trace = read_trace(file)

@@ -45,7 +45,7 @@ class NodeOptions:
         parser=duration_s,
     )
     dial_in: str | None = option(
-        "--dial-in", "[HOST:]PORT", "Listen there for nodes that dial in by `oobleck node`, where nobody may log in."
+        "--dial-in", "[HOST:]PORT", "Listen there for nodes that dial in by `oobleck node`, without logins."
     )
     num_nodes: int | None = option("--nodes", "N", "Begin once N nodes have dialled in.")
     keys: Path | None = option("--keys", "DIRECTORY", "Use keys that `oobleck keys` has made for nodes that dial in.")

@@ -70,13 +70,13 @@ class UpOptions:
     as_json: JsonOption = False
     summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.")
     save_every: str | None = option(
-        "--save-every", "STEPS|TIME", "Save after every so many steps (50), or at this interval (5m)."
+        "--save-every", "STEPS|TIME", "Save after this many steps (50), or at this interval (5m)."
     )
     keep: int | None = option("--keep", "N", "Keep the N newest checkpoints.")
     resume: str = option(
         "--resume",
         "auto|never|PATH",
-        "Continue from what a run of this name has left (auto); start from the seed, and keep its files (never); or "
+        "Continue from what a run of this name has left (auto); start from the seed, but keep its files (never); or "
         "start from the checkpoint at PATH.",
         default="auto",
     )
@@ -89,8 +89,8 @@ class UpOptions:
     no_check: bool = flag("--no-check", "Skip the check of the hostfile's nodes, which takes ten seconds.")
     until_eof: bool = flag(
         "--until-eof",
-        "End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start runs, and "
-        "may die.",
+        "End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start runs "
+        "and may die.",
     )
     metrics: str | None = option(
         "--metrics", "ADDRESS", "Serve metrics for Prometheus on unix:PATH or a loopback PORT."

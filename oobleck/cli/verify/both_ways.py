@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
 
     Raises ResourceLost if a process ends without an answer.
     """
-    with _directory() as directory, _plain_process(asked, directory) as plain:
+    with _directory() as directory, closing(_PlainProcess(asked, directory)) as plain:
         tell(f"{asked.num_steps} steps by itself, in one process")
         account = plain.train()
         if account.problem:
@@ -117,11 +117,26 @@ def _end(*_: object) -> None:
 class _PlainProcess:
     """The process that trains without Oobleck, and keeps its model for the comparison."""
 
-    def __init__(self, process: subprocess.Popen[bytes], asked: Asked, directory: Path, log: Path) -> None:
-        self._process = process
+    def __init__(self, asked: Asked, directory: Path) -> None:
         self._asked = asked
         self._directory = directory
-        self._log = log
+        self._log = directory / "plain.log"
+        module = "oobleck.transformers.plain_host" if is_of_trainer(asked.job) else "oobleck.training.plain.job_host"
+        environment = as_no_rank(os.environ)  # accelerate would follow a rank's variables
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would train on all, with larger batches
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                module_command(module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+            )
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.communicate()
 
     def train(self) -> verification.PlainAccount:
         job = verification.PlainJob(
@@ -144,27 +159,6 @@ class _PlainProcess:
             code = self._process.wait()
             raise ResourceLost(f"the script by itself ended with the exit code {code}\n{_tail(self._log)}")
         return answer
-
-
-@contextmanager
-def _plain_process(asked: Asked, directory: Path) -> Iterator[_PlainProcess]:
-    module = "oobleck.transformers.plain_host" if is_of_trainer(asked.job) else "oobleck.training.plain.job_host"
-    environment = as_no_rank(os.environ)  # accelerate would follow a rank's variables
-    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would train on all GPUs, with larger batches
-    log = directory / "plain.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            module_command(module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env=environment,
-        )
-    try:
-        yield _PlainProcess(process, asked, directory, log)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # --- on nodes --------------------------------------------------------------------------------------------------

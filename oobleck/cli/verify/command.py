@@ -47,8 +47,8 @@ class VerifyOptions:
 def verify(options: VerifyOptions) -> None:
     """Train a job's first steps on virtual nodes of this machine and by the script itself, and compare all numbers.
 
-    A node is killed on the way. Nothing of the script's own outputs is touched. The exit status is 0 where all is
-    equal, 3 where something differs, 78 where the job is refused.
+    It kills a node on the way, and leaves the script's own outputs untouched. The exit status is 0 if all is equal, 3
+    if anything differs, 78 if the job is refused.
     """
     script, *arguments = options.words or [""]
     if script and not script.endswith(".py"):
