@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from oobleck.control.journal import Summary
 
@@ -40,3 +41,15 @@ class RunPanel:
     samples_per_s: float
     """Committed samples, divided by the whole time."""
     summary: Summary
+
+
+def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:
+    """Return the mean over each of `columns` equal parts of the time; O(points + columns)."""
+    sums = [0.0] * columns
+    each_s = duration_s / columns
+    for (since_s, value), (until_s, _) in pairwise([*points, (duration_s, 0.0)]):
+        first, last = int(since_s / each_s), min(columns - 1, int(until_s / each_s))
+        for column in range(first, last + 1) if value else ():
+            inside_s = min(until_s, (column + 1) * each_s) - max(since_s, column * each_s)
+            sums[column] += value * max(0.0, inside_s)
+    return [total / each_s for total in sums]

@@ -6,11 +6,10 @@ All panels share their axes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, floor
 from typing import NamedTuple
 
 from oobleck.ui.formatting import duration_text, percent_text
-from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel
+from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel, column_means
 
 from . import axes
 
@@ -77,20 +76,12 @@ def _grid(scales: _Scales) -> Iterator[str]:
         yield axes.text(x, middle, words, f'text-anchor="middle" fill="{colour}" {turn}')
 
 
-def _columns(bands: Sequence[Band], time: axes.Scale) -> list[float]:
-    """Return the mean throughput in each pixel's time, so that even a shorter interruption shows as a notch."""
-    sums = [0.0] * _COLUMNS
-    for band in bands:
-        first, last = band.start_s * time.unit, band.stop_s * time.unit
-        for column in range(floor(first), min(_COLUMNS, ceil(last))):
-            sums[column] += band.samples_per_s * max(0.0, min(last, column + 1) - max(first, column))
-    return sums
-
-
 def _area(bands: Sequence[Band], scales: _Scales) -> str:
     floor_y = scales.rate.start
     parts, before = [f"M{_LEFT} {floor_y}"], None
-    for column, rate in enumerate(_columns(bands, scales.time)):
+    # The mean over each pixel's time lets even a shorter interruption show as a notch.
+    rates = [(band.start_s, band.samples_per_s) for band in bands]
+    for column, rate in enumerate(column_means(rates, scales.time.high, _COLUMNS)):
         y = scales.rate(rate)
         if before is None or abs(y - before) > 0.05:
             parts.append(f"H{_LEFT + column}V{y:.2f}")
