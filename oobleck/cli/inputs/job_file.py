@@ -31,17 +31,6 @@ _NOT_IN_FILES = frozenset({"script"})
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """One `--set KEY=VALUE`."""
-
-    path: tuple[str, ...]
-    """The words of the key: ("optimizer", "learning_rate")."""
-    value: YamlValue
-    text: str
-    """As the user wrote it."""
-
-
 def default_job(num_nodes: int) -> JobSpec:
     """Return the job that is trained if none is named, with two pipelines on two nodes or more."""
     # The model is so small that the planner would make every node a pipeline; stages show more.
@@ -66,41 +55,32 @@ def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: 
         raise ConfigError(f"{source}{line}: {error}") from error
 
 
-def parse_override(text: str) -> Override:
-    """Read KEY=VALUE, as in `optimizer.learning_rate=3e-4` or `data.paths=[a.txt, b.txt]`, where the value is YAML.
+def apply_overrides(job: JobSpec, settings: Sequence[str]) -> JobSpec:
+    """Change a job by `optimizer.learning_rate=3e-4`, `data.paths=[a.txt, b.txt]` and so on, all at once.
 
-    Raises UsageError for any other form. Only `apply_overrides` checks the key.
+    The values are YAML; for the same key, the last one counts. Raises UsageError that names the setting, and what to
+    change.
     """
-    key, equals, value = text.partition("=")
-    path = tuple(word.strip() for word in key.split("."))
-    if not equals or not all(path):
-        raise UsageError(f"--set {text}: not KEY=VALUE, as in optimizer.learning_rate=3e-4")
-    try:
-        return Override(path=path, value=parse_yaml(value), text=text)
-    except YamlError as error:
-        raise UsageError(f"--set {text}: {error}") from error
-
-
-def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
-    """Change a job by all overrides at once; for the same key, the last one counts.
-
-    Raises UsageError that names the override, and what to change.
-    """
+    paths: dict[str, tuple[str, ...]] = {}
     changes: dict[str, object] = {}
-    for override in overrides:
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        path = paths[setting] = tuple(word.strip() for word in key.split("."))
+        if not equals or not all(path):
+            raise UsageError(f"--set {setting}: not KEY=VALUE, as in optimizer.learning_rate=3e-4")
         try:
-            tree = override.value
-            for word in reversed(override.path):  # until it is what a file would hold
+            tree = parse_yaml(value)
+            for word in reversed(path):  # until it is what a file would hold
                 tree = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), tree),), line=1)
             read = _Reader(lenient=True).spec(JobSpec, in_own_words(tree), ())
         except YamlError as error:
-            raise UsageError(f"--set {override.text}: {error}") from error
+            raise UsageError(f"--set {setting}: {error}") from error
         changes = _merged(changes, read)
     try:
         return _changed(job, changes)
     except ConfigError as error:
-        to_blame = [override for override in overrides if override.path == _blamed(error)] or overrides
-        raise UsageError(f"--set {' '.join(override.text for override in to_blame)}: {error}") from error
+        to_blame = [setting for setting in settings if paths[setting] == _blamed(error)] or settings
+        raise UsageError(f"--set {' '.join(to_blame)}: {error}") from error
 
 
 def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 
-from .job_file import apply_overrides, default_job, load_job, parse_override
+from .job_file import apply_overrides, default_job, load_job
 
 if TYPE_CHECKING:
     from oobleck.runtime.processes import DescribedScript, ScriptProcess, TrainerProcess
@@ -96,4 +96,4 @@ def _read(source: JobSource, described: DescribedScript | None, *, num_nodes: in
     if described is not None:
         job = load_job(described.settings, source=f"{source.script}, its job", base=job, has_lines=False)
         job = replace(job, script=described.spec)
-    return apply_overrides(job, [parse_override(text) for text in source.settings])
+    return apply_overrides(job, source.settings)
