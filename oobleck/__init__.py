@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Load what starts runs once it is asked for: workers, and those who plan, never do."""
+    """Import the launcher of runs on first use, as workers and planners never need it."""
     if name not in ("Event", "Run", "launch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .cli import launch as door

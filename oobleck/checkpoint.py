@@ -1,4 +1,4 @@
-"""What a script under `oobleck run` saves of its own state in memory, and loads again: `docs/scripts.md`."""
+"""Saves a script's own state in memory under `oobleck run`, and loads it again; see `docs/scripts.md`."""
 
 from __future__ import annotations
 

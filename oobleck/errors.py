@@ -8,15 +8,15 @@
     │       ├── UnbuiltModel  a script's model that cannot be built here       (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
-    ├── RunFailed             a run that was launched has not ended as it should
+    ├── RunFailed             a launched run has not ended as it should
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
         │   ├── FaultyNode    it is faulty
         │   └── AgentGone     no agent of ours lives there any more
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
-        ├── CorruptCheckpoint bytes that were saved cannot be read, or are not those that were saved
-        └── ShardUnreadable   a record of the data cannot be read where it was found
+        ├── CorruptCheckpoint saved bytes cannot be read, or have changed
+        └── ShardUnreadable   a record of the data cannot be read any more
 
 Bugs of our own are assertions, not members of this tree.
 """
@@ -49,7 +49,7 @@ class DataError(ConfigError):
 
 
 class UnbuiltModel(ConfigError):
-    """A script's model that cannot be built on this machine, as where it reads what only nodes have."""
+    """A script's model that cannot be built on this machine, for instance as only nodes have its files."""
 
 
 class PlanningError(ConfigError):
@@ -61,10 +61,9 @@ class PeerError(OobleckError):
 
 
 class RunFailed(OobleckError):
-    """A run that `oobleck.launch` has started, and that has not ended as it should.
+    """A run of `oobleck.launch` that has not ended as it should.
 
-    `exit_code` is what `oobleck up` would have ended with; `traceback` that of the exception that ended the workers,
-    empty where none did.
+    `exit_code` is that of `oobleck up`; `traceback` is that of the exception that ended the workers, or empty.
     """
 
     def __init__(self, reason: str, *, exit_code: int, traceback: str = "") -> None:
@@ -88,11 +87,11 @@ class NodeUnreachable(ResourceLost):
 
 
 class FaultyNode(NodeUnreachable):
-    """A node that can be reached, and was found faulty."""
+    """A node that was reached and found faulty."""
 
 
 class AgentGone(NodeUnreachable):
-    """A node that can be reached, and on which the agent that was looked for does not live any more."""
+    """A node that can be reached, but whose agent does not live any more."""
 
 
 class WorkersUnavailable(ResourceLost):
@@ -109,7 +108,7 @@ class Unrecoverable(ResourceLost):
 
 
 class CorruptCheckpoint(ResourceLost):
-    """Saved bytes that are missing, cut off, or not what was saved; the message names the file."""
+    """Saved bytes that are missing, cut off or changed; the message names the file."""
 
 
 class ShardUnreadable(ResourceLost):
@@ -122,12 +121,19 @@ class ShardUnreadable(ResourceLost):
         self.position = position
 
     def of(self, shard: int, position: int) -> ShardUnreadable:
-        """The same of a shard and a position in it."""
+        """Return the same problem at a position of a shard."""
         return ShardUnreadable(self.problem, shard=shard, position=position)
 
 
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """Return the errors of an exception group, nested ones included, or the error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in leaves_of(each)]
+
+
 def shown(value: object) -> str:
-    """A value as it may stand in an error: cut where it is long."""
+    """Return a value as text for an error message, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # a number of more digits than Python writes
@@ -135,11 +141,8 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
-# --- how commands end ----------------------------------------------------------------------------------------
-
-
 class ExitCode(IntEnum):
-    """The exit statuses; 64 to 78 are named as in BSD's sysexits, 130 and 143 as a shell names signals."""
+    """The exit statuses; 64 to 78 are named as in BSD's sysexits, 130 and 143 as a shell counts signals."""
 
     DONE = 0
     FAILED = 1
@@ -165,11 +168,7 @@ Exit codes:
 
 
 def exit_code_of(error: OobleckError) -> ExitCode:
-    """The exit status that an error of ours ends a command with."""
-    match error:
-        case ConfigError():
-            return ExitCode.CONFIG
-        case UsageError():
-            return ExitCode.USAGE
-        case _:
-            return ExitCode.FAILED
+    """Return the exit status of a command that ends with this error."""
+    if isinstance(error, ConfigError):
+        return ExitCode.CONFIG
+    return ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.FAILED

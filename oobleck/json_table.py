@@ -1,7 +1,7 @@
-"""JSON as all of the package reads and writes it: strictly, and without NaN and infinity, which JSON lacks.
+"""Strict JSON for the whole package, without NaN and infinity, which JSON lacks.
 
-A `JsonTable` is for files that people write: each value is read as the type asked for, or named in an error. What one
-part of ours sends to another goes through `oobleck.wire`, which stands on this.
+A `JsonTable` reads files that people write: each value has the expected type, or an error names it. Messages between
+our own processes go through `oobleck.wire`, which uses this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .errors import ConfigError, shown
 
 
 def load_json(text: str | bytes) -> object:
-    """Read JSON. Raises ValueError for what is none, gives a key twice, or is nested deeper than we follow."""
+    """Read JSON. Raises ValueError for a text that is not JSON, repeats a key, or is nested too deeply."""
     try:
         document: object = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_reject_constant)
     except RecursionError:
@@ -26,8 +26,8 @@ def load_json(text: str | bytes) -> object:
 def parse_json(text: str, *, of_others: bool = False) -> object:
     """Read a JSON file. Raises ConfigError.
 
-    `of_others`: the file is another program's, as a model's configuration, and may hold what Python's own writer
-    writes: NaN, Infinity.
+    `of_others`: another program wrote the file, such as a model's configuration, and it may hold Python's NaN and
+    Infinity.
     """
     try:
         return json.loads(text) if of_others else load_json(text)
@@ -69,7 +69,7 @@ def _finite(value: object) -> object:
 
 
 class JsonTable:
-    """A JSON object that answers with the type asked for, or raises ConfigError that names the place."""
+    """A JSON object whose methods return values of one type, or raise ConfigError that names the place."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -145,7 +145,7 @@ class JsonTable:
 
 
 def _whole(text: str, place: str) -> str:
-    """Text that can be written anywhere. JSON can spell halves of characters, which no terminal and no file takes."""
+    """Return the text. Raises ConfigError for halves of characters, which JSON can spell, but no file can hold."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{place} is {shown(text)}; it must be whole Unicode characters")
     return text

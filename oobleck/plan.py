@@ -1,7 +1,6 @@
-"""The vocabulary of plans: templates (node-independent) and what they become on named nodes.
+"""The vocabulary of plans: templates, which are independent of nodes, and their pipelines on named nodes.
 
-Values only, which the wire carries as well. How plans are chosen is the planner's business, and what the stages of a
-pipeline then do is the schedule's.
+The wire carries these values too. The planner chooses plans, and the schedule orders the work of stages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from oobleck.errors import ConfigError
 class WorkerId(NamedTuple):
     """One device of one node: where one worker runs.
 
-    A tuple, since a recovery of thousands of workers hashes and compares places hundreds of thousands of times.
+    It is a tuple because a recovery of thousands of workers hashes and compares these hundreds of thousands of times.
     """
 
     node: str
@@ -33,7 +32,7 @@ class WorkerId(NamedTuple):
 class StageTemplate:
     """Layers [first_layer, stop_layer) on devices [first_device, first_device + num_devices) of one node.
 
-    A stage of a single chunk, or one chunk of a stage that has several.
+    This is a stage of a single chunk, or one chunk of a stage that has several.
     """
 
     first_layer: int
@@ -56,16 +55,16 @@ class StageTemplate:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The devices that hold it: node, first device, and how many."""
+        """Its node, first device and number of devices."""
         return self.node_index, self.first_device, self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
-    """For a number of nodes, the stages of a pipeline, from the first layer to the last.
+    """The stages of a pipeline on a number of nodes, from the first layer to the last.
 
     For an interleaved schedule each stage has several chunks of consecutive layers, spread over the model: the chain of
-    layers goes through the devices of all stages in turn, once for each chunk.
+    layers passes through the devices of all stages in turn, once for each chunk.
     """
 
     stages: tuple[StageTemplate, ...]
@@ -87,21 +86,21 @@ class PipelineTemplate:
 
     @cached_property
     def num_stages(self) -> int:
-        """How many groups of devices there are; each has one stage, of `num_chunks` chunks."""
+        """The number of groups of devices; each has one stage, of `num_chunks` chunks."""
         return len({stage.place for stage in self.stages})
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks each stage has: 1 for all schedules but the interleaved one."""
+        """The number of chunks of each stage: 1 for all schedules but the interleaved one."""
         return len(self.stages) // self.num_stages
 
     @property
     def round_size(self) -> int:
-        """How many microbatches go through all chunks before the next do; 1 where stages have one chunk."""
+        """How many microbatches pass through all chunks before the next do; 1 if stages have one chunk."""
         return self.num_stages if self.num_chunks > 1 else 1
 
     def chunks_of(self, stage: int) -> tuple[StageTemplate, ...]:
-        """The chunks of a stage, in the order of their layers."""
+        """Return the chunks of a stage, in the order of their layers."""
         return self.stages[stage :: self.num_stages]
 
     @cached_property
@@ -115,7 +114,7 @@ class PipelineTemplate:
 
     @cached_property
     def layer_sets(self) -> tuple[frozenset[int], ...]:
-        """The layers of each stage, those of all its chunks."""
+        """The layers of each stage, over all its chunks."""
         return tuple(frozenset(chain.from_iterable(chunks)) for chunks in self.layers_of_stages)
 
     @property
@@ -128,12 +127,12 @@ class Stage:
     """A stage on named devices, which all belong to one node."""
 
     chunks: tuple[range, ...]
-    """The layers of each chunk, in their order; they never touch."""
+    """The layers of each chunk, in order, with gaps between them."""
     worker_ids: tuple[WorkerId, ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those of all chunks, in their order."""
+        """The layers of all chunks, in order."""
         return tuple(chain.from_iterable(self.chunks))
 
 
@@ -227,7 +226,7 @@ class ExecutionPlan:
         return found
 
     def microbatches_of(self, pipeline_index: int) -> range:
-        """The numbers of the microbatches that a pipeline takes in each step."""
+        """Return the numbers of the microbatches that a pipeline takes in each step."""
         return self.shares[pipeline_index]
 
     @cached_property
@@ -237,19 +236,12 @@ class ExecutionPlan:
         return tuple(starmap(range, pairwise(bounds)))
 
     def owners_of(self, layer: int) -> tuple[WorkerId, ...]:
-        """The workers that hold `layer`, sorted: its owner set."""
-        return tuple(
-            sorted(
-                worker_id
-                for pipeline in self.pipelines
-                for stage in pipeline.stages
-                if layer in stage.layers
-                for worker_id in stage.worker_ids
-            )
-        )
+        """Return the workers that hold `layer`, sorted: its owner set."""
+        stages = (stage for pipeline in self.pipelines for stage in pipeline.stages if layer in stage.layers)
+        return tuple(sorted(chain.from_iterable(stage.worker_ids for stage in stages)))
 
     def locate(self, worker_id: WorkerId) -> tuple[int, int] | None:
-        """(pipeline index, stage index) of a worker, or None for a spare."""
+        """Return (pipeline index, stage index) of a worker, or None for a spare."""
         return self._located.get(worker_id)
 
 
@@ -265,7 +257,7 @@ class LayerTransfer:
 
 
 class ScheduleKind(StrEnum):
-    """In which order the stages work."""
+    """The order in which the stages work."""
 
     GPIPE = "gpipe"
     """All forward passes, then all backward passes (Huang et al., 2019)."""

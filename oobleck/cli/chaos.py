@@ -1,11 +1,11 @@
-"""`oobleck chaos`: a failure trace, played on real processes."""
+"""`oobleck chaos`: plays a failure trace on real processes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,80 +17,77 @@ from oobleck.sim.trace import Trace
 
 from .chaos_run import LocalRun, Player, RunningRun, name_nodes, not_played
 from .common_options import BaseDirOption, TagOption, base_dir_of
-from .inputs import NUM_SPARE_NODES, JobSource, read_job, whole
+from .inputs import NUM_SPARE_NODES, JobOptions, JobSource, read_job, whole
+from .option_fields import argument, flag, option, takes_options
 from .trace import read_trace
 
 _LOCAL_TAG = "chaos"
 _ENDLESS_STEPS = 1_000_000
 
 
-def chaos(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="A failure trace; see `oobleck trace`.")],
-    *,
-    local: Annotated[
-        int | None,
-        typer.Option(
-            "--local", metavar="N", parser=whole(1, MAX_NODES), help="Play it on a new run of N virtual nodes."
-        ),
-    ] = None,
-    tag: TagOption = None,
-    speedup: Annotated[float, typer.Option("--speedup", metavar="X", help="Play it X times as fast.")] = 1.0,
-    job_file: Annotated[Path | None, typer.Option("--job", metavar="FILE", help="Job of the new run.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of its job.")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            metavar="N",
-            parser=whole(1, MAX_STEPS),
-            help="Its steps. By default the run continues to the trace's end.",
-        ),
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False,
-    summary: Annotated[
-        Path | None, typer.Option("--summary", metavar="FILE", help="Write its closing summary as JSON.")
-    ] = None,
-    base_dir: BaseDirOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions:
+    """What `oobleck chaos` was called with."""
+
+    trace_file: Path = argument("TRACE", "A failure trace; see `oobleck trace`.", default=...)
+    local: int | None = option("--local", "N", "Play it on a new run of N virtual nodes.", parser=whole(1, MAX_NODES))
+    tag: TagOption = None
+    speedup: float = option("--speedup", "X", "Play it X times as fast.", default=1.0)
+    job: JobOptions
+    steps: int | None = option(
+        "--steps",
+        "N",
+        "Steps of the new run; by default it continues to the trace's end.",
+        parser=whole(1, MAX_STEPS),
+    )
+    plain: bool = flag("--plain", "Print lines instead of the dashboard.")
+    summary: Path | None = option("--summary", "FILE", "Write the closing summary of the new run as JSON.")
+    base_dir: BaseDirOption = None
+
+
+@takes_options(ChaosOptions)
+def chaos(options: ChaosOptions) -> None:
     """Play a failure trace on a run: kill, freeze, slow down and add its nodes, crash its master.
 
-    On a run that is active, or, with --local, on a new one on virtual nodes of this machine, which is stopped at the
+    It plays on an active run, or, with --local, on a new one on virtual nodes of this machine, which it stops at the
     trace's end. Times count from the first step, or from now if training is under way already.
     """
+    speedup, local = options.speedup, options.local
     if not 0 < speedup <= 1e6:
         raise UsageError(f"--speedup: {speedup:g} is not possible; it must be above 0, and at most 1,000,000")
-    trace = read_trace(trace_file)
-    base = base_dir_of(base_dir)
+    trace = read_trace(options.trace_file)
+    base = base_dir_of(options.base_dir)
+    own = _options_of_the_run(options)
     if local is None:
-        if job_file is not None or settings or steps is not None or plain or summary is not None:
+        if own:
             raise UsageError("--job, --set, --steps, --plain and --summary are of a new run; name one with --local N")
-        _play_on_running(trace, RunningRun(find_run(base, tag)), speedup)
+        running = RunningRun(find_run(base, options.tag))
+        _play(trace, Player(running, name_nodes(trace, running.nodes), speedup=speedup, tell=_say), _say)
         return
-    options = ["--local", str(local), "--steps", str(_ENDLESS_STEPS if steps is None else steps)]
-    for name, values in (("--job", [job_file]), ("--set", settings or []), ("--summary", [summary])):
-        options += [word for value in values if value is not None for word in (name, str(value))]
-    if plain:
-        options.append("--plain")
+    if options.steps is None:
+        own += ["--steps", str(_ENDLESS_STEPS)]
     there = [f"node{index}" for index in range(local + NUM_SPARE_NODES)]
     names = name_nodes(trace, there[:local], there[local:])
-    tell = _keep_quiet if sys.stdout.isatty() and not plain else _say
-    run = LocalRun(RunDirectory(base_dir=base, tag=tag or _tag_of(job_file, settings or [])), options)
+    has_dashboard = sys.stdout.isatty() and not options.plain  # it lists the events itself
+    tell = (lambda text: None) if has_dashboard else _say
+    run = LocalRun(RunDirectory(base_dir=base, tag=options.tag or _tag_of(options.job)), ["--local", str(local), *own])
     with run.ended_with_us():
         if run.wait_for_training():
             _play(trace, Player(run, names, speedup=speedup, tell=tell), tell)
         raise SystemExit(run.stop())
 
 
-def _tag_of(job_file: Path | None, settings: Sequence[str]) -> str:
-    """The tag that the new run's job asks for; one of our own where it is none of its own."""
-    job = read_job(JobSource(file=job_file, settings=settings), num_nodes=1)
+def _options_of_the_run(options: ChaosOptions) -> list[str]:
+    words = [f"--set={setting}" for setting in options.job.settings or []]
+    for name, value in (("--job", options.job.job_file), ("--summary", options.summary), ("--steps", options.steps)):
+        words += [] if value is None else [f"{name}={value}"]
+    return [*words, "--plain"] if options.plain else words
+
+
+def _tag_of(asked: JobOptions) -> str:
+    """Return the tag of the new run's job, or our own if the job has only the default one."""
+    job = read_job(JobSource(file=asked.job_file, settings=asked.settings or ()), num_nodes=1)
     return _LOCAL_TAG if job.tag == JobSpec().tag else job.tag
-
-
-def _play_on_running(trace: Trace, run: RunningRun, speedup: float) -> None:
-    _play(trace, Player(run, name_nodes(trace, run.nodes), speedup=speedup, tell=_say), _say)
 
 
 def _play(trace: Trace, player: Player, tell: Callable[[str], None]) -> None:
@@ -102,7 +99,3 @@ def _play(trace: Trace, player: Player, tell: Callable[[str], None]) -> None:
 def _say(text: str) -> None:
     typer.echo(f"chaos: {text}")
     sys.stdout.flush()
-
-
-def _keep_quiet(_text: str) -> None:
-    """The dashboard has the terminal; it shows what happens among the run's events."""

@@ -1,10 +1,10 @@
-"""`oobleck check`: are the nodes fit to train on?"""
+"""`oobleck check`: tests whether nodes are fit to train on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,8 +12,8 @@ from oobleck.errors import ExitCode, UsageError
 from oobleck.json_table import to_json
 
 from . import inputs
-from .common_options import BaseDirOption, JsonOption, base_dir_of, takes_options
-from .up import readable_file
+from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .option_fields import argument, option, takes_options
 
 if TYPE_CHECKING:
     from oobleck.control.node_check import CheckReport
@@ -22,29 +22,25 @@ if TYPE_CHECKING:
 _MAX_SLOWNESS = 1e6
 _CLOSE_S = 2.0
 _TAG = "check"
-"""Of the directory below that of all runs in which nodes that dial in find keys."""
+"""Names the directory, next to those of runs, that has the keys for nodes that dial in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Nodes(inputs.NodeOptions):
-    local: Annotated[
-        int | None, typer.Option("--local", metavar="N", help="Check N virtual nodes of this machine.")
-    ] = None
+    local: int | None = option("--local", "N", "Check N virtual nodes of this machine.")
     hosts_every: None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What is given to `oobleck check`."""
+    """What `oobleck check` was called with."""
 
-    hostfile: Annotated[Path | None, typer.Argument(help="Nodes to check, one per line.", show_default=False)] = None
+    hostfile: Path | None = argument("HOSTFILE", "Nodes to check, one per line.")
     nodes: _Nodes
-    python: inputs.PythonOption = None
-    ssh_config: inputs.SSHConfigOption = None
-    slow_factor: Annotated[
-        float,
-        typer.Option("--slow-factor", metavar="X", help="A node this many times slower than the others is slow."),
-    ] = inputs.SLOW_FACTOR
+    reach: inputs.ReachOptions
+    slow_factor: float = option(
+        "--slow-factor", "X", "A node this many times slower than the others is slow.", default=inputs.SLOW_FACTOR
+    )
     as_json: JsonOption = False
     base_dir: BaseDirOption = None
 
@@ -53,8 +49,8 @@ class CheckOptions:
 def check(options: CheckOptions) -> None:
     """Test every node alone, then in pairs, and name the faulty or slow ones (never their partners).
 
-    Looks at SSH, versions, devices, disk and clock; measures a matrix product, memory, disk, loopback, and exchanges
-    between nodes. The exit status is 0 only when all nodes and links are healthy, else 1.
+    It looks at SSH, versions, devices, disk and clock, and measures a matrix product, memory, disk, loopback, and
+    exchanges between nodes. The exit status is 0 if all nodes and links are healthy, else 1.
     """
     if not 1 < options.slow_factor <= _MAX_SLOWNESS:
         raise UsageError(
@@ -62,7 +58,7 @@ def check(options: CheckOptions) -> None:
             f"{_MAX_SLOWNESS:,.0f} at most"
         )
     source = inputs.read_source(options.hostfile, options.nodes)
-    config = readable_file(options.ssh_config, "ssh config") if options.ssh_config is not None else None
+    config = options.reach.read_config()
 
     import trio
     from rich.console import Console
@@ -86,7 +82,7 @@ def _say(text: str) -> None:
 
 
 async def _check(options: CheckOptions, source: inputs.NodeSource, ssh_config: Path | None) -> CheckReport:
-    """Check the nodes of a source; with `--json`, only what has to be known is said meanwhile."""
+    """Check the nodes of a source; with `--json`, without progress on stderr."""
     import trio
 
     from oobleck.cli.wiring import open_launcher
@@ -96,7 +92,7 @@ async def _check(options: CheckOptions, source: inputs.NodeSource, ssh_config: P
     from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 
     base_dir = base_dir_of(options.base_dir).absolute()
-    known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys, and what they are called
+    known = RunDirectory(base_dir=base_dir, tag=_TAG)  # for nodes that dial in: their keys and their names
     if isinstance(source, inputs.DialIn | inputs.FromSlurm | inputs.FromRay):
         known.create()
     async with (
@@ -118,7 +114,7 @@ async def _check(options: CheckOptions, source: inputs.NodeSource, ssh_config: P
             report = await check_nodes(
                 nodes,
                 connections,
-                python=options.python or launcher.python,
+                python=options.reach.python or launcher.python,
                 directory=PurePosixPath(base_dir if launcher.are_virtual else "~/.oobleck"),
                 slow_factor=options.slow_factor,
                 tell=(lambda text: None) if options.as_json else _say,
@@ -134,7 +130,7 @@ async def _check(options: CheckOptions, source: inputs.NodeSource, ssh_config: P
 
 
 async def _say_reports(launcher: Launcher) -> None:
-    """Say what the launcher has to say, until cancelled; who comes and goes meanwhile is not checked."""
+    """Print the launcher's reports until cancelled. Nodes that join meanwhile are not checked."""
     import trio
 
     from oobleck.runtime.launchers import NodeChange, Reported

@@ -1,4 +1,4 @@
-"""`oobleck checkpoint`: see, verify and convert what runs have saved."""
+"""`oobleck checkpoint`: shows, verifies and converts what runs have saved."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
+from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
-
-_MANIFEST = "manifest.json"
 
 WhereArgument = Annotated[
     Path, typer.Argument(help="A checkpoint, a directory of checkpoints (then its newest), or the tag of a run.")
@@ -38,7 +37,7 @@ def list_checkpoints(
     """Show the checkpoints of a run, or of all runs, newest first."""
     directories = [_directory(where, base_dir)] if where is not None else _all_directories(base_dir)
     found = [(directory, entry) for directory in directories for entry in directory.find()]
-    # One directory's are in order; those of several runs, who know nothing of each other, by when they were saved.
+    # Each directory is in order already. Several runs know nothing of each other, so the time of the save decides.
     if len(directories) > 1:
         found.sort(key=lambda each: each[1].manifest.saved_at if each[1].manifest is not None else "", reverse=True)
     if as_json:
@@ -51,10 +50,12 @@ def list_checkpoints(
 
 
 def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
-    """Show what is in a checkpoint: its step, its layers, their tensors. Reads no data."""
+    """Show the contents of a checkpoint: its step, its layers, their tensors. It reads no data."""
     directory, manifest = _one(where, base_dir)
     if as_json:
-        typer.echo(json.dumps({"path": str(directory.path / manifest.name), **_as_dict(manifest)}, indent=2))
+        written = to_builtins(manifest)
+        assert isinstance(written, dict)
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), **written}, indent=2))
         return
     loss = "unknown" if manifest.loss is None else f"{manifest.loss:.6g}"
     typer.echo(f"{directory.path / manifest.name}")
@@ -74,15 +75,15 @@ def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, bas
 
 
 def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
-    """Read every byte of a checkpoint and compare it with its checksums. Exit code 1 when something is wrong."""
+    """Read every byte of a checkpoint and compare it with its checksums. The exit code is 1 if anything is wrong."""
     directory, manifest = _one(where, base_dir)
     faults = list(directory.faults(manifest))
-    if directory.path.absolute() != where.absolute().parent:  # all that is there is asked for, and the newest of it
+    if directory.path.absolute() != where.absolute().parent:  # `where` is a whole directory, not one checkpoint
         damaged = [found for found in directory.find() if found.is_damaged]
         faults += [FileFault(file=directory.path / found.name, problem=found.problem or "") for found in damaged]
     if as_json:
-        told = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
-        typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": told}, indent=2))
+        listed = [{"file": str(fault.file), "problem": fault.problem} for fault in faults]
+        typer.echo(json.dumps({"path": str(directory.path / manifest.name), "faults": listed}, indent=2))
     else:
         for fault in faults:
             typer.echo(str(fault))
@@ -100,7 +101,7 @@ def export_checkpoint(
         str,
         typer.Option(
             "--format",
-            help="hf: as transformers' save_pretrained, adapters taken into the weights; peft: adapters alone.",
+            help="hf: as transformers' save_pretrained, with adapters merged into the weights; peft: adapters alone.",
         ),
     ] = "hf",
     base_dir: BaseDirOption = None,
@@ -109,7 +110,8 @@ def export_checkpoint(
     if form not in ("hf", "peft"):
         raise UsageError(f"--format: {form} is not known; it is hf or peft")
     directory, manifest = _one(where, base_dir)
-    _refuse_to_overwrite(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} exists already; name a directory that is new or empty")
     convert(form, directory.path / manifest.name, target.absolute())
     tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
     if tokenizer is None:
@@ -129,7 +131,7 @@ def import_checkpoint(
 
 
 def _directory(where: Path, base_dir: Path | None) -> CheckpointDirectory:
-    """The directory that a path or a run's tag names. Raises UsageError."""
+    """Return the directory that a path or a run's tag names. Raises UsageError."""
     path = expand_user(where)
     here = CheckpointDirectory(path) if path.is_dir() else None
     run = RunDirectory(base_dir=base_dir_of(base_dir), tag=str(where))
@@ -141,38 +143,37 @@ def _directory(where: Path, base_dir: Path | None) -> CheckpointDirectory:
         return here
     if here is not None and here.names() and here.path.absolute() != of_run.path.absolute():
         raise UsageError(
-            f"{where} is a run, and a directory here, and both have checkpoints; name the one that you mean by its "
-            f"whole path: {of_run.path} or {here.path.absolute()}"
+            f"{where} is both a run and a directory here, and both have checkpoints; name one by its whole path: "
+            f"{of_run.path} or {here.path.absolute()}"
         )
     return of_run
 
 
 def _of_run(run: RunDirectory) -> CheckpointDirectory:
-    """Where a run has its checkpoints, by its journal; one that has none, or a script's, has them in its directory."""
-    told = None
+    """Return where a run has its checkpoints: where its journal says, or else in the run's own directory."""
+    named = None
     if run.journal.is_file():
         first = next(iter(read_journal(run.journal)), None)
-        told = first.job.checkpoint.directory if isinstance(first, JobStarted) else None
-    return CheckpointDirectory(run.path / "checkpoints" if told is None else expand_user(told))
+        named = first.job.checkpoint.directory if isinstance(first, JobStarted) else None
+    return CheckpointDirectory(run.path / "checkpoints" if named is None else expand_user(named))
 
 
 def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
-    """Those of all runs, each once."""
     base = base_dir_of(base_dir)
     runs = {path.parent for path in (*base.glob("*/checkpoints"), *base.glob("*/journal.jsonl"))}
     found: dict[Path, CheckpointDirectory] = {}
     for path in sorted(runs):
         directory = CheckpointDirectory(path / "checkpoints")
-        with suppress(ConfigError):  # a journal of another version: its own directory is looked at
+        with suppress(ConfigError):  # a journal of another version leaves the run's own directory
             directory = _of_run(RunDirectory(base_dir=base, tag=path.name))
         found[directory.path.absolute()] = directory
     return list(found.values())
 
 
 def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:
-    """A checkpoint by its own path, or the newest that is complete. Raises UsageError or ConfigError."""
+    """Return the checkpoint at a path, or else the newest complete one. Raises UsageError or ConfigError."""
     try:
-        if (where / _MANIFEST).exists():
+        if (where / MANIFEST_NAME).exists():
             path = where.absolute()
             return CheckpointDirectory(path.parent), CheckpointDirectory(path.parent).manifest(path.name)
         directory = _directory(where, base_dir)
@@ -182,11 +183,6 @@ def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manif
     if not complete:
         raise ConfigError(f"{directory.path}: no complete checkpoint")
     return directory, complete[0]
-
-
-def _refuse_to_overwrite(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target}: is there already; name a directory that is new or empty")
 
 
 def _line(directory: CheckpointDirectory, entry: FoundManifest) -> str:
@@ -210,12 +206,6 @@ def _listed(directory: CheckpointDirectory, entry: FoundManifest) -> dict[str, o
         "damaged": entry.is_damaged,
         "problem": entry.problem,
     }
-
-
-def _as_dict(manifest: Manifest) -> dict[str, object]:
-    written = to_builtins(manifest)
-    assert isinstance(written, dict)
-    return written
 
 
 def _mib(size_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""`oobleck status`, `kill`, `add`, `drain`, `stop`: ask a run something, or have it do something, over its socket."""
+"""`oobleck status`, `kill`, `add`, `drain`, `stop`: send a run a request over its socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def status(
 ) -> None:
     """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
     name, answer = _ask(control_client.StatusRequest(), one_run(named, tag), base_dir)
-    # What draws is not loaded by the commands beside this one.
+    # The other commands of this module draw nothing, and start faster without these.
     from rich.console import Console
 
     from oobleck.control.journal import RunSnapshot
@@ -66,7 +66,7 @@ def add(
     for node in nodes:
         try:
             answer = control_client.request(run.control_socket, control_client.AddRequest(node=node))
-        except OobleckError as error:  # the others are asked for all the same
+        except OobleckError as error:  # the other nodes may still join
             refused.append(error)
         else:
             typer.echo(json.dumps(answer) if as_json else f"{node} joins run {run.tag}")
@@ -99,17 +99,16 @@ def stop(
 def _ask(
     asked: control_client.ControlRequest, tag: str | None, base_dir: Path | None
 ) -> tuple[str, Mapping[str, object]]:
-    """Ask the run with this tag, or the only one; return its tag and its answer."""
     run = _find(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
 
 
 def _find(tag: str | None, base_dir: Path | None) -> RunDirectory:
-    """The run with this tag, or the only one. Raises NoActiveRun, which describes a run that has lost its master."""
+    """Return the run with this tag, or the only one. Raises NoActiveRun, which describes a run without a master."""
     directory = base_dir_of(base_dir)
     try:
         return control_client.find_run(directory, tag)
     except control_client.NoActiveRun as error:
-        from .masterless import describe_masterless  # it reads journals, which few of these commands need
+        from .masterless import describe_masterless  # it reads journals, which takes long to import
 
         raise control_client.NoActiveRun(describe_masterless(directory, tag) or str(error)) from error

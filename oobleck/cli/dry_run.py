@@ -1,6 +1,6 @@
-"""`oobleck up --dry-run`: the plan that a run would begin with, and nothing started for it.
+"""`oobleck up --dry-run`: shows the plan that a run would begin with, and starts nothing.
 
-Times come from the newest profile in the run's directory that was measured for such a job, or from an estimate: the
+Times come from the newest measured profile in the run's directory that fits the job, or else from an estimate by the
 model's shape and a data sheet. The sizes of layers are the model's own in either case.
 """
 
@@ -30,10 +30,8 @@ from oobleck.storage.directory import MANIFEST_NAME, CheckpointDirectory
 from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
 
-_ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
-"""Of parameters: mixed precision keeps them in float32."""
-_MOMENTS = 2
-"""Adam's, for each parameter."""
+_ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}  # mixed precision keeps parameters in float32
+_MOMENTS = 2  # for each parameter, as Adam has them
 
 
 def dry_run(
@@ -47,10 +45,10 @@ def dry_run(
 ) -> None:
     """Print the plan of a job on the nodes of a source.
 
-    `find_outline` tells what the job's model is made of; by default, a process that loads torch for it.
+    `find_outline` returns the layers of the job's model; by default, it asks a process that loads torch.
 
     Raises ConfigError for a model, an optimizer, nodes or a base directory that a run would refuse as well, and for
-    paths that virtual nodes do not have. What the nodes of a hostfile have is known only in a run.
+    paths that virtual nodes lack. Only a run can check the paths of a hostfile's nodes.
     """
     _check_base_dir(base_dir)
     num_local = source.count if isinstance(source, VirtualOnes) else 0
@@ -73,17 +71,16 @@ def dry_run(
         kind=fixed_schedule(job),
     )
     if not as_json:
-        says = [f"dry run of {job.tag}: nothing is started. Times: {times}\n"]
+        text = f"dry run of {job.tag}: nothing is started. Times: {times}\n"
         if resting:
             policy = job.scaling.policy
-            says.append(f"{target.num_nodes} of {len(shapes)} nodes are to train ({policy}): {target.reason}\n")
-        for said in says:
-            Console().print(said, markup=False, highlight=False, soft_wrap=True)
+            text += f"\n{target.num_nodes} of {len(shapes)} nodes are to train ({policy}): {target.reason}\n"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
     show_report(report, as_json=as_json)
 
 
 def _check_base_dir(base_dir: Path) -> None:
-    """Raise ConfigError unless a run could make its directory there; nothing is made."""
+    """Raise ConfigError unless a run could make its directory there."""
     there = next(path for path in (base_dir.absolute(), *base_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise ConfigError(f"base directory {base_dir}: {there} is not a directory")
@@ -104,22 +101,19 @@ def _check_paths(job: JobSpec, resume: str) -> None:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint that is complete, or a directory with one."""
     if (path / MANIFEST_NAME).exists():
         return any(entry.manifest and entry.name == path.name for entry in CheckpointDirectory(path.parent).find())
     return any(entry.manifest for entry in CheckpointDirectory(path).find())
 
 
 class _Shape(NamedTuple):
-    """What a node is."""
-
     device: str
     num_devices: int
     kind: str
 
 
 def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
-    """Return what each node is, by its name; nodes that are yet to come are taken for ones of one kind."""
+    """Return the shape of each node, keyed by its name; nodes that are not known yet count as of one kind."""
     specs: Sequence[NodeSpec] = source.specs
     if not specs:
         each = [(DEFAULT_KIND, job.tensor_parallel)] * len(source.names)
@@ -132,15 +126,9 @@ def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
     return {spec.name: _Shape(spec.device, spec.num_devices, spec.kind) for spec in specs}
 
 
-def _is_known(device: str) -> bool:
-    """Whether there is a data sheet of that name."""
-    return device.lower() in KNOWN_DEVICES
-
-
 def _one_kind(
     job: JobSpec, base_dir: Path, shape: _Shape, find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
-    """Return what all nodes are, as it was measured or as it is estimated, and which of these."""
     if job.device != "cpu":
         raise UsageError(f"--dry-run: estimates are for CPUs, not for {job.device}; use `oobleck plan --device`")
     directory, outline = RunDirectory(base_dir=base_dir, tag=job.tag).profile, find_outline(job)
@@ -155,9 +143,8 @@ def _one_kind(
 def _several_kinds(
     job: JobSpec, shapes: Collection[_Shape], find_outline: Callable[[JobSpec], ModelOutline], *, num_local: int
 ) -> tuple[list[NodeKind], str]:
-    """Return what nodes are: estimates, by the data sheets of those whose names have one."""
     check_possible(job, kinds=[shape.kind for shape in shapes])
-    unknown = sorted({shape.device for shape in shapes if not _is_known(shape.device)})
+    unknown = sorted({shape.device for shape in shapes if shape.device.lower() not in KNOWN_DEVICES})
     if unknown and job.device != "cpu":
         raise UsageError(
             f"--dry-run: there is no data sheet of {unknown[0]}; estimates are for {', '.join(KNOWN_DEVICES)}"
@@ -173,24 +160,24 @@ def _several_kinds(
     ]
     times = "estimates; the run itself measures each kind first"
     if unknown:
-        times += f"\nNo data sheet is known of {', '.join(unknown)}: a CPU core's is taken"
+        times += f"\nNo data sheet is known of {', '.join(unknown)}: that of a CPU core is used"
     return kinds, times
 
 
 def _fitting(directory: Path, job: JobSpec, outline: ModelOutline) -> Iterator[tuple[Path, Profile]]:
-    """Measured profiles that fit the job, newest first."""
+    """Yield the measured profiles that fit the job, newest first."""
     paths = directory.glob("*.json") if directory.is_dir() else ()
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             profile = profile_from_json(read_input(path, "profile", most_bytes=MAX_DATA_BYTES), source=str(path))
         except UserError:
-            continue  # torn, or of another version: a run would measure again
+            continue  # it is torn, or another version's: a run would measure again
         if _fits(profile, job, outline):
             yield path, profile
 
 
 def _fits(profile: Profile, job: JobSpec, outline: ModelOutline) -> bool:
-    """Whether a profile is of this model in these shapes: by the names and the bytes of its layers."""
+    """Return whether a profile is of this model and these shapes, by the names and the bytes of its layers."""
     return (
         profile.model == outline.config["model_type"]
         and profile.microbatch_size == job.microbatch_size
@@ -205,7 +192,7 @@ def _fits(profile: Profile, job: JobSpec, outline: ModelOutline) -> bool:
 
 def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *, is_end: bool) -> bool:
     expected, frozen_bytes = other.parameters * item_bytes, (other.parameters - other.trained) * item_bytes
-    # A small text yields fewer tokens than were asked for, and the embedding and the head are as much smaller.
+    # A small text yields a smaller vocabulary than requested, which shrinks the embedding and the head.
     if is_end:
         same_size = layer.param_bytes <= expected and layer.frozen_bytes <= frozen_bytes
     else:
@@ -214,10 +201,10 @@ def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *,
 
 
 def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str = "CPU") -> Profile:
-    """Estimate times from a data sheet, or that of a CPU core where there is none; sizes are the model's own."""
+    """Estimate times from a data sheet, or from that of a CPU core if there is none; sizes are the model's own."""
     profile = estimate_profile(
         shape_from_config(outline.config),
-        device_sheet(sheet if _is_known(sheet) else "CPU"),
+        device_sheet(sheet if sheet.lower() in KNOWN_DEVICES else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
@@ -229,7 +216,6 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
 
 
 def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
-    """A profile with the memory that each device of the job has."""
     device = profile.device
     memory_bytes = job.device_memory_bytes or (
         this_machine().usable_memory_bytes // num_local if num_local else device.memory_bytes
@@ -238,7 +224,7 @@ def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
 
 
 def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerProfile:
-    """A layer with the model's own name and sizes; wider numbers take as much longer to move and to multiply."""
+    """Return a layer with the model's own name and sizes, and times in proportion to the width of numbers."""
     factor = item_bytes // _ITEM_BYTES["float32"]
     param_bytes, trained_bytes = other.parameters * item_bytes, other.trained * item_bytes
     return replace(

@@ -1,4 +1,4 @@
-"""`oobleck events`: the failures of a run, explained."""
+"""`oobleck events`: explains the failures of a run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def events(
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Explain each failure of a run, active or finished: its cause first, then its consequences, what was
-    done, what it cost, and what is left for you to do.
+    """Explain each failure of a run, active or finished: its cause, its consequences, what the run did, what that
+    cost, and what is left for you to do.
 
-    With --json each incident is one line; with --follow it is printed once it is over.
+    With --json each incident is one line, which --follow prints once the incident is over.
     """
     path = find_journal(base_dir_of(base_dir), one_run(run, tag))
     if follow:
@@ -62,7 +62,7 @@ def _tell(incident: journal.Incident, *, as_json: bool) -> None:
 
 
 def _to_json(incident: journal.Incident) -> dict[str, object]:
-    """The incident as JSON-able values: enums for programs, each with its sentence for people."""
+    """Return the incident as JSON: enums for programs, each with its sentence for people."""
     return {
         "number": incident.number,
         "title": incident.title,
@@ -84,7 +84,6 @@ def _to_json(incident: journal.Incident) -> dict[str, object]:
 
 
 def _finding_to_json(finding: journal.Finding) -> dict[str, object]:
-    """A finding, with the journal entry that it is known by, as the journal has it."""
     return {
         "t_s": finding.t_s,
         "failure": finding.failure,
@@ -98,7 +97,7 @@ def _finding_to_json(finding: journal.Finding) -> dict[str, object]:
 
 
 def _news(entries: Iterator[journal.JournalEntry | None]) -> Iterator[journal.Incident]:
-    """Each incident twice: once it has begun, unless it is over by then, and when it is over."""
+    """Yield each incident when it has begun, unless it is over by then, and again when it is over."""
     diagnosis = journal.Diagnosis()
     begun = done = 0
     for entry in entries:

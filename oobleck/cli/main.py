@@ -1,4 +1,4 @@
-"""The `oobleck` command: finds the command that was asked for, loads only that, and reports its errors.
+"""The `oobleck` command: finds the command that the words name, loads only that, and reports its errors.
 
 A command is a function with typer's annotations in a module of its own. `COMMANDS` names it and gives its
 one line of help, so that `oobleck --help` imports none of them.
@@ -9,271 +9,232 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from oobleck import __version__
-from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of
+from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of, leaves_of
 from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
-Examples = tuple[tuple[str, str], ...]
-"""CliCommand lines, each with what it is for."""
+Example = tuple[str, str]
+"""A command line, and what it is for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CliCommand:
-    """A command: `target` is `module:function`, and the function's docstring is its long help.
+    """A command, whose function's docstring is its long help."""
 
-    Without a target, that is the function of the command's name in the module of its name.
-    """
+    def __init__(
+        self,
+        name: str,
+        help: str,  # noqa: A002  as typer has it
+        *examples: Example,
+        target: str = "",
+        subcommands: tuple[CliCommand, ...] = (),
+        pass_through: bool = False,
+    ) -> None:
+        """`target` is `module:function`; by default, the function of the command's name in the module of its name.
 
-    name: str
-    target: str = ""
-    help: str
-    examples: Examples = ()
-    subcommands: tuple[CliCommand, ...] = ()
-    """Commands below this one, which has no target of its own then."""
-    pass_through: bool = False
-    """Whether it reads all words after its name itself, `--help` included."""
+        A command with `subcommands` is only their group. With `pass_through`, the command itself reads all words after
+        its name, `--help` included.
+        """
+        self.name, self.help, self.examples = name, help, examples
+        self.subcommands, self.pass_through = subcommands, pass_through
+        self._target = target or f"oobleck.cli.{name}:{name}"
 
     def load(self) -> Callable[..., None]:
         """Import the command's module and return its function."""
-        module, _, function = self.target.partition(":")
-        loaded: Callable[..., None] = getattr(
-            import_module(module or f"oobleck.cli.{self.name}"), function or self.name
-        )
+        module, _, function = self._target.partition(":")
+        loaded: Callable[..., None] = getattr(import_module(module), function)
         return loaded
 
 
 COMMANDS: tuple[CliCommand, ...] = (
     CliCommand(
-        name="up",
-        help="Train a job on the nodes of a hostfile, or on this machine.",
-        examples=(
-            ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
-            ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
-            ("oobleck up hosts.txt train.py -- --its-args", "train what a Python script says"),
-            ("oobleck up --hosts-from ./hosts.sh", "train on the nodes that a command prints, now and later"),
-            ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
-        ),
+        "up",
+        "Train a job on the nodes of a hostfile, or on this machine.",
+        ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
+        ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
+        ("oobleck up hosts.txt train.py -- --its-args", "train the job of a Python script"),
+        ("oobleck up --hosts-from ./hosts.sh", "train on the nodes that a command prints, now and later"),
+        ("oobleck up hosts.txt --dry-run", "show the plan and start nothing"),
     ),
     CliCommand(
-        name="run",
-        help="Run a script that was written for torchrun, and start it again when a process or a node fails.",
+        "run",
+        "Run a script that was written for torchrun, and start it again when a process or a node fails.",
+        ("oobleck run --nproc-per-node 8 train.py", "on this machine, as torchrun does"),
+        ("oobleck run --nproc-per-node 8 hosts.txt train.py", "on all nodes of a hostfile"),
+        ("oobleck run --nnodes 2:4 --max-restarts 3 hosts.txt train.py", "on at least two of them, at most four"),
+        ("oobleck run --local 4 -m package.train", "a module, on four virtual nodes of this machine"),
         pass_through=True,
-        examples=(
-            ("oobleck run --nproc-per-node 8 train.py", "on this machine, as torchrun does"),
-            ("oobleck run --nproc-per-node 8 hosts.txt train.py", "on all nodes of a hostfile"),
-            (
-                "oobleck run --nnodes 2:4 --max-restarts 3 hosts.txt train.py",
-                "on two of them at least, on four at most",
-            ),
-            ("oobleck run --local 4 -m package.train", "a module, on four virtual nodes of this machine"),
-        ),
     ),
     CliCommand(
-        name="node",
-        help="Give this machine to a run, where nobody may log in.",
-        examples=(
-            ("oobleck node node.json", "dial in to the master of a run that was started with --dial-in"),
-            ("oobleck node node.json 'worker3 slots=8'", "by another name, with eight devices"),
-        ),
+        "node",
+        "Offer this machine to a run that cannot log in to it.",
+        ("oobleck node node.json", "dial in to the master of a run that was started with --dial-in"),
+        ("oobleck node node.json 'worker3 slots=8'", "by another name, with eight devices"),
     ),
     CliCommand(
-        name="keys",
+        "keys",
+        "Make the keys of a run and its nodes beforehand.",
+        ("oobleck keys keys --master oobleck-master:7077", "two files, as for Kubernetes' Secrets"),
         target="oobleck.cli.node:keys",
-        help="Make the keys of a run and its nodes beforehand.",
-        examples=(
-            ("oobleck keys keys --master oobleck-master:7077", "two files, as Kubernetes' Secrets are made from"),
-        ),
     ),
     CliCommand(
-        name="check",
-        help="Test nodes before a job, and name the faulty and the slow ones.",
-        examples=(
-            ("oobleck check hosts.txt", "every node alone, then in pairs"),
-            ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only when all are healthy"),
-        ),
+        "check",
+        "Test nodes before a job, and name the faulty and the slow ones.",
+        ("oobleck check hosts.txt", "every node alone, then in pairs"),
+        ("oobleck check hosts.txt --json", "machine-readable; the exit status is 0 only if all are healthy"),
     ),
     CliCommand(
-        name="verify",
-        help="Compare a job on virtual nodes with the script by itself, step by step.",
-        examples=(
-            ("oobleck verify train.py -- --its-args", "a script: eight steps by itself, and on four virtual nodes"),
-            ("oobleck verify --job job.yaml --steps 20", "a job file, with the uncut model in one process"),
-            ("oobleck verify train.py --json", "machine-readable; the exit status is 0 only when all is equal"),
-        ),
+        "verify",
+        "Compare a job on virtual nodes with the script by itself, step by step.",
+        ("oobleck verify train.py -- --its-args", "a script: eight steps by itself, and on four virtual nodes"),
+        ("oobleck verify --job job.yaml --steps 20", "a job file, with the uncut model in one process"),
+        ("oobleck verify train.py --json", "machine-readable; the exit status is 0 only if all is equal"),
     ),
     CliCommand(
-        name="plan",
-        help="Show the pipelines that a job would use, and what failures would do to them.",
-        examples=(
-            ("oobleck plan --profile gpt2.json --nodes 13 --global-batch 128", "the plan on 13 nodes"),
-            ("oobleck plan … --after-losing node3,node7", "and what follows the loss of two of them"),
-        ),
+        "plan",
+        "Show the pipelines that a job would use, and what failures would do to them.",
+        ("oobleck plan --profile gpt2.json --nodes 13 --global-batch 128", "the plan on 13 nodes"),
+        ("oobleck plan … --after-losing node3,node7", "and what follows the loss of two of them"),
     ),
     CliCommand(
-        name="sim",
-        help="Play a failure trace: what a job would do on a cluster that fails like that.",
-        examples=(
-            ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "with estimated step times"),
-            ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "compared with other systems"),
-        ),
+        "sim",
+        "Play a failure trace: what a job would do on a cluster that fails like that.",
+        ("oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …", "with estimated step times"),
+        ("oobleck sim --failures trace.json --policy oobleck,varuna,restart …", "compared with other systems"),
     ),
     CliCommand(
-        name="trace",
-        help="Make, convert and look at failure traces.",
-        examples=(
-            ("oobleck trace generate --nodes 64 --duration 7d --preset spot-p3 -o t.json", "from published rates"),
-            ("oobleck trace convert p3-trace.csv -o t.json", "from a public trace"),
-            ("oobleck trace info t.json", "what is in it"),
-        ),
+        "trace",
+        "Make, convert and describe failure traces.",
+        ("oobleck trace generate --nodes 64 --duration 7d --preset spot-p3 -o t.json", "from published rates"),
+        ("oobleck trace convert p3-trace.csv -o t.json", "from a public trace"),
+        ("oobleck trace info t.json", "its contents"),
         subcommands=(
             CliCommand(
-                name="generate",
+                "generate",
+                "Generate a trace from published rates, or from your own.",
+                ("oobleck trace generate --nodes 2048 --duration 54d --preset llama3", "hardware failures"),
+                ("oobleck trace generate --nodes 64 --duration 1d --mtbf 10m --repair 1h", "one in ten minutes"),
                 target="oobleck.cli.trace:generate_trace",
-                help="Generate a trace from published rates, or from your own.",
-                examples=(
-                    ("oobleck trace generate --nodes 2048 --duration 54d --preset llama3", "hardware failures"),
-                    ("oobleck trace generate --nodes 64 --duration 1d --mtbf 10m --repair 1h", "one in ten minutes"),
-                ),
             ),
             CliCommand(
-                name="convert",
+                "convert",
+                "Read a public trace of another format.",
+                ("oobleck trace convert fault_trace.json --nodes 400", "the format is detected"),
                 target="oobleck.cli.trace:convert_trace",
-                help="Read a public trace of another format.",
-                examples=(("oobleck trace convert fault_trace.json --nodes 400", "the format is detected"),),
             ),
             CliCommand(
-                name="info",
+                "info",
+                "Show the contents of a trace.",
+                ("oobleck trace info trace.json", "nodes, rates, nodes that are up over time"),
                 target="oobleck.cli.trace:trace_info",
-                help="Show what is in a trace.",
-                examples=(("oobleck trace info trace.json", "nodes, rates, nodes that are up over time"),),
             ),
         ),
     ),
     CliCommand(
-        name="checkpoint",
-        help="See, verify and convert what runs have saved.",
-        examples=(
-            ("oobleck checkpoint list", "the checkpoints of all runs"),
-            ("oobleck checkpoint verify gpt2-demo", "read every byte of a run's newest one"),
-            ("oobleck checkpoint export gpt2-demo model/", "for transformers' from_pretrained"),
-        ),
+        "checkpoint",
+        "Show, verify and convert what runs have saved.",
+        ("oobleck checkpoint list", "the checkpoints of all runs"),
+        ("oobleck checkpoint verify gpt2-demo", "read every byte of a run's newest one"),
+        ("oobleck checkpoint export gpt2-demo model/", "for transformers' from_pretrained"),
         subcommands=(
             CliCommand(
-                name="list",
+                "list",
+                "Show the checkpoints of a run, or of all runs.",
+                ("oobleck checkpoint list gpt2-demo", "of one run"),
                 target="oobleck.cli.checkpoint:list_checkpoints",
-                help="Show the checkpoints of a run, or of all runs.",
-                examples=(("oobleck checkpoint list gpt2-demo", "of one run"),),
             ),
             CliCommand(
-                name="inspect",
+                "inspect",
+                "Show the contents of a checkpoint.",
+                ("oobleck checkpoint inspect gpt2-demo", "a run's newest one"),
                 target="oobleck.cli.checkpoint:inspect_checkpoint",
-                help="Show what is in a checkpoint.",
-                examples=(("oobleck checkpoint inspect gpt2-demo", "a run's newest one"),),
             ),
             CliCommand(
-                name="verify",
+                "verify",
+                "Compare every byte of a checkpoint with its checksums.",
+                ("oobleck checkpoint verify gpt2-demo", "the exit code is 1 if anything is wrong"),
                 target="oobleck.cli.checkpoint:verify_checkpoint",
-                help="Compare every byte of a checkpoint with its checksums.",
-                examples=(("oobleck checkpoint verify gpt2-demo", "exit code 1 when something is wrong"),),
             ),
             CliCommand(
-                name="export",
+                "export",
+                "Write a checkpoint's weights as a model directory.",
+                ("oobleck checkpoint export gpt2-demo model/ --format hf", "as save_pretrained does"),
                 target="oobleck.cli.checkpoint:export_checkpoint",
-                help="Write a checkpoint's weights as a model directory.",
-                examples=(("oobleck checkpoint export gpt2-demo model/ --format hf", "as save_pretrained does"),),
             ),
             CliCommand(
-                name="import",
+                "import",
+                "Make a checkpoint from a model directory.",
+                ("oobleck checkpoint import model/ imported/", "then `oobleck up … --resume imported/`"),
                 target="oobleck.cli.checkpoint:import_checkpoint",
-                help="Make a checkpoint from a model directory.",
-                examples=(("oobleck checkpoint import model/ imported/", "then `oobleck up … --resume imported/`"),),
             ),
         ),
     ),
     CliCommand(
-        name="profile",
-        help="Measure what a job's layers cost on this machine.",
-        examples=(
-            ("oobleck profile job.yaml --output gpt2.json", "measure a job's model, for `oobleck plan --profile`"),
-            ("oobleck profile train.py --device cuda -- --its-args", "a script's, on this machine's GPU"),
-        ),
+        "profile",
+        "Measure what a job's layers cost on this machine.",
+        ("oobleck profile job.yaml --output gpt2.json", "measure a job's model, for `oobleck plan --profile`"),
+        ("oobleck profile train.py --device cuda -- --its-args", "a script's, on this machine's GPU"),
     ),
     CliCommand(
-        name="status",
+        "status",
+        "Show what a run is doing.",
+        ("oobleck status", "the only active run"),
+        ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
         target="oobleck.cli.control:status",
-        help="Show what a run is doing.",
-        examples=(
-            ("oobleck status", "the only active run"),
-            ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
-        ),
     ),
     CliCommand(
-        name="events",
-        help="Explain what went wrong in a run.",
-        examples=(
-            ("oobleck events", "the newest run: each failure with its cause, what was done, what it cost"),
-            ("oobleck events gpt2-demo --follow", "report failures as they happen"),
-        ),
+        "events",
+        "Explain what went wrong in a run.",
+        ("oobleck events", "the newest run: each failure with its cause, response and cost"),
+        ("oobleck events gpt2-demo --follow", "report failures as they happen"),
     ),
     CliCommand(
-        name="report",
-        help="Write one HTML page about a run.",
-        examples=(
-            ("oobleck report", "the newest run; the page goes next to its journal"),
-            ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
-        ),
+        "report",
+        "Write one HTML page about a run.",
+        ("oobleck report", "the newest run; the page goes next to its journal"),
+        ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
     ),
     CliCommand(
-        name="kill",
+        "kill",
+        "Kill a node of a run, to see it recover.",
+        ("oobleck kill node2", "a node of the only active run"),
+        ("oobleck kill node2 --tag gpt2-demo", "a node of a run by its tag"),
         target="oobleck.cli.control:kill",
-        help="Kill a node of a run, to see it recover.",
-        examples=(
-            ("oobleck kill node2", "a node of the only active run"),
-            ("oobleck kill node2 --tag gpt2-demo", "a node of a run by its tag"),
-        ),
     ),
     CliCommand(
-        name="add",
+        "add",
+        "Take nodes into a run, or lost ones back.",
+        ("oobleck add node2", "take a lost node back"),
+        ("oobleck add 'node7 slots=1 port=2222'", "a new node, written as in a hostfile"),
         target="oobleck.cli.control:add",
-        help="Take nodes into a run, or lost ones back.",
-        examples=(
-            ("oobleck add node2", "take a lost node back"),
-            ("oobleck add 'node7 slots=1 port=2222'", "a new node, written as in a hostfile"),
-        ),
     ),
     CliCommand(
-        name="drain",
+        "drain",
+        "Take a node out of a run.",
+        ("oobleck drain node2", "it finishes the step, and gives away what only it holds"),
         target="oobleck.cli.control:drain",
-        help="Take a node out of a run.",
-        examples=(("oobleck drain node2", "it finishes the step, and gives away what only it holds"),),
     ),
     CliCommand(
-        name="chaos",
-        help="Play a failure trace on a run.",
-        examples=(
-            ("oobleck chaos examples/chaos.json --local 4", "on a new run of the default job"),
-            ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on an active run, one minute per second"),
-        ),
+        "chaos",
+        "Play a failure trace on a run.",
+        ("oobleck chaos examples/chaos.json --local 4", "on a new run of the default job"),
+        ("oobleck chaos trace.json --tag gpt2-demo --speedup 60", "on an active run, one minute per second"),
     ),
     CliCommand(
-        name="stop",
+        "stop",
+        "Finish the step and end a run.",
+        ("oobleck stop", "finish the step in flight, then end"),
+        ("oobleck stop gpt2-demo --now", "end at once"),
         target="oobleck.cli.control:stop",
-        help="Finish the step and end a run.",
-        examples=(
-            ("oobleck stop", "finish the step in flight, then end"),
-            ("oobleck stop gpt2-demo --now", "end at once"),
-        ),
     ),
     CliCommand(
-        name="version",
-        help="Show the versions of Oobleck and of what it runs on.",
+        "version",
+        "Show the versions of Oobleck and of what it runs on.",
     ),
 )
 
@@ -285,7 +246,7 @@ _PASS_THROUGH: dict[str, object] = {
     "help_option_names": [],
 }
 
-_EXAMPLES: Examples = (
+_EXAMPLES = (
     ("oobleck up --local 4", "train the default job on four virtual nodes of this machine"),
     ("oobleck up hosts.txt --job job.yaml", "train on the nodes of a hostfile"),
     ("oobleck status", "see what the run is doing, from another terminal"),
@@ -294,9 +255,9 @@ _EXAMPLES: Examples = (
 
 
 def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliCommand] = COMMANDS) -> int:
-    """Run a command line (by default this process's) and return its exit status.
+    """Run a command line, by default this process's, and return its exit status.
 
-    Errors of ours become a message on stderr. Anything else is a bug and keeps its traceback.
+    An OobleckError becomes a message on stderr. Anything else is a bug and keeps its traceback.
     """
     open_standard_streams()
     stdout = as_output(sys.stdout)
@@ -304,14 +265,14 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     failure = settle(stdout)
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
-    if failure.errno != errno.EPIPE:  # else the reader has gone, as with `| head`
+    if failure.errno != errno.EPIPE:  # otherwise the reader is gone, as with `| head`
         print(f"oobleck: standard output: {failure.strerror}", file=sys.stderr)  # noqa: T201 - as below
     return ExitCode.FAILED
 
 
-def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> int:
+def _run(words: list[str], commands: Sequence[CliCommand], stdout: Output) -> int:
     try:
-        _application(given, commands, os.environ)(args=given, prog_name="oobleck")
+        _application(words, commands, os.environ)(args=words, prog_name="oobleck")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.FAILED
     except KeyboardInterrupt:
@@ -322,7 +283,7 @@ def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
         return _report_group(group)
     except OSError as error:
         if error is stdout.failure:
-            return ExitCode.DONE  # said where it is settled
+            return ExitCode.DONE  # `main` reports it
         if error.filename is None:
             raise
         return _report(_of_file(error))
@@ -330,18 +291,18 @@ def _run(given: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
 
 
 def _of_file(error: OSError) -> ConfigError:
-    """What an error of a path says: a disk is full, or somebody has named one that is too long or a link to itself."""
+    """Turn a path's OSError into a message: a full disk, a name that is too long, a link to itself."""
     return ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _application(
     arguments: Sequence[str], commands: Sequence[CliCommand], environment: Mapping[str, str]
 ) -> typer.Typer:
-    """The application with all commands named, and the one that the arguments name loaded."""
+    """Return the application that lists all commands and has loaded the one that the arguments name."""
     app = typer.Typer(
         name="oobleck",
         help="Resilient distributed training of large models: nodes fail, training continues.",
-        epilog=f"{_listed(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
+        epilog=f"{_epilog(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -354,33 +315,28 @@ def _application(
 
 
 def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Sequence[str]) -> None:
-    """Add commands to an application, and load the one that the first of the words names."""
     asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     for command in commands:
         is_asked = asked < len(words) and words[asked] == command.name
         if command.subcommands:
             group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings=_CONTEXT)
             _add_commands(group, command.subcommands, words[asked + 1 :] if is_asked else ())
-            app.add_typer(group, name=command.name, help=command.help, epilog=_epilog(command))
+            app.add_typer(group, name=command.name, help=command.help, epilog=_epilog(command.examples))
         else:
-            settings = dict(_PASS_THROUGH) if command.pass_through else None
             app.command(
                 command.name,
                 help=None if is_asked else command.help,
                 short_help=command.help,
-                epilog=_epilog(command),
-                context_settings=settings,
+                epilog=_epilog(command.examples),
+                context_settings=dict(_PASS_THROUGH) if command.pass_through else None,
             )(command.load() if is_asked else _not_loaded)
 
 
-def _epilog(command: CliCommand) -> str | None:
-    return _listed(command.examples) if command.examples else None
-
-
-def _listed(examples: Examples) -> str:
-    """Examples one below the other; the leading mark keeps the help from filling them into a paragraph."""
-    width = max(len(line) for line, _ in examples)
-    return "\n".join(("\b", "Examples:", *(f"  {line.ljust(width)}  {purpose}" for line, purpose in examples)))
+def _epilog(examples: Sequence[Example]) -> str | None:
+    """Return examples one below the other; the leading mark keeps click from filling them into a paragraph."""
+    width = max((len(line) for line, _ in examples), default=0)
+    rows = (f"  {line.ljust(width)}  {purpose}" for line, purpose in examples)
+    return "\n".join(("\b", "Examples:", *rows)) if examples else None
 
 
 def _show_version(asked: bool) -> None:
@@ -389,13 +345,13 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-VersionOption = Annotated[
-    bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-]
-
-
-def _oobleck(*, version: VersionOption = False) -> None:
-    """Options that stand before any command; `--version` is handled while they are read."""
+def _oobleck(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before any command; the callback handles `--version` while they are read."""
 
 
 def _not_loaded() -> None:
@@ -403,26 +359,18 @@ def _not_loaded() -> None:
 
 
 def _report(error: OobleckError) -> ExitCode:
-    print(f"oobleck: {error}", file=sys.stderr)  # noqa: T201 - the one place that tells people of errors
+    print(f"oobleck: {error}", file=sys.stderr)  # noqa: T201 - the one place that prints errors
     return exit_code_of(error)
 
 
 def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
-    """Report what came out of concurrent tasks: our errors as messages, each once; bugs as they are."""
-    leaves = list(_leaves(group))
+    """Report the errors of concurrent tasks: ours as messages, each once; a bug is raised as it is."""
+    leaves = leaves_of(group)
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return ExitCode.INTERRUPTED
     reported = [_of_file(leaf) if isinstance(leaf, OSError) and leaf.filename is not None else leaf for leaf in leaves]
     ours = {str(leaf): leaf for leaf in reported if isinstance(leaf, OobleckError)}
-    if not ours or any(not isinstance(leaf, OobleckError) for leaf in reported):
+    if not all(isinstance(leaf, OobleckError) for leaf in reported):
         raise group
     codes = [_report(error) for error in ours.values()]
     return codes[0]
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

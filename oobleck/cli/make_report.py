@@ -1,4 +1,4 @@
-"""A plan with its consequences, made and shown: what `oobleck plan` and dry runs have in common."""
+"""Makes and shows a plan with its consequences, for `oobleck plan` and dry runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from oobleck.schedule.forecast import Forecast, forecast
 from oobleck.ui.plan_json import plan_json
 from oobleck.ui.plan_report import AfterLosing, PlanReport, Priced, TemplateRow, plan_report
 
-_MAX_CASES = 64
-"""Kinds of losses that are decided, for one node lost and for two; more are sampled."""
+_MAX_CASES = 64  # kinds of losses that are decided, each for one node and for two; of more, a sample is
 
 
 def make_report(
@@ -28,11 +27,11 @@ def make_report(
     utilisation: tuple[float, float] | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> PlanReport:
-    """Plan for the nodes named, and decide what losses would lead to.
+    """Plan for the nodes of these names, and decide what losses would lead to.
 
-    Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss is
-    asked about, `utilisation` is (operations of one step, peak operations a second of one device) where they are known,
-    and `prices` are those of a node of each kind for an hour. Raises PlanningError where there is no plan.
+    Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss the
+    user asks about, `utilisation` is (operations of one step, peak operations a second of one device), if known, and
+    `prices` are dollars an hour for a node of each kind. Raises PlanningError if there is no plan.
     """
     decision = planner.initial_plan(names)
     after = planner.reconfigure(decision.plan, lost=lost) if lost else None
@@ -74,8 +73,7 @@ def _template_rows(planner: Planner, num_nodes: int) -> tuple[TemplateRow, ...]:
     rows = []
     for size, template in planner.templates(num_nodes).items():
         first_s = planner.template_step_s(size, 1)
-        next_s = planner.template_step_s(size, 2) - first_s
-        rows.append(TemplateRow(template=template, first_s=first_s, next_s=next_s))
+        rows.append(TemplateRow(template, first_s, planner.template_step_s(size, 2) - first_s))
     return tuple(rows)
 
 
@@ -87,7 +85,7 @@ def _priced(
     global_batch_size: int,
     kind: ScheduleKind | None,
 ) -> tuple[Priced, ...]:
-    """Say what all nodes train for their price, and those that train the most for theirs."""
+    """Return what all nodes train for their price, and then the nodes that train the most for theirs."""
 
     def priced(nodes: Sequence[str], decision: Decision) -> Priced:
         own = [planner.kind_of(node) for node in nodes]

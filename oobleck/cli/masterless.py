@@ -1,6 +1,6 @@
-"""Runs whose master has died: what continues training, since when, and which command takes it over.
+"""Describes runs whose master has died: which nodes still train, since when, and which command takes them over.
 
-Nothing listens for such a run, so its directory has to say it: the journal, and the command that was noted.
+No process listens for such a run, so all of this comes from its directory: the journal, and the noted command.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ _GONE = frozenset({NodeState.LOST, NodeState.ENDED})
 
 
 def describe_masterless(base_dir: Path, tag: str | None) -> str:
-    """Describe the run of this tag that has lost its master, or without a tag the newest that still train.
+    """Describe the run of this tag if it has lost its master, or without a tag the newest such runs that still train.
 
-    Returns an empty string where there is none. Costs a reading of their journals.
+    Returns an empty string if there is none. Reads their whole journals.
     """
     tags = [tag] if tag is not None else [path.parent.name for path in base_dir.glob("*/journal.jsonl")]
     runs = [RunDirectory(base_dir=base_dir, tag=each) for each in tags]
-    left = [run for run in runs if run.journal.is_file() and not _has_master(run) and not has_end(run.journal)]
+    left = [run for run in runs if run.journal.is_file() and not (run.master and run.master.lives)]
+    left = [run for run in left if not has_end(run.journal)]
     left.sort(key=lambda run: run.journal.stat().st_mtime, reverse=True)
     texts = (_describe(run, is_named=tag is not None) for run in left[:_MOST_RUNS])
     return "\n".join(text for text in texts if text)
-
-
-def _has_master(run: RunDirectory) -> bool:
-    return run.master is not None and run.master.lives
 
 
 def _describe(run: RunDirectory, *, is_named: bool) -> str:
@@ -65,21 +62,16 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
     else:
         state = f"its nodes ({shown}) continue for up to {minutes} without one"
         then = "ends its processes and starts them again" if is_script else "takes it over"
+    is_a_persons = run.command and "--until-eof" not in run.command
+    command = run.command if is_a_persons else "that of the program that started it"
     return (
         f"run {run.tag} has no master: {_whereabouts(run)}, and its journal ended {duration_text(silent_s)} ago"
-        f"{where}; {state}. The same command {then}: {_command(run)}"
+        f"{where}; {state}. The same command {then}: {command}"
     )
 
 
-def _command(run: RunDirectory) -> str:
-    """What people have to run; where a program has started the run, that program."""
-    is_a_persons = run.command and "--until-eof" not in run.command
-    return run.command if is_a_persons else "that of the program that started it"
-
-
 def _whereabouts(run: RunDirectory) -> str:
-    master = run.master
-    if master is None:
+    if (master := run.master) is None:
         return "none has started"
     if master.is_of_this_boot:
         return f"process {master.pid} has died"

@@ -1,4 +1,4 @@
-"""`oobleck node`: give this machine to a run whose master nobody can log in from; `oobleck keys`: its keys."""
+"""`oobleck node` gives this machine to a run whose master cannot log in here; `oobleck keys` makes its keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def node(
         str | None,
         typer.Argument(
             metavar="[LINE]",
-            help="What this node is, as in a hostfile: 'worker3 slots=8'. By default, this machine's name, with one "
-            "device.",
+            help="This node's line of a hostfile: 'worker3 slots=8'. By default, this machine's name, with one device.",
         ),
     ] = None,
     *,
@@ -31,8 +30,8 @@ def node(
 ) -> None:
     """Dial in to the master of a run, and serve it until the run or the scheduler wants the node back.
 
-    Stays in the foreground. It outlives the master, and finds the next one. SIGTERM is a notice: the run drains the
-    node, and this process ends once it has left.
+    It stays in the foreground, outlives the master, and finds the next one. SIGTERM is a notice: the run drains the
+    node, and this process ends once the node has left.
     """
     line = line or _this_machine()
     if len(parse_hostfile(line, source="LINE")) != 1:
@@ -42,19 +41,14 @@ def node(
 
     if master is not None:
         parse_place(master)
-    origin, grant = _given_by()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    origin = os.environ.get("OOBLECK_ORIGIN", f"Slurm's job {job}" if job else "")
+    grant = os.environ.get("OOBLECK_GRANT", job)
     call = NodeCall(file=file, line=line, origin=origin, grant=grant, master=master)
     raise SystemExit(run_node(call, tell=lambda text: typer.echo(f"oobleck node: {text}", err=True)))
 
 
-def _given_by() -> tuple[str, str]:
-    """What has given this machine, for people, and under which of its own ids; empty where that cannot be known."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return os.environ.get("OOBLECK_ORIGIN", f"Slurm's job {job}" if job else ""), os.environ.get("OOBLECK_GRANT", job)
-
-
 def _this_machine() -> str:
-    """What this node is, as in a hostfile: by its name, with the devices that Slurm has given, and what they are."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     num_devices = os.environ.get("SLURM_GPUS_ON_NODE", "")
     slots = f" slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else ""
@@ -66,12 +60,12 @@ def keys(
     directory: Annotated[Path, typer.Argument(help="Where to write master.json and node.json.")],
     *,
     master: Annotated[
-        str, typer.Option("--master", metavar="HOST:PORT", help="Where nodes are to dial in, unless they are told so.")
+        str, typer.Option("--master", metavar="HOST:PORT", help="Where nodes dial in, unless they get another place.")
     ],
 ) -> None:
     """Make the keys by which a master and its nodes know each other: two files, for `up --keys` and `oobleck node`.
 
-    The master needs both. Nodes need node.json alone, and must not have the other.
+    The master needs both. Nodes need node.json alone, and must not get the other.
     """
     from oobleck.host.user_path import expand_user
     from oobleck.runtime.launchers import make_key_files

@@ -1,78 +1,79 @@
-"""`oobleck profile`: measure what a job's layers cost on this machine, for the planner."""
+"""`oobleck profile`: measures what a job's layers cost on this machine, for the planner."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from oobleck.errors import UsageError
-from oobleck.host.writing import write_in_place
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
 from .inputs import JobSource, read_job, whole
+from .option_fields import argument, flag, option, takes_options
+from .pictures import write_output
 
 if TYPE_CHECKING:
     from oobleck.planner import Profile
 
 
-def profile(
-    job: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[JOB.yaml | SCRIPT.py] [-- ARGUMENTS]", help="The job; without one, the default job."),
-    ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default, the job's device.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option("--workers", metavar="N", parser=whole(1, 1024), help="Workers that will share this machine."),
-    ] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here as well.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if there is a profile.")] = False,
-    as_json: JsonOption = False,
-    base_dir: BaseDirOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What `oobleck profile` was called with."""
+
+    job: list[str] | None = argument("[JOB.yaml | SCRIPT.py] [-- ARGUMENTS]", "The job; without one, the default job.")
+    device: str | None = option("--device", "cpu or cuda; by default, the job's device.")
+    settings: list[str] | None = option("--set", "KEY=VALUE", "Override a key of the job.")
+    workers: int = option("--workers", "N", "Workers that will share this machine.", default=1, parser=whole(1, 1024))
+    output: Path | None = option("--output", "FILE", "Write the profile here as well.")
+    fresh: bool = flag("--fresh", "Measure again, even if there is a profile.")
+    as_json: JsonOption = False
+    base_dir: BaseDirOption = None
+
+
+@takes_options(ProfileOptions)
+def profile(options: ProfileOptions) -> None:
     """Measure a job's layers as its workers run them, and keep the profile where runs look for it.
 
-    It depends on the model, its shapes, the precision, the device and the versions; while these stay the
-    same, it is measured once. Links are timed by runs: their speeds are those that runs of this name have timed, or
-    assumed.
+    As long as the model, its shapes, the precision, the device and the versions stay the same, one measurement is
+    enough. The speeds of links are those that runs of this name have timed, or else assumed.
     """
     from oobleck.planner import profile_from_json, profile_to_json
     from oobleck.runtime.files import RunDirectory
     from oobleck.runtime.processes import run_profiler
     from oobleck.runtime.profile_files import ProfileFiles
 
+    device = options.device
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: {device} is not known; it is cpu or cuda")
-    spec = read_job(_parse_words(job or [], settings or []), num_nodes=1)
+    spec = read_job(_parse_words(options.job or [], options.settings or []), num_nodes=1)
     if device is not None:
         spec = replace(spec, device=device)  # type: ignore[arg-type]  # checked above
-    directory = RunDirectory(base_dir=base_dir_of(base_dir), tag=spec.tag)
+    directory = RunDirectory(base_dir=base_dir_of(options.base_dir), tag=spec.tag)
     directory.create()
-    cache_dir = directory.path.parent / "cache"
-    measured = run_profiler(spec, cache_dir=cache_dir, profile_dir=directory.profile, num_workers=workers, fresh=fresh)
+    measured = run_profiler(
+        spec,
+        cache_dir=directory.path.parent / "cache",
+        profile_dir=directory.profile,
+        num_workers=options.workers,
+        fresh=options.fresh,
+    )
     files = ProfileFiles(directory.profile)
     files.store(measured.key, measured.profile_json)
     found = files.with_links(profile_from_json(measured.profile_json, source=measured.key))
     profile_json = profile_to_json(found)
-    if output is not None:
-        _write(output, profile_json)
-    if as_json:
-        print(profile_json, end="")  # noqa: T201  the answer
+    if options.output is not None:
+        write_output(options.output, profile_json, "--output")
+    if options.as_json:
+        typer.echo(profile_json, nl=False)
         return
     verb = "measured before" if measured.was_cached else "measured"
     _show(found, f"{verb}: {directory.profile / measured.key}.json")
 
 
 def _parse_words(words: list[str], settings: list[str]) -> JobSource:
-    """Tell a job file from a script with its arguments."""
     if words and words[0].endswith(".py"):
         return JobSource(script=Path(words[0]), arguments=tuple(words[1:]), settings=settings)
     if len(words) > 1:
@@ -100,10 +101,3 @@ def _show(profile: Profile, where: str) -> None:
         text = f"links {LINKS_IN_WORDS[link]}: {profile.network.speed_of(link)} ({how})"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(where, markup=False, highlight=False, soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_in_place(path, text)
-    except OSError as error:
-        raise UsageError(f"--output {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`oobleck report`: a run as one HTML page."""
+"""`oobleck report`: writes one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
-from oobleck.errors import UsageError
-from oobleck.host.writing import write_in_place
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 
 from .common_options import BaseDirOption, base_dir_of, one_run
 from .events import RunArgument, RunTagOption
+from .pictures import write_output
 
 
 def report(
@@ -34,8 +33,8 @@ def report(
     """
     journal = find_journal(base_dir_of(base_dir), one_run(run, tag))
     history, account, diagnosis = HistoryAccount(), RunAccount(), Diagnosis()
-    loss: tuple[float, ...] = ()  # of the newest step: the page shows no other
-    for entry in read_journal(journal):  # once, for it may be gigabytes
+    loss: tuple[float, ...] = ()  # the page shows that of the newest step alone
+    for entry in read_journal(journal):  # only once, as it may be gigabytes
         history.apply(entry)
         account.apply(entry)
         diagnosis.apply(entry)
@@ -43,8 +42,5 @@ def report(
             loss = (entry.record.loss,)
     page = report_html(history.history(), account.summary(loss), diagnosis.incidents)
     target = output if output is not None else journal.with_name("report.html")
-    try:
-        write_in_place(target, page)
-    except OSError as error:
-        raise UsageError(f"--output: {target}: {error.strerror}") from error
+    write_output(target, page, "--output")
     typer.echo(str(target))

@@ -1,4 +1,4 @@
-"""`oobleck trace`: failure traces made, converted and looked at."""
+"""`oobleck trace`: makes, converts and describes failure traces."""
 
 from __future__ import annotations
 
@@ -9,83 +9,55 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.host.writing import write_in_place
 from oobleck.job import MAX_NODES
 from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
-from .common_options import JsonOption, takes_options
+from .common_options import JsonOption
 from .inputs import MAX_SEED, duration_s, real, whole
+from .option_fields import argument, flag, option, takes_options
+from .pictures import write_output
 
 if TYPE_CHECKING:
     from oobleck.sim.trace import FailureModel, Trace
 
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="File to write; by default, standard output."),
-]
-SeedOption = Annotated[
-    int, typer.Option("--seed", metavar="N", parser=whole(-MAX_SEED, MAX_SEED), help="Seed of all random choices.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class _OutputOptions:
+    seed: int = option("--seed", "N", "Seed of all random choices.", default=0, parser=whole(-MAX_SEED, MAX_SEED))
+    output: Path | None = option("-o", "--output", "FILE", "File to write; by default, standard output.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What is given to `oobleck trace generate`."""
+    """What `oobleck trace generate` was called with."""
 
-    nodes: Annotated[
-        int,
-        typer.Option("--nodes", metavar="N", parser=whole(1, MAX_NODES), help="Nodes of the cluster: node0, node1, …"),
-    ]
-    duration: Annotated[
-        float,
-        typer.Option("--duration", metavar="TIME", parser=duration_s, help="Length of the trace: 10m, 3.1h, 54d."),
-    ]
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            "--preset",
-            metavar="NAME",
-            help="Published rates: llama3, rsc1, rsc2, infinitehbd, byterobust, spot-p3, spot-g4dn, spot-gcp.",
-        ),
-    ] = None
-    mtbf: Annotated[
-        float | None,
-        typer.Option("--mtbf", metavar="TIME", parser=duration_s, help="Mean time between losses, over all nodes."),
-    ] = None
-    shape: Annotated[
-        float | None,
-        typer.Option(
-            "--weibull-shape",
-            metavar="K",
-            parser=real(0.1, 10),
-            help="Shape of lifetimes; below 1, losses come in clusters.",
-        ),
-    ] = None
-    batches: Annotated[
-        str | None,
-        typer.Option("--batches", metavar="SIZE:WEIGHT,…", help="Nodes lost at once, such as 1:39,2:13,3:15."),
-    ] = None
-    repair: Annotated[
-        float | None,
-        typer.Option("--repair", metavar="TIME", parser=duration_s, help="Time after which a lost node is back."),
-    ] = None
-    no_repair: Annotated[bool, typer.Option("--no-repair", help="Lost nodes never come back.")] = False
-    notice: Annotated[
-        float | None,
-        typer.Option("--notice", metavar="TIME", parser=duration_s, help="Announce losses this long in advance."),
-    ] = None
-    fail_slow: Annotated[
-        float | None,
-        typer.Option(
-            "--fail-slow",
-            metavar="RATE",
-            parser=real(0, 1e6),
-            help="Slowdowns per 1,000 node-days, each 24 minutes long, by 1.1 to 2 times.",
-        ),
-    ] = None
-    seed: SeedOption = 0
-    output: OutputOption = None
+    nodes: int = option(
+        "--nodes", "N", "Nodes of the cluster: node0, node1, …", default=..., parser=whole(1, MAX_NODES)
+    )
+    duration: float = option(
+        "--duration", "TIME", "Length of the trace: 10m, 3.1h, 54d.", default=..., parser=duration_s
+    )
+    preset: str | None = option(
+        "--preset",
+        "NAME",
+        "Published rates: llama3, rsc1, rsc2, infinitehbd, byterobust, spot-p3, spot-g4dn, spot-gcp.",
+    )
+    mtbf: float | None = option("--mtbf", "TIME", "Mean time between losses, over all nodes.", parser=duration_s)
+    shape: float | None = option(
+        "--weibull-shape", "K", "Shape of lifetimes; below 1, losses come in clusters.", parser=real(0.1, 10)
+    )
+    batches: str | None = option("--batches", "SIZE:WEIGHT,…", "Nodes lost at once, such as 1:39,2:13,3:15.")
+    repair: float | None = option("--repair", "TIME", "Time after which a lost node is back.", parser=duration_s)
+    no_repair: bool = flag("--no-repair", "Lost nodes never come back.")
+    notice: float | None = option("--notice", "TIME", "Announce losses this long in advance.", parser=duration_s)
+    fail_slow: float | None = option(
+        "--fail-slow",
+        "RATE",
+        "Slowdowns per 1,000 node-days, each 24 minutes long, by 1.1 to 2 times.",
+        parser=real(0, 1e6),
+    )
+    to: _OutputOptions
 
 
 @takes_options(GenerateOptions)
@@ -100,62 +72,55 @@ def generate_trace(options: GenerateOptions) -> None:
         raise UsageError("--duration is 0; a trace has to last")
     if options.repair is not None and options.no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
-    try:  # there is no file: whatever is wrong was said on the command line
+    try:  # no file is involved, so whatever is wrong came from the command line
         model = _changed(_model(options), options)
-        trace = generate(model, num_nodes=options.nodes, duration_s=options.duration, seed=options.seed)
+        trace = generate(model, num_nodes=options.nodes, duration_s=options.duration, seed=options.to.seed)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    _write(trace, options.output)
+    _write(trace, options.to.output)
 
 
-def convert_trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A public trace.")],
-    *,
-    format_name: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default.",
-        ),
-    ] = None,
-    unit: Annotated[
-        str | None,
-        typer.Option("--unit", metavar="ms|s|h", help="Unit of the times in a file of counts that does not name it."),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes",
-            metavar="N",
-            parser=whole(1, MAX_NODES),
-            help="Size of the cluster, if the file names only nodes that fail.",
-        ),
-    ] = None,
-    seed: SeedOption = 0,
-    output: OutputOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What `oobleck trace convert` was called with."""
+
+    file: Path = argument("FILE", "A public trace.", default=...)
+    format_name: str | None = option(
+        "--format", "NAME", "oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default."
+    )
+    unit: str | None = option("--unit", "ms|s|h", "Unit of the times in a file of counts that does not name it.")
+    nodes: int | None = option(
+        "--nodes", "N", "Size of the cluster, if the file names only nodes that fail.", parser=whole(1, MAX_NODES)
+    )
+    to: _OutputOptions
+
+
+@takes_options(ConvertOptions)
+def convert_trace(options: ConvertOptions) -> None:
     """Convert a public trace of failures or preemptions to Oobleck's format.
 
     If the file has only node counts, the nodes that leave are chosen at random, by the seed.
     """
     from oobleck.sim.trace import FORMATS, UNITS, convert, detect_format
 
+    file, unit = options.file, options.unit
     if unit is not None and unit not in UNITS:
         raise UsageError(f"--unit is {unit!r}; it must be one of {', '.join(UNITS)}")
     text = read_input(file, "trace", most_bytes=MAX_DATA_BYTES)
-    name = format_name or detect_format(text)
+    name = options.format_name or detect_format(text)
     if name is None:
         raise UsageError(f"{file}: its format was not recognised; name it with --format {'|'.join(FORMATS)}")
     if name not in FORMATS:
         raise UsageError(f"--format is {name!r}; it must be one of {', '.join(FORMATS)}")
-    _write(convert(text, format_name=name, name=file.name, seed=seed, num_nodes=nodes, unit=unit), output)
+    to = options.to
+    trace = convert(text, format_name=name, name=file.name, seed=to.seed, num_nodes=options.nodes, unit=unit)
+    _write(trace, to.output)
 
 
 def trace_info(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")], *, as_json: JsonOption = False
 ) -> None:
-    """Show what is in a trace: its nodes, how often they are lost, how many at once, and how many are up over time."""
+    """Show the contents of a trace: its nodes, how often and how many of them are lost, and how many are up."""
     from oobleck.sim.trace import facts_of
 
     trace = read_trace(file)
@@ -185,10 +150,7 @@ def _write(trace: Trace, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        write_in_place(output, text)
-    except OSError as error:
-        raise UsageError(f"--output: {error}") from error
+    write_output(output, text, "--output")
     typer.echo(f"{output}: {len(trace.nodes)} nodes, {len(trace.events)} events", err=True)
 
 
@@ -207,7 +169,6 @@ def _model(options: GenerateOptions) -> FailureModel:
 
 
 def _changed(model: FailureModel, options: GenerateOptions) -> FailureModel:
-    """The model with what the options say in place of its own."""
     from oobleck.sim.trace import FailSlow
 
     if options.shape is not None:

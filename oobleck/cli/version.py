@@ -1,4 +1,4 @@
-"""`oobleck version`: what is installed."""
+"""`oobleck version`: shows what is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def version(*, as_json: JsonOption = False) -> None:
 
 
 def installed(package: str) -> str:
-    """The version of a package, without importing it."""
+    """Return the version of a package, without importing it."""
     try:
         return version_of(package)
     except PackageNotFoundError:

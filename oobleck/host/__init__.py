@@ -1,1 +1,1 @@
-"""A process's own surroundings, which nobody decides about: its script, its streams, paths, writes and limits."""
+"""The surroundings of a process: its script, its streams, paths, writes and limits. Nothing here decides anything."""

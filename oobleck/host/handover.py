@@ -1,10 +1,10 @@
-"""Where a script's `train()` hands its trainer over: to the run that the script was started for, if there is one.
+"""The point where a script's `train()` hands its trainer over to the run that has started the script, if one has.
 
-    oobleck up      the process that the script runs in waits there until the run has ended, and continues
-    a worker        the script has done its part: it is ended by `TrainReached`, which carries the trainer
-    plain python    nobody receives it, and the trainer starts a run itself
+    oobleck up      the script's process waits there until the run has ended, and continues
+    a worker        the script has done its part: `TrainReached`, which carries the trainer, ends it
+    plain python    there is no receiver, and the trainer starts a run itself
 
-The trainer's class and those who start scripts know each other through this module alone. Loads nothing.
+The trainer's class and the code that starts scripts know each other only through this module. It imports nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 Receiver = Callable[[Any], Any]
-"""From the trainer to what its `train()` returns."""
+"""Takes the trainer, and returns the result of its `train()`."""
 
 
 class TrainReached(BaseException):
-    """Ends a script at its `train()`. No `Exception`, so that a script's own handlers let it pass."""
+    """Ends a script at its `train()`. It is no `Exception`, so that the script's own handlers let it pass."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__("train() was reached")
@@ -30,7 +30,7 @@ _receivers: list[Receiver] = []
 
 @contextmanager
 def receiving(receiver: Receiver) -> Iterator[None]:
-    """Within the block, trainers are handed over to `receiver`."""
+    """Hand trainers over to `receiver` within the block."""
     _receivers.append(receiver)
     try:
         yield
@@ -44,5 +44,5 @@ def is_received() -> bool:
 
 
 def take_over(trainer: Any) -> Any:
-    """Hand a trainer over; returns what its `train()` is to return, if it returns."""
+    """Hand a trainer over; return the result of its `train()`."""
     return _receivers[-1](trainer)

@@ -1,7 +1,7 @@
-"""What a process may use of its machine: cores and memory, as its affinity mask and its cgroups limit them.
+"""The cores and memory that a process may use, as its affinity mask and its cgroups limit them.
 
-A container sees the cores and the memory of the whole machine; what it may use stands in the files of its cgroups, of
-version 2 or 1, and of all groups above that it can see. Linux only; what cannot be read limits nothing.
+A container sees the cores and the memory of the whole machine. Its limits are in the files of its cgroups, of version 2
+or 1, and of all parent groups that it can see. Linux only; a file that cannot be read limits nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ class Machine:
     """A machine as one of its processes sees it."""
 
     identity: str
-    """The kernel's name for this start of the machine: all processes have the same, in whatever container."""
+    """The kernel's name for this boot of the machine, which is the same in every container."""
     container: str
     """Distinguishes containers of one machine, which may see other devices under the same numbers."""
     num_cores: int
     memory_bytes: int
     limits: tuple[ResourceLimit, ...]
-    """What leaves this process less."""
 
     @property
     def usable_cores(self) -> int:
-        """How many cores this process may use."""
         return min([self.num_cores, *(each.num_cores for each in self.limits if each.num_cores is not None)])
 
     @property
     def usable_memory_bytes(self) -> int:
-        """How much memory this process may use."""
         limits = (each.memory_bytes for each in self.limits if each.memory_bytes is not None)
         return min([self.memory_bytes, *limits])
 
@@ -54,13 +51,13 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """The same in every container: the number of the directory, which is the kernel's for the group."""
-        told = self.path.stat()
-        return f"{told.st_dev:x}:{told.st_ino}"
+        """The device and inode of the directory, which are the same in every container."""
+        found = self.path.stat()
+        return f"{found.st_dev:x}:{found.st_ino}"
 
     @property
     def num_cores(self) -> int | None:
-        """What its quota comes to, at least 1; None where it has none."""
+        """The cores of its quota, at least 1; None without a quota."""
         if self.is_v2:
             words = self._read("cpu.max").split()
         else:
@@ -72,14 +69,14 @@ class _Group:
 
     @property
     def memory_bytes(self) -> int | None:
-        """None where it has no limit; version 1 says a very large number then."""
+        """The limit, or None without one; in version 1, that is a very large number."""
         with suppress(ValueError):
             return int(self._read("memory.max" if self.is_v2 else "memory.limit_in_bytes"))
         return None
 
     @property
     def num_oom_kills(self) -> int:
-        """How many of its processes were killed for lack of memory."""
+        """How many of its processes the kernel has killed for lack of memory."""
         text = self._read("memory.events" if self.is_v2 else "memory.oom_control")
         counts = (line.split() for line in text.splitlines())
         return sum(int(words[1]) for words in counts if len(words) == 2 and words[0] == "oom_kill")
@@ -92,13 +89,14 @@ class _Group:
 
 
 def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Machine:
-    """Describe the machine, and what limits this process there.
+    """Describe the machine, and the limits of this process.
 
-    `root` is where /proc and /sys are; `affinity` are the cores of its mask, by default the kernel's answer.
+    `root` holds /proc and /sys; `affinity` are the cores of the mask, by default the kernel's.
     """
     may_use = os.sched_getaffinity(0) if affinity is None else affinity
     num_cores = max(os.sysconf("SC_NPROCESSORS_ONLN"), len(may_use))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    namespace = root / "proc/self/ns/mnt"
     limits = []
     if len(may_use) < num_cores:
         mask = sum(1 << core for core in may_use)
@@ -111,7 +109,7 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
             limits.append(ResourceLimit(group=group.name, num_cores=cores, memory_bytes=memory))
     return Machine(
         identity=_text(root / "proc/sys/kernel/random/boot_id"),
-        container=_container(root),
+        container=os.readlink(namespace) if namespace.is_symlink() else "",
         num_cores=num_cores,
         memory_bytes=memory_bytes,
         limits=tuple(limits),
@@ -119,12 +117,12 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
 
 
 def num_oom_kills(root: Path = _ROOT) -> int:
-    """Return how many processes of this one's cgroup the kernel has killed so far for lack of memory."""
+    """Return how many processes of this one's cgroup the kernel has killed for lack of memory."""
     return sum(above[0].num_oom_kills for above in _groups(root))
 
 
 def _groups(root: Path) -> Iterator[list[_Group]]:
-    """The group of this process in each hierarchy, followed by those above it that can be seen from here."""
+    """Yield the group of this process in each hierarchy, followed by its visible parents."""
     mounts = dict(_mounts(root))
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -142,23 +140,16 @@ def _groups(root: Path) -> Iterator[list[_Group]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, tuple[Path, str]]]:
-    """By controller, or `cgroup2`: where its hierarchy is mounted, and which group is shown there (proc(5))."""
+    """Yield each controller, or `cgroup2`, with the mount of its hierarchy and the group that it shows (proc(5))."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         about, _, kind = line.partition(" - ")
-        words, told = about.split(), kind.split()
-        if len(words) < 5 or len(told) < 3 or told[0] not in ("cgroup", _V2):
+        words, kinds = about.split(), kind.split()
+        if len(words) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", _V2):
             continue
         shown, point = (word.encode().decode("unicode_escape") for word in words[3:5])  # a space is \040
         place = root / point.lstrip("/"), shown.rstrip("/")
-        for name in [_V2] if told[0] == _V2 else told[2].split(","):
+        for name in [_V2] if kinds[0] == _V2 else kinds[2].split(","):
             yield name, place
-
-
-def _container(root: Path) -> str:
-    try:
-        return os.readlink(root / "proc/self/ns/mnt")
-    except OSError:
-        return ""
 
 
 def _text(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""The streams that a process was started with: they may be closed, full, broken, or know only ASCII.
+"""A process's standard streams, which may be closed, full, broken, or limited to ASCII.
 
-A command whose answer cannot be written fails. A run of days does not: it continues, without its output.
+A command whose answer cannot be written fails. A run of days continues without its output.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from typing import BinaryIO, TextIO
 
 from oobleck.errors import ExitCode, UserError
 
-_PASSING = (errno.ENOSPC, errno.EDQUOT)
-"""There may be room again later."""
+_PASSING = (errno.ENOSPC, errno.EDQUOT)  # there may be room again later
 
 
 class Output(io.TextIOBase):
-    """A text stream that remembers when it could not be written to, and, if it is `lasting`, raises nothing then.
+    """A text stream that remembers its first failure, and, if it is `lasting`, does not raise it.
 
-    It has no `buffer`: typer would write past it.
+    It has no `buffer`, past which typer would write.
     """
 
     def __init__(self, stream: TextIO, *, lasting: bool = False) -> None:
         self.lasting = lasting
         self.failure: OSError | None = None
-        """The first error; what it was about is lost."""
         self.is_lost = False
-        """Whether nothing can be written any more."""
+        """Whether no write can succeed any more."""
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -41,7 +39,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def write_as_read(self, text: str) -> None:
-        """Write the bytes that a text was decoded from, whatever encoding the stream has; surrogates are theirs too."""
+        """Write the bytes that a text was decoded from, including its surrogates, whatever the stream's encoding."""
         content = text.encode("utf-8", errors="surrogateescape")
         if isinstance(self._stream, io.TextIOWrapper):
             buffer = self._stream.buffer
@@ -62,10 +60,10 @@ class Output(io.TextIOBase):
             self.failure = self.failure or error
             self.is_lost = error.errno not in _PASSING
             if not self.lasting:
-                raise self.failure from None  # the same each time, by which it can be told from others
+                raise self.failure from None  # always the same one, which `main` recognises
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # a property here, as in every text stream that is written to
+    def encoding(self) -> str:  # type: ignore[override]  # a property, as in every writable text stream
         return self._stream.encoding
 
     @property
@@ -83,27 +81,27 @@ class Output(io.TextIOBase):
 
 
 class ScriptOutput(Output):
-    """An output of somebody else's code, which may ask for bytes, or set the stream up; bytes still meet errors."""
+    """The output of a user's code, which may write bytes or reconfigure the stream; only bytes can fail."""
 
     @property
     def buffer(self) -> BinaryIO:
         return self._stream.buffer
 
     def __getattr__(self, name: str) -> object:
-        """What files have and text streams in general do not: `reconfigure`, `name`, `line_buffering`."""
+        """Return what only files have: `reconfigure`, `name`, `line_buffering`."""
         return getattr(self._stream, name)
 
 
 def shield_scripts() -> None:
-    """Have what a script prints never fail: a log's full disk is no fault of the script's."""
+    """Let a script's prints never fail: a log's full disk is no fault of the script."""
     sys.stdout = ScriptOutput(sys.stdout, lasting=True)
     sys.stderr = ScriptOutput(sys.stderr, lasting=True)
 
 
 def answer_with(make: Callable[[], str]) -> int:
-    """Write what `make` returns to stdout, where nothing else may be; returns the exit code.
+    """Write the result of `make` to stdout, and nothing else; return the exit code.
 
-    What is printed meanwhile goes to stderr. A UserError that it raises goes there as well, as the last line.
+    Other prints go to stderr, and so does a UserError, as the last line.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a script may print
@@ -118,11 +116,11 @@ def answer_with(make: Callable[[], str]) -> int:
 
 
 def open_standard_streams() -> None:
-    """Make this process's streams fit to be used, whatever it was started with.
+    """Make this process's streams usable, whatever it was started with.
 
-    What is closed is opened, so that no file or socket takes its number: reading finds the end, output fails as it
-    would have, messages go nowhere. What the encoding lacks is replaced. A pipe that does not wait is made to.
-    Streams that somebody has put in their place (a test, a notebook) are left alone.
+    A closed stream is opened, so that no file or socket takes its number: reading finds the end, output fails as it
+    would have, messages go nowhere. Characters that the encoding lacks are replaced, and a non-blocking pipe becomes a
+    blocking one. Streams that a test or a notebook has replaced stay.
     """
     for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         if _is_closed(number):
@@ -138,21 +136,21 @@ def open_standard_streams() -> None:
 
 
 def as_output(stream: TextIO | Output) -> Output:
-    """The stream itself, where `open_standard_streams` has been at it."""
+    """Return the stream itself, if `open_standard_streams` has replaced it already, or an Output on it."""
     return stream if isinstance(stream, Output) else Output(stream)
 
 
 def lasting(stream: TextIO | Output) -> Output:
-    """A stream that from now on may break without an error."""
+    """Return the stream as an Output that breaks without an error from now on."""
     output = as_output(stream)
     output.lasting = True
     return output
 
 
 def settle(output: Output) -> OSError | None:
-    """Write what waits to be written, at the end of a process; returns why not all of its output was written.
+    """Flush an output at the end of a process; return the error if not all of it was written.
 
-    What cannot be written is given up then, so that the interpreter does not try once more.
+    The rest is dropped then, so that the interpreter does not try again.
     """
     with suppress(OSError):
         output.flush()
@@ -189,7 +187,7 @@ def _text_stream(stream: TextIO | None, number: int, *, errors: str) -> TextIO:
 
 
 def _make_blocking(number: int) -> None:
-    """Our parent may share a pipe with us that does not wait for its reader; theirs stays as it is."""
+    # Our parent may share a non-blocking pipe with us; its own end stays as it is.
     try:
         if os.get_blocking(number) or stat.S_ISREG(os.fstat(number).st_mode):
             return

@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` is somebody's home."""
+"""Paths as users write them, where `~` is a home directory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from oobleck.errors import ConfigError
 
 
 def expand_user(path: str | Path) -> Path:
-    """Put a home in the place of `~` or `~name`. Raises ConfigError where nobody knows that home."""
+    """Replace `~` or `~name` by a home directory. Raises ConfigError if there is no such home."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         user = Path(path).parts[0]
-        raise ConfigError(f"{path}: there is no home that {user} stands for; write the whole path") from error
+        raise ConfigError(f"{path}: there is no home directory {user}; write the whole path") from error

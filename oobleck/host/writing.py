@@ -1,7 +1,7 @@
-"""Files that are written: the one place where that happens, but for those with a protocol of their own.
+"""Writes files: all but those with a protocol of their own.
 
-A write to a full disk fails without a word of which file it was. Here every OSError names it. A caller either goes on
-without the file, and says so, or lets the error end what it is doing: `oobleck` shows it as a message.
+A failed write to a full disk does not name its file; here every OSError does. A caller either continues without the
+file, with a notice, or lets the error end the command: `oobleck` shows it as a message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have each OSError of the block name this file, unless it names one."""
+    """Make each OSError of the block name this file, unless it names one already."""
     try:
         yield
     except OSError as error:
@@ -24,9 +24,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file for its user alone; readers see all of it or nothing. Text is UTF-8.
+    """Write a file that only its user may read; readers see all of it or nothing. Text is UTF-8.
 
-    Raises OSError that names the file, with nothing left behind.
+    Raises OSError that names the file, and leaves nothing behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):

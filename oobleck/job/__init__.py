@@ -1,4 +1,4 @@
-"""A job: what it trains, on what, and how; and the bounds of every number in it. Values alone, checked when made."""
+"""The values that describe a job, and the bounds of every number in it; each value checks itself when it is made."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What the numbers and texts of a specification may be, and the errors that say so."""
+"""The bounds of the numbers and texts of specifications."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from oobleck.errors import ConfigError, shown
 
 MAX_SECONDS = 5e8
-"""The longest duration: fifteen years, half as long again as the longest failure trace that is published."""
+"""The longest duration: fifteen years, 1.5 times the longest published failure trace."""
 _MAX_TEXT_CHARS = 1 << 20
 
 _Number = TypeVar("_Number", int, float, int | None, float | None, int | str)
@@ -18,7 +18,7 @@ _Number = TypeVar("_Number", int, float, int | None, float | None, int | str)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """From `least` to `most`, both included, without what is `excluded`. `note` says more, for people."""
+    """From `least` to `most`, both included, but without `excluded`; `note` is for people."""
 
     least: float
     most: float
@@ -30,7 +30,7 @@ class Bounds:
         return f"from {_written(self.least)} to {_written(self.most)}{without}{f' ({self.note})' if self.note else ''}"
 
     def hold(self, value: float) -> bool:
-        """Whether a number is within; what is not a number is not."""
+        """Return whether a number is within; nan never is."""
         return self.least <= value <= self.most and value not in self.excluded
 
 
@@ -43,19 +43,21 @@ def _written(number: float) -> str:
 def bounded(
     default: _Number, least: float, most: float, *, excluded: tuple[float, ...] = (), note: str = ""
 ) -> _Number:
-    """A field with a default, and the bounds of what may stand there; None and words are beyond them."""
-    bounds = Bounds(least, most, excluded, note)
-    made: _Number = field(default=default, metadata={"bounds": bounds})
-    return made
+    """Declare a field with a default and the bounds of its numbers; None and words are always allowed."""
+    declared: _Number = field(default=default, metadata={"bounds": Bounds(least, most, excluded, note)})
+    return declared
 
 
 def bounds_of(spec: object) -> dict[str, Bounds]:
-    """Return the bounds of a specification's numbers, by field; `spec` is an instance or the class."""
+    """Return the bounds of a specification's numbers, keyed by field; `spec` is an instance or the class."""
     return {part.name: part.metadata["bounds"] for part in fields(spec) if "bounds" in part.metadata}  # type: ignore[arg-type]  # a dataclass
 
 
-def check_spec(spec: object, section: str = "") -> None:
-    """Hold a specification's numbers to their bounds, and its texts to what can be written anywhere."""
+def check_spec(spec: object, section: str = "") -> Callable[[str, bool, str], None]:
+    """Check a specification's numbers and texts. Raises ConfigError.
+
+    Returns a function that checks more: it takes a field's name, a condition and the expectation.
+    """
     for name, bounds in bounds_of(spec).items():
         value = getattr(spec, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -63,6 +65,11 @@ def check_spec(spec: object, section: str = "") -> None:
     for part in fields(spec):  # type: ignore[arg-type]  # a dataclass
         for text in _texts(getattr(spec, part.name)):
             check_text(section + part.name, text)
+
+    def must(field_name: str, condition: bool, expectation: str) -> None:
+        require(condition, section + field_name, getattr(spec, field_name), expectation)
+
+    return must
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -79,20 +86,19 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def check_text(field_name: str, text: str) -> None:
-    """Raise ConfigError for what no file name, no command and no message can hold."""
+    """Raise ConfigError for a text that no file name, command or message can hold."""
     require(len(text) <= _MAX_TEXT_CHARS, field_name, f"{text[:40]}…", f"at most {_MAX_TEXT_CHARS:,} characters")
     whole = "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
     require(whole, field_name, text[:40], "text of whole characters, and without null characters")
 
 
 def require(condition: bool, field_name: str, value: object, expectation: str) -> None:
-    """Raise ConfigError that names the field, its value and what it must be, unless the condition holds."""
+    """Raise ConfigError with the field, its value and the expectation, unless the condition holds."""
     if not condition:
         raise ConfigError(f"{field_name}: {shown(value)} is not possible; it must be {expectation}")
 
 
 def check_pattern(field_name: str, pattern: str) -> None:
-    """Raise ConfigError unless the pattern is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:

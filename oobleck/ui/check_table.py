@@ -19,7 +19,7 @@ _EXCHANGE_BYTES = 8 << 20
 
 
 def check_table(report: CheckReport) -> RenderableType:
-    """Draw a report: a row for each node, then what is wrong, then one line that sums up."""
+    """Draw a report: a row for each node, then all problems, then one line that sums up."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("node", no_wrap=True)
     table.add_column("health", no_wrap=True)
@@ -62,7 +62,6 @@ def _complaints(report: CheckReport) -> Iterator[Text]:
 
 
 def _speeds(node: CheckedNode) -> Text | None:
-    """The range of what a node's GPUs reached."""
     products = sorted(each.product_flops for each in node.gpus if each.product_flops is not None)
     copies = sorted(each.memory_bytes_per_s for each in node.gpus if each.memory_bytes_per_s is not None)
     if not products or not copies:
@@ -74,7 +73,6 @@ def _speeds(node: CheckedNode) -> Text | None:
 
 
 def _exchanges(report: CheckReport) -> Text:
-    """The range of what pairs reached."""
     if not report.exchanges:
         return Text("no two nodes have exchanged anything")
     rates = sorted(_EXCHANGE_BYTES / seconds for _, _, _, seconds in report.exchanges)

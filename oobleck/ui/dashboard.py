@@ -1,7 +1,7 @@
 """The dashboard: a snapshot of a run drawn to fit a terminal of any size.
 
-Pure drawing: the same snapshot and size give the same lines. It never draws more than it was given room for,
-and gives the room it has to what matters first: header, progress, pipelines, then events and nodes.
+The same snapshot and size give the same lines. They always fit, and what matters most gets its room first: header,
+progress, pipelines, then events and nodes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _NODE_STYLES = {
 _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 _GAP = "   "
-_MOST_ORIGINS = 12
-"""Of more nodes the names and states alone are drawn."""
+_MOST_ORIGINS = 12  # with more nodes, only names and states are drawn
 
 
 class Dashboard:
@@ -54,7 +53,7 @@ class Dashboard:
         self.fill = fill
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # What is printed and left standing shares the screen with the prompt that comes after it.
+        # Printed output shares the screen with the prompt that follows.
         height = options.height or (console.height if self.fill else max(1, console.height - 2))
         lines = dashboard_lines(self.snapshot, width=options.max_width, height=height, fill=self.fill)
         yield Text("\n").join(lines)
@@ -63,7 +62,7 @@ class Dashboard:
 def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: bool = True) -> list[Text]:
     """Draw a snapshot in at most `height` lines of at most `width` cells.
 
-    With `fill`, the events take whatever height is left; without, only a few newest ones are drawn.
+    With `fill`, the events take all remaining height; otherwise only the newest few are drawn.
     """
     kinds = Counter(node.kind for node in snapshot.nodes if node.kind)
     if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin or node.kind for node in snapshot.nodes):
@@ -76,7 +75,7 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
     pipelines = pipeline_lines(snapshot.pipelines, width=width, height=pipelines_room)
     events_room = min(events_wanted, events_room + pipelines_room - len(pipelines))
     sections = (
-        (_pipelines_title(snapshot), pipelines),
+        (f"Pipelines ({len(snapshot.pipelines)})  ×microbatches a step", pipelines),
         (_nodes_title(snapshot, kinds), _node_lines(snapshot.nodes, width, nodes_room)),
         ("Events", _event_lines(snapshot.events, events_room)),
     )
@@ -84,11 +83,16 @@ def dashboard_lines(snapshot: RunSnapshot, *, width: int, height: int, fill: boo
     for title, body in sections:
         if body:
             lines += [_rule(title, width), *body]
-    return [_cut(line, width) for line in lines[:height]]
+    for line in lines[:height]:
+        line.truncate(width, overflow="ellipsis")
+    return lines[:height]
 
 
 def _share(snapshot: RunSnapshot, room: int, width: int, events_wanted: int) -> tuple[int, int, int]:
-    """Divide `room` lines: a title and at least one line for each section, boxes for pipelines if that leaves some."""
+    """Divide `room` lines among pipelines, nodes and events.
+
+    Each section has a title and at least one line; pipelines get boxes if there is room.
+    """
     num_pipelines, num_nodes = len(snapshot.pipelines), len(snapshot.nodes)
     nodes_wanted = -(-num_nodes // _columns(snapshot.nodes, width)) if num_nodes else 0
     titles = (num_pipelines > 0) + (num_nodes > 0) + (events_wanted > 0)
@@ -117,7 +121,6 @@ def _title(snapshot: RunSnapshot, width: int) -> Text:
 
 
 def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
-    """Labelled values, in as many lines as they need."""
     steps = (
         ("step", f"{snapshot.step}/{snapshot.max_steps}"),
         ("loss", "–" if snapshot.loss is None else f"{snapshot.loss:.4f}"),
@@ -128,7 +131,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
     )
     values = (
-        *(steps if snapshot.max_steps else ()),  # a script's steps are its own
+        *(steps if snapshot.max_steps else ()),  # a script does not report its steps
         ("generation", str(snapshot.generation)),
         ("recoveries", str(snapshot.num_recoveries)),
         ("elapsed", duration_text(snapshot.elapsed_s)),
@@ -152,10 +155,6 @@ def _progress(snapshot: RunSnapshot, width: int) -> Text:
     room = max(1, width - len(label) - 2)
     done = round(share * room)
     return Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)
-
-
-def _pipelines_title(snapshot: RunSnapshot) -> str:
-    return f"Pipelines ({len(snapshot.pipelines)})  ×microbatches a step"
 
 
 def _nodes_title(snapshot: RunSnapshot, kinds: Mapping[str, int]) -> str:
@@ -182,7 +181,7 @@ def _node_text(node: NodeView) -> Text:
 
 
 def _columns(nodes: Sequence[NodeView], width: int) -> int:
-    """How many nodes fit side by side. Counts cells without drawing: there may be thousands of nodes."""
+    """Return how many nodes fit side by side. It only counts cells, as there may be thousands of nodes."""
     widest = max(
         (
             cell_len(node.name)
@@ -201,7 +200,7 @@ def _columns(nodes: Sequence[NodeView], width: int) -> int:
 
 
 def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
-    """Nodes in columns; where not all fit, the lost ones are kept and the rest is counted by the title."""
+    """Draw nodes in columns; if not all fit, lost ones come first, and the title counts all."""
     if not nodes or height < 1:
         return []
     columns = _columns(nodes, width)
@@ -235,8 +234,3 @@ def _rule(title: str, width: int) -> Text:
     return Text.assemble(
         ("─ ", "bright_black"), (title, "bold"), (" " + "─" * max(0, width - len(title) - 3), "bright_black")
     )
-
-
-def _cut(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="ellipsis")
-    return line

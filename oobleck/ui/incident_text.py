@@ -1,8 +1,8 @@
-"""An incident as a few lines that a tired person understands."""
+"""An incident as a few lines for a tired person."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from oobleck.control import journal
 
@@ -13,51 +13,41 @@ _MAX_EVIDENCE_LINES = 12
 
 
 def incident_news(incident: journal.Incident) -> str:
-    """One line for an incident that has just begun."""
+    """Return one line for an incident that has just begun."""
     root = incident.root
     what = f"[{duration_text(root.t_s)}] #{incident.number} {incident.title}"
     return f"{what}: {one_line(root.text)}; recovering …"
 
 
 def incident_lines(incident: journal.Incident) -> tuple[str, ...]:
-    """The whole story: what, why, what followed, what was done, what it cost, what to do."""
+    """Return the whole story: what, why, what followed, what the run did, what it cost, what to do."""
     return tuple(_lines(incident))
 
 
 def _lines(incident: journal.Incident) -> Iterator[str]:
     fatal = "; the job ended over it" if incident.is_fatal else ""
     yield f"[{duration_text(incident.root.t_s)}] #{incident.number} {incident.title}{fatal}"
-    yield from _told("because", _evidence(incident.root))
+    yield from _told("because", (*_lines_of(incident.root.text), *_lines_of(incident.root.detail)))
     yield from _told("where", (one_line(incident.root.origin),) if incident.root.origin else ())
     shown = incident.consequences[:_MAX_CONSEQUENCES]
-    yield from _told("then", (f"{_who(finding)}{one_line(finding.text)}" for finding in shown))
+    texts = ((f"{finding.node}: " if finding.node else "") + one_line(finding.text) for finding in shown)
+    yield from _told("then", texts)
     if len(incident.consequences) > len(shown):
         yield from _told("", (f"and {len(incident.consequences) - len(shown)} more",))
     yield from _told("done", (one_line(response.text) for response in incident.responses))
-    yield from _told(
-        "cost", ("not known yet: the recovery is under way" if incident.ended_s is None else _cost(incident),)
-    )
+    cost = "not known yet: the recovery is under way" if incident.ended_s is None else _cost(incident)
+    yield from _told("cost", (cost,))
     yield from _told("to do", (incident.advice,))
 
 
-def _told(label: str, texts: Iterator[str] | tuple[str, ...]) -> Iterator[str]:
-    """Texts below each other, the first beside its label."""
+def _told(label: str, texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         yield f"    {label:8}{text}"
         label = ""
 
 
-def _who(finding: journal.Finding) -> str:
-    return f"{finding.node}: " if finding.node else ""
-
-
-def _evidence(finding: journal.Finding) -> Iterator[str]:
-    """What it is, and the last lines of what more there is, as of a traceback."""
-    yield from _lines_of(finding.text)
-    yield from _lines_of(finding.detail)
-
-
 def _lines_of(text: str) -> Iterator[str]:
+    """Yield the last lines of a text, such as a traceback, with their indentation."""
     for line in text.strip().splitlines()[-_MAX_EVIDENCE_LINES:]:
         indent = len(line) - len(line.lstrip())
         yield " " * indent + one_line(line)

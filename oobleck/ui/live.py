@@ -1,7 +1,7 @@
-"""The tasks that keep a person informed during a run: a dashboard on a terminal, or plain lines.
+"""The tasks that show a run: a dashboard on a terminal, or plain lines.
 
-Both poll a machine that others feed, so a slow terminal holds up neither of them. Writing to a terminal can block
-for as long as its user likes (Ctrl-S), so it happens on a helper thread; this file is that adapter.
+Both poll values that others feed, so a slow terminal delays neither. Its user can block a write as long as he likes
+(Ctrl-S), so writing happens on a helper thread; this file is that adapter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from .formatting import count_text, duration_text, one_line, seconds_text
 T = TypeVar("T")
 
 _REFRESH_INTERVAL_S = 0.25
-_REST = 19
-"""Seconds of rest for each second of drawing: with thousands of nodes the master has better things to do."""
+_REST = 19  # seconds of rest for each second of drawing, which the master lacks with thousands of nodes
 _LINES_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_LINES = 10_000
@@ -38,7 +37,7 @@ def console_on(output: Output) -> Console:
 
 
 def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
-    """Whether the dashboard can be drawn here: a terminal that can move its cursor, and nobody asked for lines."""
+    """Return whether to draw the dashboard: on a terminal that can move its cursor, unless `plain`."""
     return console.is_terminal and not console.is_dumb_terminal and not plain
 
 
@@ -51,8 +50,8 @@ async def run_dashboard(
 ) -> None:
     """Draw the run until its journal ends, the terminal is gone, or the task is cancelled.
 
-    It draws on the alternate screen, which survives resizing and gives the terminal back as it was; the last
-    state is then printed below what was there before. `now_s` is the time that the journal's entries count in.
+    It draws on the alternate screen, which survives resizing and restores the terminal; the last state is then printed
+    below the previous output. `now_s` returns the time of the journal's entries.
     """
     console = console_on(output)
     live = Live(
@@ -72,13 +71,13 @@ async def run_dashboard(
             spent_s += await _in_thread(partial(_draw, live, Dashboard(snapshot)))
             await trio.sleep(max(refresh_interval_s, spent_s * _REST))
     finally:
-        # Leaving matters more than the task's own end, but a stuck terminal must not hold up the end of the run.
+        # Restoring the terminal matters more than a prompt end, but a stuck terminal must not delay the end of the run.
         with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
             await _in_thread(partial(_leave, live, console, Dashboard(view.at(now_s()), fill=False)))
 
 
 def _draw(live: Live, dashboard: Dashboard) -> float:
-    """Draw, and return the CPU seconds that it took: time in which a terminal does not read costs nobody."""
+    """Draw, and return the CPU seconds that it took; waiting for the terminal costs nothing."""
     began_s = time.thread_time()
     live.update(dashboard, refresh=True)
     return time.thread_time() - began_s
@@ -90,47 +89,44 @@ def _leave(live: Live, console: Console, last: Dashboard) -> None:
 
 
 class LineFormatter:
-    """A run as plain lines of text, one an event: for log files, pipes, and readers who prefer them.
+    """Formats a run as plain lines of text, one for each event.
 
     Steps are thinned to `steps_per_s` lines a second of the journal's own time, so that short runs show every step and
-    long ones stay readable; the first step, the last, and the first after an event are always printed.
+    long ones stay readable. The first step, the last, and the first after an event always appear.
     """
 
     def __init__(self, *, steps_per_s: float = 2.0) -> None:
         assert steps_per_s > 0
         self._interval_s = 1.0 / steps_per_s
-        self._told_s = -self._interval_s
-        self._tell_next = True
+        self._shown_s = -self._interval_s
+        self._shows_next = True
         self._max_steps = 0
-        self._untold: journal.StepDone | None = None
+        self._held_back: journal.StepDone | None = None
 
     def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
-        """The lines that an entry is worth, none for a step that is left out."""
+        """Return the lines for an entry, none for a step that is left out."""
         if isinstance(entry, journal.StepDone):
             return self._step(entry)
         if isinstance(entry, journal.RecordsDealt):
             return ()
         if isinstance(entry, journal.JobStarted):
             self._max_steps = entry.job.max_steps
-        self._tell_next = True
-        level = entry.level
-        prefix = "" if level == "info" else f"{level}: "
+        self._shows_next = True
+        prefix = "" if entry.level == "info" else f"{entry.level}: "
         text = entry.sentence
         if isinstance(entry, journal.JobEnded):
-            text = text.partition("\n")[0]  # what follows, a traceback for one, the command itself prints at its end
+            text = text.partition("\n")[0]  # the command itself prints the rest, such as a traceback, at its end
         line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"
-        # The step before an event shows where the run stood when it came; the last one, where it ended.
-        pending, self._untold = self._untold, None
+        # A run's last step shows where it ended.
+        pending, self._held_back = self._held_back, None
         return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)
 
     def _step(self, entry: journal.StepDone) -> tuple[str, ...]:
         is_last = entry.record.step == self._max_steps
-        if not (self._tell_next or is_last or entry.t_s - self._told_s >= self._interval_s):
-            self._untold = entry
+        if not (self._shows_next or is_last or entry.t_s - self._shown_s >= self._interval_s):
+            self._held_back = entry
             return ()
-        self._tell_next = False
-        self._told_s = entry.t_s
-        self._untold = None
+        self._shows_next, self._shown_s, self._held_back = False, entry.t_s, None
         return (self._line(entry),)
 
     def _line(self, entry: journal.StepDone) -> str:
@@ -143,10 +139,10 @@ class LineFormatter:
 
 
 class LineLog:
-    """Keeps the lines that wait to be written: at most 10,000, and then the oldest are dropped and counted."""
+    """Keeps up to 10,000 lines that wait for their output, and counts the older ones that it drops."""
 
     def __init__(self, formatter: LineFormatter | None = None) -> None:
-        """What `formatter` has heard of already, under a master before, is known and not written again."""
+        """`formatter` may have received the entries of a previous master, which are not written again."""
         self._formatter = formatter or LineFormatter()
         self._waiting: deque[str] = deque(maxlen=_MAX_LINES)
         self._num_dropped = 0
@@ -166,7 +162,7 @@ class LineLog:
 
 
 async def run_lines(log: LineLog, *, output: Output) -> None:
-    """Write the lines of a log as they come, until cancelled; what waits then is still written."""
+    """Write the lines of a log as they come, until cancelled, and then those that still wait."""
     try:
         while True:
             await _write(log, output)
@@ -177,14 +173,14 @@ async def run_lines(log: LineLog, *, output: Output) -> None:
 
 
 async def tell_of_lost_output(output: Output, tell: Callable[[str], None]) -> None:
-    """Wait until output fails, and say why: once, though there may be room on a disk later."""
+    """Wait until output fails, and report why, once: a full disk may have room again later."""
     while output.failure is None:  # noqa: ASYNC110  it fails in a helper thread
         await trio.sleep(_REFRESH_INTERVAL_S)
     tell(output.failure.strerror or str(output.failure))
 
 
 def say(output: Output, text: str) -> None:
-    """Write a line; waits for its reader, but not for long: one that never reads must not hold up a start."""
+    """Write a line, and wait for its reader, but only for two seconds: one that never reads must not delay a start."""
     writing = threading.Thread(target=_print_plain, args=(output, f"{text}\n"), daemon=True)
     writing.start()
     writing.join(_LEAVE_TIMEOUT_S)

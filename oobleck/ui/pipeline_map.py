@@ -1,7 +1,7 @@
-"""The map of pipelines: each with its stages in order, as large as there is room for.
+"""The map of pipelines, each with its stages in order, at the largest size that fits.
 
-Four sizes: boxes of three lines; cells of one line; cells just wide enough, with several pipelines side by
-side; one coloured block a stage, side by side as well.
+There are four sizes: boxes of three lines; cells of one line; cells just wide enough, with several pipelines side by
+side; one coloured block for each stage, side by side as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = list[Text]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Size:
-    """A way to draw pipelines: each takes `height` lines of `width` cells, its gap to the next one included."""
+    """A way to draw a pipeline, in `height` lines of `width` cells that include the gap to the next pipeline."""
 
     draw: Callable[[str, PipelineView], Row]
     width: int
@@ -57,11 +57,11 @@ class _Size:
 def pipeline_lines(pipelines: Sequence[PipelineView], *, width: int, height: int) -> list[Text]:
     """Draw the pipelines in at most `height` lines of at most `width` cells, at the largest size that fits them all.
 
-    Where none does, those in trouble are kept, and the last line counts the ones left out.
+    If none does, those in trouble come first, and the last line counts the ones left out.
     """
     if not pipelines or height < 1:
         return []
-    labels = [_label(index, pipeline) for index, pipeline in enumerate(pipelines)]
+    labels = [f"{index} ×{pipeline.num_microbatches}" for index, pipeline in enumerate(pipelines)]
     label_width = max(map(len, labels)) + 1
     sizes = list(_sizes(pipelines, width, label_width))
     size = next((size for size in sizes if size.lines_for(len(pipelines), width) <= height), sizes[-1])
@@ -76,17 +76,21 @@ def pipeline_lines(pipelines: Sequence[PipelineView], *, width: int, height: int
     ]
     if not fits:
         lines.append(Text(f"… and {len(pipelines) - len(shown)} more pipelines", style="dim"))
-    return [_cut(line, width) for line in lines]
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return lines
 
 
 def _sizes(pipelines: Sequence[PipelineView], width: int, label_width: int) -> Iterator[_Size]:
-    """The sizes that the width allows, the largest first; blocks fit any width."""
+    """Yield the sizes that the width allows, the largest first; blocks fit any width."""
     num_stages = max(len(pipeline.stages) for pipeline in pipelines)
     cell = min((width - label_width) // num_stages, _MAX_CELL)
     if cell >= _MIN_CELL:
         yield _Size(draw=lambda label, pipeline: _boxes(label, pipeline, cell), width=width + 1, height=3)
         yield _Size(draw=lambda label, pipeline: [_cells(label, pipeline, cell)], width=width + 1)
-        narrow = min(cell, _MAX_NARROW_CELL, max(_cell_width(stage) for each in pipelines for stage in each.stages))
+        # A cell has a bar, the node, a mark of trouble, the layers and a gap.
+        widths = (cell_len(stage.node) + len(chunks_text(stage.chunks)) for each in pipelines for stage in each.stages)
+        narrow = min(cell, _MAX_NARROW_CELL, max(widths) + 6)
         yield _Size(
             draw=lambda label, pipeline: [_cells(label, pipeline, narrow)], width=label_width + num_stages * narrow + 1
         )
@@ -102,14 +106,10 @@ def _side_by_side(items: Row, width: int) -> Text:
 
 
 def _choose(pipelines: Sequence[PipelineView], room: int) -> list[int]:
-    """The pipelines to show, in order: all that fit, those that are not simply training first."""
+    """Return the pipelines to show, in order: as many as fit, preferring those in trouble."""
     troubled = [i for i, p in enumerate(pipelines) if any(s.state is not WorkState.TRAINING for s in p.stages)]
     others = [i for i in range(len(pipelines)) if i not in set(troubled)]
     return sorted((troubled + others)[: max(0, room)])
-
-
-def _label(index: int, pipeline: PipelineView) -> str:
-    return f"{index} ×{pipeline.num_microbatches}"
 
 
 def _boxes(label: str, pipeline: PipelineView, cell: int) -> Row:
@@ -127,11 +127,6 @@ def _boxes(label: str, pipeline: PipelineView, cell: int) -> Row:
     return [top, middle, bottom]
 
 
-def _cell_width(stage: StageView) -> int:
-    """What a cell needs for its bar, the node, the mark of trouble, the layers and a gap."""
-    return cell_len(stage.node) + len(chunks_text(stage.chunks)) + 6
-
-
 def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
     line = Text(label, style="bold")
     for stage in pipeline.stages:
@@ -146,19 +141,15 @@ def _cells(label: str, pipeline: PipelineView, cell: int) -> Text:
 
 
 def _blocks(label: str, pipeline: PipelineView, room: int) -> Text:
-    """One block a stage; where even that is too wide, a block stands for several, in the state of the worst."""
+    """Draw one block for each stage, or, if that is too wide, one for several, in the state of the worst."""
     line = Text(label, style="bold")
     stages = pipeline.stages
-    num_blocks = min(room, len(stages))
+    num_blocks, severities = min(room, len(stages)), list(STATE_STYLES)
     for block in range(num_blocks):
         span = stages[block * len(stages) // num_blocks : (block + 1) * len(stages) // num_blocks]
-        stage = max(span, key=_trouble)
+        stage = max(span, key=lambda each: 0 if each.state is WorkState.ENDED else severities.index(each.state))
         line.append("✗" if stage.state is WorkState.LOST else "■", STATE_STYLES[stage.state])
     return line
-
-
-def _trouble(stage: StageView) -> int:
-    return list(STATE_STYLES).index(stage.state) if stage.state is not WorkState.ENDED else 0
 
 
 def _layers(stage: StageView, room: int) -> str:
@@ -174,15 +165,8 @@ def _mark(stage: StageView) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    """Exactly `width` cells: padded, or cut in the middle, where names differ least."""
-    if cell_len(text) <= width:
-        return set_cell_size(text, max(0, width))
-    if width < 5:
+    """Pad a text to exactly `width` cells, or cut its middle, where names differ least."""
+    if cell_len(text) <= width or width < 5:
         return set_cell_size(text, max(0, width))
     tail = (width - 1) // 2
     return set_cell_size(text[: width - 1 - tail] + "…" + text[len(text) - tail :], width)
-
-
-def _cut(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="crop")
-    return line

@@ -1,4 +1,4 @@
-"""A plan for programs: the report as JSON, units in the names."""
+"""A plan for programs: the report as JSON, with units in the names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A plan for people: what it is, what it will do, and what failures would do to it."""
+"""A plan for people: its pipelines, their speed, and what failures would do to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,19 +23,15 @@ from .timeline import Figure, timeline_lines
 _MAX_TEMPLATES = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateRow:
-    """A template, and what a pipeline of it does."""
+class TemplateRow(NamedTuple):
+    """A template, with the seconds of a pipeline's first microbatch, there and back, and of each further one."""
 
     template: PipelineTemplate
     first_s: float
-    """Seconds of one microbatch, there and back."""
     next_s: float
-    """Seconds of each further one: those of the slowest stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AfterLosing:
+class AfterLosing(NamedTuple):
     """The answer to `--after-losing`."""
 
     lost: tuple[str, ...]
@@ -44,7 +41,7 @@ class AfterLosing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """What some nodes train for their price."""
+    """The throughput of some nodes for their price."""
 
     nodes: Mapping[str, int]
     dollars_per_h: float
@@ -54,40 +51,39 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """Everything that `oobleck plan` has to say."""
+    """Everything that `oobleck plan` shows."""
 
     profile: Profile
     num_nodes: int
     devices_per_node: int
     fault_threshold: int
     global_batch_size: int
-    """Samples."""
     decision: Decision
     forecast: Forecast
     why: str
-    """Why the number of pipelines is what it is."""
+    """The reason for the number of pipelines."""
     templates: tuple[TemplateRow, ...]
     losses: tuple[LossReport, ...]
     after: AfterLosing | None = None
     model_flops: float | None = None
-    """Floating-point operations of the model in one step; None where they are not known."""
+    """Floating-point operations of the model in one step; None if unknown."""
     peak_flops_per_s: float | None = None
-    """Of one device; None where it is not known."""
+    """The peak of one device; None if unknown."""
     kinds: tuple[tuple[str, int, int], ...] = ()
-    """Where nodes are of several kinds: each kind's name, nodes, and devices a node."""
+    """The name, nodes and devices per node of each kind, if there are several kinds."""
     kind_of: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each node, where there are several."""
+    """The kind of each node, if there are several kinds."""
     priced: tuple[Priced, ...] = ()
-    """What all nodes train for their price, and then those that train the most for theirs, if they are others."""
+    """All nodes, and then those that train the most for their price, if these are fewer."""
 
     def kinds_in(self, forecast: Forecast, each: PipelineForecast) -> tuple[str, ...]:
-        """The kind of each node of a kind of pipeline; none where all nodes are alike."""
+        """Return the kind of each node of such a pipeline; none if all nodes are alike."""
         nodes = forecast.plan.pipelines[each.pipelines[0]].nodes
         return tuple(self.kind_of[node] for node in nodes) if self.kinds else ()
 
     @property
     def shown(self) -> Forecast:
-        """What is drawn: the plan after the loss that was asked about, or the first one."""
+        """The forecast to draw: of the plan after `--after-losing`, or else of the first plan."""
         return self.forecast if self.after is None else self.after.forecast
 
     @property
@@ -106,6 +102,8 @@ class PlanReport:
 def plan_report(report: PlanReport, *, width: int) -> RenderableType:
     """Draw a report for a terminal of `width` cells; the timeline is that of the slowest pipeline."""
     slowest = max(report.shown.pipelines, key=lambda each: each.timeline.makespan_s)
+    title = Text(f"timeline of the slowest pipeline ({_name(slowest)})", style="bold")
+    timeline = timeline_lines(slowest.timeline, width=width, labels=_stage_labels(slowest))
     parts: list[RenderableType] = [
         _headline(report),
         *([_templates(report)] if report.templates else []),
@@ -120,8 +118,7 @@ def plan_report(report: PlanReport, *, width: int) -> RenderableType:
             _pipelines("the plan after the loss", report, report.after.forecast),
             _stages(report, report.after.forecast),
         ]
-    parts.append(_timeline(slowest, width))
-    return Group(*parts)
+    return Group(*parts, Padding(Group(title, *timeline), (1, 0)))
 
 
 def figures_of(forecast: Forecast) -> tuple[Figure, ...]:
@@ -157,16 +154,12 @@ def _headline(report: PlanReport) -> Text:
     text.append(f"; devices wait for {percent_text(forecast.bubble_share)} of it")
     if len(report.decision.plan.pipelines) > 1:
         text.append(f", {seconds_text(forecast.reduce_s)} is the reduction of gradients")
-    text.append(f"\n{_sentence(report.decision.reason)}")
+    text.append(f"\n{report.decision.reason.removesuffix('.')}.")
     if not report.decision.redundant:
         text.append(
             f"\nfewer than {report.fault_threshold + 1} copies of each layer: redundancy is below f", "bold red"
         )
     return text.append(f"\n{report.why}.")
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else text + "."
 
 
 def _table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
@@ -179,43 +172,28 @@ def _table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
 
 def _templates(report: PlanReport) -> RenderableType:
     used = {pipeline.template.num_nodes for pipeline in report.decision.plan.pipelines}
-    rows = _evenly(report.templates, used)
+    last = len(report.templates) - 1
+    rows = report.templates
+    if len(rows) > _MAX_TEMPLATES:  # then those in use, and an even choice of the others
+        chosen = {number * last // (_MAX_TEMPLATES - 1) for number in range(_MAX_TEMPLATES)}
+        rows = tuple(row for index, row in enumerate(rows) if index in chosen or row.template.num_nodes in used)
     table = _table("templates", ("nodes", "stages", "layers", "a microbatch", "the next", "samples/s a node"), left=0)
     for row in rows:
         count = row.template.num_nodes
         rate = report.profile.microbatch_size / row.next_s / count
-        style = "bold" if count in used else ""
+        layers = sorted({len(stage.layers) for stage in row.template.stages})
         table.add_row(
             f"{'→ ' if count in used else ''}{count}",
             str(row.template.num_stages),
-            _layer_counts(row.template),
+            str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}",
             seconds_text(row.first_s),
             seconds_text(row.next_s),
             f"{rate:.3g}",
-            style=style,
+            style="bold" if count in used else "",
         )
-    return _with_note(table, len(rows), len(report.templates), "templates")
-
-
-def _evenly(rows: Sequence[TemplateRow], used: set[int]) -> list[TemplateRow]:
-    """All rows if they are few; else those in use, and an even choice of the others."""
-    if len(rows) <= _MAX_TEMPLATES:
-        return list(rows)
-    chosen = {number * (len(rows) - 1) // (_MAX_TEMPLATES - 1) for number in range(_MAX_TEMPLATES)}
-    return [row for index, row in enumerate(rows) if index in chosen or row.template.num_nodes in used]
-
-
-def _layer_counts(template: PipelineTemplate) -> str:
-    counts = [len(stage.layers) for stage in template.stages]
-    fewest, most = min(counts), max(counts)
-    return str(most) if fewest == most else f"{fewest}-{most}"
-
-
-def _with_note(table: Table, shown: int, total: int, what: str) -> RenderableType:
-    if shown == total:
+    if len(rows) == len(report.templates):
         return table
-    note = Text(f"{shown} of {total} {what}; --json has all", style="dim")
-    return Group(table, note)
+    return Group(table, Text(f"{len(rows)} of {len(report.templates)} templates; --json has all", style="dim"))
 
 
 def _name(each: PipelineForecast) -> str:
@@ -248,7 +226,7 @@ def _pipelines(title: str, report: PlanReport, forecast: Forecast) -> Table:
 
 
 def _forms(kinds: Sequence[str]) -> str:
-    """Nodes by kind: 2 A100 + 1 A40."""
+    """Count nodes by kind: 2 A100 + 1 A40."""
     return " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
@@ -265,7 +243,7 @@ def _prices(report: PlanReport) -> Table:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs as `0-3, 7`."""
+    """Write ascending numbers with runs as `0-3, 7`."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -276,7 +254,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
-    """The stages of each template once: with the most microbatches, they hold the most activations."""
+    """Draw the stages of each template once."""
+    # Of several pipelines, the one with the most microbatches holds the most activations.
     fullest: dict[tuple[int, tuple[str, ...]], PipelineForecast] = {}
     for each in forecast.pipelines:
         alike = each.template.num_nodes, report.kinds_in(forecast, each)
@@ -345,12 +324,11 @@ def _by_action(cases: Sequence[LossCase]) -> Iterator[tuple[Text, list[LossCase]
 
 
 def _worst(report: PlanReport, cases: Sequence[LossCase]) -> tuple[str, str, str, str]:
-    """An example, the change of the step time, bytes and seconds of copying: the worst of each."""
     decided = [(case, case.decision) for case in cases if case.decision is not None]
     if not decided:
         return " + ".join(cases[0].lost), "–", "–", "–"
     case, slowest = max(decided, key=lambda each: each[1].predicted_step_s)
-    # Both are the planner's bounds, and so can be compared.
+    # Both are the planner's bounds, so they are comparable.
     change = slowest.predicted_step_s / report.decision.predicted_step_s - 1
     return (
         " + ".join(case.lost),
@@ -363,7 +341,7 @@ def _worst(report: PlanReport, cases: Sequence[LossCase]) -> tuple[str, str, str
 def _after(report: PlanReport, after: AfterLosing) -> RenderableType:
     decision = after.decision
     text = Text(f"\nafter losing {', '.join(after.lost)}\n", style="bold")
-    text.append(_sentence(decision.reason) + "\n", "not bold")
+    text.append(decision.reason.removesuffix(".") + ".\n", "not bold")
     layers = len({transfer.layer for transfer in decision.transfers})
     change = after.forecast.step_s / report.forecast.step_s - 1
     text.append(
@@ -375,12 +353,6 @@ def _after(report: PlanReport, after: AfterLosing) -> RenderableType:
     if not decision.redundant:
         text.append("\nRedundancy is below f.", "bold red")
     return text
-
-
-def _timeline(each: PipelineForecast, width: int) -> RenderableType:
-    title = Text(f"timeline of the slowest pipeline ({_name(each)})", style="bold")
-    lines = timeline_lines(each.timeline, width=width, labels=_stage_labels(each))
-    return Padding(Group(title, *lines), (1, 0))
 
 
 def _stage_labels(each: PipelineForecast) -> tuple[str, ...]:

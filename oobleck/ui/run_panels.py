@@ -1,9 +1,10 @@
-"""What a run did over time, as values that all drawings of it share."""
+"""The course of a run over time, as values that all drawings of it share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from oobleck.control.journal import Summary
 
@@ -15,7 +16,7 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "starting": ("starting", "#79706e"),
     "idle": ("too few nodes", "#bab0ac"),
 }
-"""What a run may be doing: words and a colour. Told apart by the colour-blind, and by their brightness in print."""
+"""Keyed by activity: words and a colour. Colour-blind people can distinguish them, and so can print, by brightness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +32,24 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPanel:
-    """One run."""
-
     name: str
     about: str
     duration_s: float
     bands: Sequence[Band]
     num_nodes: Sequence[tuple[float, int]]
-    """(seconds, nodes there from then on)."""
+    """(seconds, number of nodes from then on)."""
     samples_per_s: float
-    """Committed samples over all of the time."""
+    """Committed samples, divided by the whole time."""
     summary: Summary
+
+
+def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:
+    """Return the mean over each of `columns` equal parts of the time; O(points + columns)."""
+    sums = [0.0] * columns
+    each_s = duration_s / columns
+    for (since_s, value), (until_s, _) in pairwise([*points, (duration_s, 0.0)]):
+        first, last = int(since_s / each_s), min(columns - 1, int(until_s / each_s))
+        for column in range(first, last + 1) if value else ():
+            inside_s = min(until_s, (column + 1) * each_s) - max(since_s, column * each_s)
+            sums[column] += value * max(0.0, inside_s)
+    return [total / each_s for total in sums]

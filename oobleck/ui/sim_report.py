@@ -1,16 +1,15 @@
-"""Traces and simulated runs on the terminal: tables of numbers, and what there was when, as columns of characters."""
+"""Traces and simulated runs on the terminal: tables of numbers, and charts of characters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .formatting import count_text, duration_text, percent_text
-from .run_panels import RunPanel
+from .run_panels import RunPanel, column_means
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = len(_BLOCKS) - 1
@@ -88,10 +87,10 @@ def step_chart(
     top: float | None = None,
     style: str = "cyan",
 ) -> list[Text]:
-    """Draw a quantity that keeps each value until the next point, in columns, each the mean over its share of the time.
+    """Draw a quantity that keeps each value until the next point, in columns of its mean.
 
-    `points` are (seconds, value), growing; `width` counts the labels in. `top` is the value at the top, by default
-    the greatest of all.
+    `points` are (seconds, value) in order; `width` includes the labels. `top` is the value at the top, by default the
+    greatest of all.
     """
     highest = top if top is not None else max((value for _, value in points), default=0.0)
     label = f"{highest:,.4g} {unit}" if highest < 1000 else f"{highest:,.0f} {unit}"
@@ -106,15 +105,3 @@ def step_chart(
     end = duration_text(duration_s)
     lines.append(Text(" " * (len(label) + 2) + "0".ljust(columns - len(end)) + end, style="dim"))
     return lines
-
-
-def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:
-    """Return the mean of each of so many equal parts of the time; O(points + columns)."""
-    sums = [0.0] * columns
-    each_s = duration_s / columns
-    for (since_s, value), (until_s, _) in pairwise([*points, (duration_s, 0.0)]):
-        first, last = int(since_s / each_s), min(columns - 1, int(until_s / each_s))
-        for column in range(first, last + 1) if value else ():
-            inside_s = min(until_s, (column + 1) * each_s) - max(since_s, column * each_s)
-            sums[column] += value * max(0.0, inside_s)
-    return [total / each_s for total in sums]

@@ -1,4 +1,4 @@
-"""The table at the end of every run."""
+"""The table at the end of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_RECOVERIES = 20
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """Draw a summary: what was trained, how fast, where the time went, and each recovery (the newest 20)."""
+    """Draw a summary: progress, speed, goodput, and the newest 20 recoveries."""
     facts = Table(title=f"{summary.tag}: {summary.reason}" if summary.reason else summary.tag, show_header=False)
     facts.add_column("what", style="dim", no_wrap=True)
     facts.add_column("value")

@@ -1,7 +1,7 @@
-"""The timeline of a step in a terminal: one row a stage, one column an equal share of time.
+"""The timeline of a step in a terminal: a row for each stage, and a column for each equal share of time.
 
-A column shows what its stage does for most of that time. Where a whole step is too long for the width, its
-beginning and its end are shown, as what lies between repeats itself.
+A column shows what its stage does for most of that time. If a whole step is too long for the width, only its beginning
+and its end are drawn, since the part between repeats itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .formatting import percent_text, seconds_text
 
 
 class Look(NamedTuple):
-    """How what takes time is drawn: glyphs differ as well as colours, for terminals and eyes that see none."""
+    """How an instruction is drawn. Glyphs differ as well as colours, for terminals and people without colours."""
 
     words: str
     glyph: str
     style: str
-    """Of a terminal."""
+    """The style in a terminal."""
     colour: str
-    """Of pictures: told apart by the colour-blind, and by their brightness in print."""
+    """The colour in pictures. Colour-blind people can distinguish them, and so can print, by brightness."""
 
 
 LOOKS = {
@@ -47,18 +47,15 @@ _MIN_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One timeline of a picture, or of a trace."""
+    """One timeline of a picture or a trace, with a label for each stage."""
 
     title: str
     labels: tuple[str, ...]
-    """One for each stage."""
     timeline: Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A stretch of time in `columns` equal parts."""
-
     start_s: float
     column_s: float
     columns: int
@@ -91,14 +88,14 @@ def timeline_lines(timeline: Timeline, *, width: int, labels: Sequence[str] = ()
 
 
 def _windows(timeline: Timeline, columns: int) -> list[_Window]:
-    """Return the whole step, or its beginning and its end when a forward pass would get less than a column."""
+    """Return the whole step, or its beginning and its end if a forward pass would get less than a column."""
     makespan_s = timeline.makespan_s
     forwards = [s.end_s - s.start_s for spans in timeline.spans for s in spans if s.instruction.op is Op.FORWARD]
     forward_s = sum(forwards) / len(forwards) if forwards else makespan_s
     if makespan_s <= columns * forward_s or columns < 4 * _MIN_COLUMNS:
         return [_Window(0.0, makespan_s / columns, columns)]
     half = (columns - len(_GAP)) // 2
-    # The beginning ends no sooner than the last stage has begun to work.
+    # The beginning lasts at least until the last stage works.
     filled_s = max(spans[0].start_s for spans in timeline.spans if spans)
     column_s = max(forward_s, 1.5 * filled_s / half)
     if 2 * half * column_s >= makespan_s:
@@ -107,7 +104,6 @@ def _windows(timeline: Timeline, columns: int) -> list[_Window]:
 
 
 def _draw(line: Text, spans: Sequence[Span], window: _Window) -> None:
-    column = 0
     for owner, run in groupby(_owners(spans, window)):
         length = len(list(run))
         _, glyph, style, _ = IDLE if owner is None else LOOKS[owner.instruction.op]
@@ -115,11 +111,10 @@ def _draw(line: Text, spans: Sequence[Span], window: _Window) -> None:
         number = microbatch if len(microbatch) < length else ""
         line.append(number, f"bold white on {style}")
         line.append(glyph * (length - len(number)), style)
-        column += length
 
 
 def _owners(spans: Sequence[Span], window: _Window) -> list[Span | None]:
-    """For each column, the span that fills most of it; None where the stage is idle for most of it."""
+    """Return the span that fills most of each column; None where the stage is mostly idle."""
     if not window.column_s:
         return [None] * window.columns
     owners: list[Span | None] = [None] * window.columns

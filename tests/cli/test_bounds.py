@@ -12,7 +12,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 
 from oobleck.cli.inputs.hostfile import parse_hostfile
-from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
+from oobleck.cli.inputs.job_file import apply_overrides, load_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import JobSpec
@@ -66,7 +66,7 @@ def test_a_number_beyond_its_bounds_is_refused_by_its_key_with_the_bounds(key: s
 def test_no_number_of_any_spelling_breaks_the_reader(key: str, value: str) -> None:
     for read in (
         lambda: load_job(written(key, value), source="job.yaml"),
-        lambda: apply_overrides(JobSpec(), [parse_override(f"{key}={value}")]),
+        lambda: apply_overrides(JobSpec(), [f"{key}={value}"]),
     ):
         try:
             job = read()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.inputs.hostfile import parse_hostfile
-from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
+from oobleck.cli.inputs.job_file import apply_overrides, load_job
 from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
@@ -101,7 +101,7 @@ def test_the_job_of_the_page_is_read_as_it_stands():
 def test_the_overrides_of_the_page_are_read_as_they_stand():
     words = re.findall(r"--set ([a-z_.]+=\S+?)(?=[\s`])", PAGE)
     assert len(words) >= 4
-    job = apply_overrides(JobSpec(), [parse_override(word.replace("'", "")) for word in words])
+    job = apply_overrides(JobSpec(), [word.replace("'", "") for word in words])
     assert job.optimizer.learning_rate == 3e-4
     assert job.data.paths == ("corpus/",)
     assert job.model.type == "llama"

@@ -166,7 +166,7 @@ def test_nodes_of_several_kinds_are_planned_by_their_data_sheets(show, tmp_path,
     show(JOB, read_source(hostfile, NodeOptions()), as_json=False)
     shown = capsys.readouterr().out
     assert "the run itself measures each kind first" in shown
-    assert "No data sheet is known of default: a CPU core's is taken" in shown
+    assert "No data sheet is known of default: that of a CPU core is used" in shown
     assert "A100×2" in shown
     with pytest.raises(UsageError, match="there is no data sheet of default"):
         show(replace(JOB, device="cuda"), read_source(hostfile, NodeOptions()), as_json=False)

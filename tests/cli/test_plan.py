@@ -187,7 +187,7 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--plot", "/nowhere/plan.svg"),
             ExitCode.USAGE,
-            "/nowhere/plan.svg: [Errno 2] No such file or directory",
+            "/nowhere/plan.svg: No such file or directory",
         ),
         (
             ("--profile", "-", "--nodes", 2, "--global-batch", 4, "-f", -1),

@@ -114,7 +114,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--policy", "magic"], 2, "names 'magic'; it must be of oobleck, restart"),
+        (["--policy", "magic"], 2, "names 'magic'; it must be one of oobleck, restart"),
         (["--policy", ","], 2, "--policy is empty"),
         (["--schedule", "dualpipe"], 2, "must be one of 1f1b, gpipe, interleaved, zero-bubble, auto"),
         (["--mode", "third"], 2, "must be sweep or cluster"),

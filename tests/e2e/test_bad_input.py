@@ -70,7 +70,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--keys", "keys"], 2, ["--keys: these are for nodes that dial in"]),
         (["--dial-in", "7077", "--nodes", "2", "--keys", "no"], 78, ["no/master.json: not the keys of a run"]),
         (["--kubernetes", "app=oobleck"], 2, ["--kubernetes needs --nodes"]),
-        (["--kubernetes", "two words", "--nodes", "2"], 2, ["'two words' is no selector of labels"]),
+        (["--kubernetes", "two words", "--nodes", "2"], 2, ["'two words' is not a selector of labels"]),
         (["--kubernetes", "app=oobleck", "--nodes", "2"], 2, ["--kubernetes: this is no pod of Kubernetes"]),
         (["hosts", "--ray"], 2, ["--ray names all nodes"]),
         (["--dial-in", "host:many", "--nodes", "2"], 2, ["'host:many' is not PORT or HOST:PORT"]),

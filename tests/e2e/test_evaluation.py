@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.inputs.job_file import apply_overrides, load_job, parse_override
+from oobleck.cli.inputs.job_file import apply_overrides, load_job
 
 from .elastic import TOLERANCE, assert_nothing_lost
 from .harness import Runner
@@ -35,7 +35,7 @@ def assert_beside_steps(runner: Runner, *steps: int) -> None:
 def reference(runner: Runner) -> tuple[list[float], list[float]]:
     """Losses and evaluations of the job in one process."""
     path = runner.job_file()
-    job = apply_overrides(load_job(path.read_text(), source=str(path)), [parse_override(each) for each in SETTINGS])
+    job = apply_overrides(load_job(path.read_text(), source=str(path)), SETTINGS)
     evaluations: list[float] = []
     losses = list(each_reference_loss(job, runner.directory / "cache", evaluations=evaluations))
     return losses, evaluations

@@ -74,7 +74,7 @@ def job():
 @pytest.mark.parametrize(
     ("source", "kind", "message"),
     [
-        ("x = 1", ConfigError, r"train\.py has come to its end without .*train\(\).*no function job\(\)"),
+        ("x = 1", ConfigError, r"train\.py has reached its end without .*train\(\).*no function job\(\)"),
         ("job = 3", ConfigError, r"train\.py: it has no function job\(\) that returns an oobleck\.Job"),
         ("def job():\n    return 5", ConfigError, r"job\(\) returns int, not an oobleck\.Job"),
         ("def job():\n\n    return undefined", ConfigError, r"train\.py:3: NameError: name 'undefined' is not defined"),

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.ui.sim_report import column_means, step_chart
+from oobleck.ui.run_panels import column_means
+from oobleck.ui.sim_report import step_chart
 
 
 def test_columns_are_as_high_as_their_means() -> None:

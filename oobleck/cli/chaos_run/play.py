@@ -1,7 +1,7 @@
 """Plays a failure trace on a real run: each event at its time, by requests to the run's master.
 
-What happens to virtual nodes in the simulator (`sim/cluster/run.py`) happens to processes here: a lost node's are
-killed, a frozen node's are stopped, a slow node's workers are stopped and continued in turn.
+Events that the simulator applies to virtual nodes (`sim/cluster/run.py`) apply to processes here: those of a lost node
+are killed, those of a frozen node are stopped, the workers of a slow node are stopped and continued in turn.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Target(Protocol):
     """A run to play a trace on."""
 
     def ask(self, asked: ControlRequest) -> Mapping[str, object]:
-        """Ask the run's master. Raises NoActiveRun where there is none, and what it answers with."""
+        """Ask the run's master. Raises NoActiveRun if there is none, and the error that it answers with."""
 
     def freeze_master(self, frozen_s: float) -> None:
-        """Stop the run's master for so many seconds."""
+        """Stop the run's master for a while."""
 
     def crash_master(self, down_s: float) -> None:
-        """Kill the run's master, and start it again `down_s` seconds later; returns when it listens."""
+        """Kill the run's master, and start it again `down_s` seconds later; return once it listens."""
 
     def wait_until(self, at_s: float) -> bool:
-        """Wait until `time.monotonic()` is `at_s`; returns whether the run continues."""
+        """Wait until `time.monotonic()` is `at_s`; return whether the run continues."""
 
 
 def name_nodes(trace: traces.Trace, here: Sequence[str], spares: Sequence[str] = ()) -> dict[str, str]:
-    """Say which node of the run each node of a trace is.
+    """Return the node of the run that stands for each node of a trace.
 
-    By name, where the run has all nodes that the trace begins with; by their order, where it has others. `spares` are
-    nodes that may join. Raises ConfigError when the run has too few.
+    They match by name if the run has all nodes that the trace begins with, or else by their order. `spares` are nodes
+    that may join. Raises ConfigError if the run has too few.
     """
     if set(trace.start) <= set(here):
         return {node: node for node in trace.nodes}
@@ -55,12 +55,12 @@ def name_nodes(trace: traces.Trace, here: Sequence[str], spares: Sequence[str] =
 
 
 def not_played(trace: traces.Trace) -> str | None:
-    """Say which events of a trace cannot be played, and why; None when all can."""
+    """Describe the events of a trace that cannot be played; None if all can."""
     counts = Counter(event.kind for event in trace.events if isinstance(event, traces.Partitioned | traces.Healed))
     if not counts:
         return None
     kinds = " and ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
-    return f"{kinds} will not be played: cutting a network takes rights over it that a run does not have"
+    return f"{kinds} will not be played: a run has no right to cut a network"
 
 
 class Player:
@@ -76,27 +76,22 @@ class Player:
         self._tell = tell
 
     def play(self, trace: traces.Trace) -> bool:
-        """Play a trace from now on; returns False when the run ended before it."""
+        """Play a trace from now on; return False if the run ends before it."""
         began_s = time.monotonic()
         for event in trace.events:
             if not self._target.wait_until(began_s + event.t_s / self._speedup):
                 return False
             try:
-                self._tell(f"{event.t_s:g} s: {self._strike(event)}")
+                done = self._do(event)
             except NoActiveRun:
                 return False
+            except OobleckError as error:  # the trace continues
+                done = f"{event.kind} is refused: {error}"
+            self._tell(f"{event.t_s:g} s: {done}")
         return self._target.wait_until(began_s + trace.duration_s / self._speedup)
 
-    def _strike(self, event: traces.TraceEvent) -> str:
-        """Let an event happen; returns what was done. What the run refuses is reported, and the trace continues."""
-        try:
-            return self._do(event)
-        except NoActiveRun:
-            raise
-        except OobleckError as error:
-            return f"{event.kind} is refused: {error}"
-
     def _do(self, event: traces.TraceEvent) -> str:
+        """Apply an event, and describe it."""
         match event:
             case traces.Partitioned() | traces.Healed():
                 return f"{event.kind} is not played"

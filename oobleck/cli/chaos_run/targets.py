@@ -1,4 +1,4 @@
-"""What a failure trace is played on: a run that somebody has started, or a local one of our own."""
+"""The runs on which a failure trace plays: one that somebody has started, or a local one of our own."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _START_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
-class RunningRun:
-    """A run whose master somebody else has started on this machine."""
-
+class _Run:
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
+
+    def ask(self, asked: ControlRequest) -> Mapping[str, object]:
+        return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
+
+
+class RunningRun(_Run):
+    """A run whose master somebody else has started on this machine."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The nodes that the run knows, lost ones included."""
         nodes = self.ask(StatusRequest())["nodes"]
         return tuple(str(node["name"]) for node in nodes) if isinstance(nodes, list) else ()
-
-    def ask(self, asked: ControlRequest) -> Mapping[str, object]:
-        return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
 
     def freeze_master(self, frozen_s: float) -> None:
         _freeze(self._master.pid, frozen_s)
@@ -55,21 +57,18 @@ class RunningRun:
         return True
 
 
-class LocalRun:
-    """A run of `oobleck up --local N`, a child of this process, which writes to where we do."""
+class LocalRun(_Run):
+    """A run of `oobleck up --local N`: a child of this process that shares its output."""
 
     def __init__(self, directory: RunDirectory, options: Sequence[str]) -> None:
         """`options` are those of `oobleck up`."""
+        super().__init__(directory)
         place = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
         self._command = module_command("oobleck", "up", *options, *place)
-        self._directory = directory
         self._process = self._start(resume="never")
 
     def _start(self, *, resume: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*self._command, "--resume", resume], stdin=subprocess.DEVNULL)
-
-    def ask(self, asked: ControlRequest) -> Mapping[str, object]:
-        return request(self._directory.control_socket, asked, _ANSWER_TIMEOUT_S)
 
     def freeze_master(self, frozen_s: float) -> None:
         _freeze(self._process.pid, frozen_s)
@@ -89,7 +88,7 @@ class LocalRun:
     def wait_for_training(self) -> bool:
         """Wait for the first step; returns False when the run ended before."""
         while self.wait_until(time.monotonic() + _POLL_S):
-            with suppress(OobleckError):  # it does not listen yet, or is busy
+            with suppress(OobleckError):  # it is not listening yet, or is busy
                 if self.ask(StatusRequest())["step"]:
                     return True
         return False
@@ -102,11 +101,12 @@ class LocalRun:
 
     @contextmanager
     def ended_with_us(self) -> Iterator[None]:
-        """See that the run ends before we do. Ctrl-C reaches it from the terminal; SIGTERM is passed on.
-
-        So is the end of the terminal, which the run alone would outlive.
-        """
-        before = {number: signal.signal(number, _exit) for number in _ends()}
+        """End the run before we end. Ctrl-C reaches it from the terminal."""
+        # SIGTERM is passed on, and so is the end of the terminal, which the run alone would outlive.
+        ends = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
+            ends.append(signal.SIGHUP)
+        before = {number: signal.signal(number, _exit) for number in ends}
         try:
             yield
         except KeyboardInterrupt:
@@ -117,12 +117,6 @@ class LocalRun:
                 self._process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _ends() -> tuple[signal.Signals, ...]:
-    """The signals that end us; nohup has one of them ignored."""
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:
@@ -143,7 +137,6 @@ def _wait_until_it_listens(directory: RunDirectory, process: subprocess.Popen[by
 
 
 def _freeze(pid: int, frozen_s: float) -> None:
-    """Stop a process for a while; nothing where it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:

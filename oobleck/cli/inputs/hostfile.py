@@ -7,10 +7,10 @@
 
 A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `device` (what they are,
 where nodes have different ones), `port` (of SSH), and `address` (where training's own traffic goes, see below).
-Brackets hold numbers and ranges, kept as wide as they are written: node[08-11,20]. A host may appear again with other
-devices; without `devices=` it takes those that follow the ones that are taken.
+Brackets hold numbers and ranges, with their leading zeros: node[08-11,20]. A host may appear again with other devices;
+without `devices=` it gets those that follow the ones already taken.
 
-Tensors do not go through SSH. Process groups listen at the address that SSH reached the node by, unless `address=`
+Tensors do not go through SSH. Process groups listen at the address by which SSH reached the node, unless `address=`
 names another of the node's addresses, or one of its network interfaces:
 
     node[1-4] address=10.0.0.[1-4]
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from itertools import chain, product, zip_longest
+from itertools import chain, product, takewhile, zip_longest
 from math import prod
 
 from oobleck.errors import ConfigError
@@ -43,7 +43,7 @@ _USER = re.compile(r"[\w.][\w.@\\+$-]*")
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
-    """Read the nodes of a hostfile, in its order; `source` names it in errors.
+    """Read the nodes of a hostfile, in its order.
 
     Raises ConfigError, beginning with "source:line:", that names the value and what to change.
     """
@@ -72,17 +72,15 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """What one line says."""
-
     hosts: tuple[str, ...]
     user: str | None
     port: int | None
     num_devices: int
     devices: tuple[int, ...] | None
-    """None takes the next `num_devices` that are free."""
+    """None takes the next `num_devices` free ones."""
     device: str
     addresses: tuple[str | None, ...]
-    """For each host."""
+    """One for each host."""
 
 
 class _Taken:
@@ -90,13 +88,12 @@ class _Taken:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, int], dict[int, int]] = {}
-        """For each machine, the devices that are taken and the lines that took them."""
-        self._times_named: dict[str, int] = {}
+        """Keyed by machine, then by device: the line that took it."""
+        self._times_named: Counter[str] = Counter()
 
     def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
         """Make a node of one host of a line, and take its devices. Raises ConfigError if one is taken already."""
-        # Behind one address, another port is another machine: a container, or a forwarded port. Host names
-        # do not tell capital letters from small ones.
+        # Another port of one address is another machine: a container, or a forwarded port. Host names ignore case.
         machine = (host.lower(), entry.port or _SSH_PORT)
         lines = self._lines.setdefault(machine, {})
         first = max(lines, default=-1) + 1
@@ -110,8 +107,11 @@ class _Taken:
             if device >= MAX_DEVICES:
                 raise ConfigError(f"device {device} of {host} is not possible; it must be less than {MAX_DEVICES}")
         lines.update(dict.fromkeys(devices, line))
+        self._times_named[host.lower()] += 1
+        times = self._times_named[host.lower()]
+        name = host if times == 1 else f"{host}#{times}"
         return NodeSpec(
-            name=self._name(host),
+            name=name,
             host=host,
             devices=devices,
             port=entry.port,
@@ -120,14 +120,10 @@ class _Taken:
             device=entry.device,
         )
 
-    def _name(self, host: str) -> str:
-        times = self._times_named[host.lower()] = self._times_named.get(host.lower(), 0) + 1
-        return host if times == 1 else f"{host}#{times}"
-
 
 def _parse_line(line: str) -> _Entry | None:
-    """Read one line; None for one without a node."""
-    words = list(_words(line))
+    # Only a word that begins with # begins a comment.
+    words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
     if not words:
         return None
     user, at, pattern = words[0].rpartition("@")
@@ -151,17 +147,9 @@ def _parse_line(line: str) -> _Entry | None:
         port=_number("port", settings["port"], least=1, most=65_535) if "port" in settings else None,
         num_devices=num_devices,
         devices=devices,
-        device=_device(settings["device"]) if "device" in settings else DEFAULT_KIND,
+        device=_device(settings.get("device", DEFAULT_KIND)),
         addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
-
-
-def _words(line: str) -> Iterator[str]:
-    """The words of a line up to a comment. Only a word that begins with # begins one."""
-    for word in line.split():
-        if word.startswith("#"):
-            return
-        yield word
 
 
 def _settings(words: list[str]) -> Mapping[str, str]:
@@ -207,7 +195,7 @@ def _devices(text: str) -> tuple[int, ...]:
 
 
 def _ends(part: str, whole: str) -> tuple[str, int]:
-    """The first number of `3` or `3-7` as it is written, and the last."""
+    """Return the first number of `3` or `3-7` as text, with its leading zeros, and the last as a number."""
     match = _RANGE.fullmatch(part)
     if match is None:
         raise ConfigError(f"{whole}: {part!r} is neither a number nor a range of them, as in 0,2-5")
@@ -218,14 +206,21 @@ def _ends(part: str, whole: str) -> tuple[str, int]:
 
 
 def _hosts(pattern: str) -> tuple[str, ...]:
-    """Expand the brackets of a host. Raises ConfigError for what is no host, or one that is named twice."""
+    """Expand the brackets of a host. Raises ConfigError for a bad host, and for one that is named twice."""
     _check_host(pattern)
-    # Split at the brackets, every second piece is what a pair of them holds.
+    # Every second piece is the inside of a pair of brackets.
     pieces = _BRACKETS.split(pattern)
     ranges = [[_ends(part, pattern) for part in piece.split(",")] for piece in pieces[1::2]]
     if prod(sum(last - int(first) + 1 for first, last in parts) for parts in ranges) > MAX_NODES:
         raise ConfigError(f"{pattern} names more than {MAX_NODES} nodes")
-    choices = [[number for first, last in parts for number in _numbers(first, last)] for parts in ranges]
+    choices = [
+        [
+            str(number).zfill(len(first)) if first.startswith("0") else str(number)
+            for first, last in parts
+            for number in range(int(first), last + 1)
+        ]
+        for parts in ranges
+    ]
     hosts = tuple(
         "".join(chain.from_iterable(zip_longest(pieces[::2], numbers, fillvalue=""))) for numbers in product(*choices)
     )
@@ -241,28 +236,17 @@ def _addresses(text: str, num_hosts: int) -> tuple[str, ...]:
         addresses = _hosts(text)
     except ConfigError as error:
         raise ConfigError(f"address={text}: {error}") from error
-    if len(addresses) == 1 and not _is_ip_address(addresses[0]):
-        return addresses * num_hosts
+    if len(addresses) == 1:
+        try:
+            ip_address(addresses[0])
+        except ValueError:  # the name of an interface
+            return addresses * num_hosts
     if len(addresses) != num_hosts:
         raise ConfigError(
             f"address={text} names {len(addresses)} address{'es' if len(addresses) != 1 else ''} for {num_hosts} "
             f"host{'s' if num_hosts != 1 else ''}; name one for each, as in node[1-4] address=10.0.0.[1-4]"
         )
     return addresses
-
-
-def _is_ip_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _numbers(first: str, last: int) -> Iterator[str]:
-    """The numbers of a range, padded with zeros where the first one is."""
-    width = len(first) if first.startswith("0") else 0
-    return (str(number).zfill(width) for number in range(int(first), last + 1))
 
 
 def _check_host(pattern: str) -> None:

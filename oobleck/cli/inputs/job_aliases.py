@@ -1,6 +1,6 @@
 """Other names of a job's keys: those of `TrainingArguments`, and those of Oobleck 0.1's job files.
 
-Both are put where the job has them before anything else is read, so that lines and errors stay those of the file.
+They become the job's own keys before anything else is read, so that lines and errors stay those of the file.
 
     TrainingArguments   learning_rate, warmup_steps, per_device_train_batch_size, bf16, gradient_checkpointing, …
     Oobleck 0.1         sections `job` and `model` (model_name, model_args, dataset_path, …), `dist`, `steps`, …
@@ -9,28 +9,18 @@ Both are put where the job has them before anything else is read, so that lines 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
+from oobleck.job import OptimizerSpec
 
-_OPTIMIZER = (
-    "optim",
-    "optim_args",
-    "learning_rate",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-)
+from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue, is_nothing
+
 _DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
 _PLACES: dict[str, tuple[str, ...]] = {
     **{key: ("checkpoint", key) for key in _CHECKPOINT},
     **{key: ("data", key) for key in _DATA},
-    **{key: ("optimizer", key) for key in _OPTIMIZER},
+    **{part.name: ("optimizer", part.name) for part in fields(OptimizerSpec)},
     "per_device_train_batch_size": ("microbatch_size",),
     "gradient_checkpointing": ("activation_checkpointing",),
     "torch_compile": ("compile",),
@@ -43,11 +33,11 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "dataset_path": ("data", "dataset_path"),
     "dataset_name": ("data", "dataset_name"),
 }
-"""Where a key of the top, or of the sections `job` and `model`, belongs."""
+"""The paths in a job of the keys that may stand at the top, or in the sections `job` and `model`."""
 _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
-"""What is not a key of the model's configuration, in its section."""
+"""The keys of the section `model` that are not keys of the model's configuration."""
 _SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
-"""What other names lead into."""
+"""The sections that other names lead into."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _NODES = "dist"
 """The section that named the nodes; a hostfile does now."""
@@ -56,14 +46,13 @@ _Entry = tuple[tuple[str, ...], YamlScalar, YamlValue]
 
 
 def in_own_words(tree: YamlValue) -> YamlValue:
-    """Return the tree with every key where the job has it. Raises YamlError for one that is given twice."""
+    """Return the tree with the job's own keys. Raises YamlError for a key that is given twice."""
     if not isinstance(tree, YamlMapping):
         return tree
     return _nested(tree, list(_placed(tree)), ())
 
 
 def _placed(tree: YamlMapping) -> Iterator[_Entry]:
-    """The entries with the paths at which they belong."""
     for key, value in tree.entries:
         if key.text == "job" and isinstance(value, YamlMapping):
             yield from _placed(value)
@@ -87,7 +76,7 @@ def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
 
 
 def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
-    """A section as its entries, so that a key within it and another name of that key can be told to be one."""
+    """Yield the entries of a section, so that one of its keys and another name of the same key meet."""
     if path in _SECTIONS and isinstance(value, YamlMapping) and value.entries:
         for inner, item in value.entries:
             yield (*path, inner.text), inner, item
@@ -104,20 +93,19 @@ def _precision(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
 
 
 def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -> YamlMapping:
-    """The entries below a path as a mapping."""
     found: dict[str, tuple[YamlScalar, YamlValue]] = {}
     for path, key, value in entries:
         if path[: len(prefix)] != prefix or path == prefix:
             continue
         name, rest = path[len(prefix)], path[len(prefix) + 1 :]
         if not rest:
-            if name in found and _is_nothing(value):
+            if name in found and is_nothing(value):
                 continue
             if name in found:
                 _check_section(path, value, key.line)
                 raise YamlError(f"{'.'.join(path)} is given twice, here and in line {found[name][0].line}", key.line)
             found[name] = (YamlScalar(value=name, text=name, line=key.line), value)
-        elif name not in found or _is_nothing(found[name][1]):
+        elif name not in found or is_nothing(found[name][1]):
             inner = _nested(YamlMapping(entries=(), line=key.line), entries, (*prefix, name))
             found[name] = (YamlScalar(value=name, text=name, line=key.line), inner)
         elif not isinstance(found[name][1], YamlMapping):
@@ -127,11 +115,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
 
 
 def _check_section(path: tuple[str, ...], value: YamlValue, line: int) -> None:
-    """Raise YamlError for a section that is no section: it is not that one of its keys is given twice."""
+    """Raise YamlError for a section without keys, which would otherwise be reported as given twice."""
     if path in _SECTIONS and not isinstance(value, YamlMapping):
         got = value.text if isinstance(value, YamlScalar) else "a list"
         raise YamlError(f"{'.'.join(path)}: expected keys with values, got {got}", line)
-
-
-def _is_nothing(value: YamlValue) -> bool:
-    return isinstance(value, YamlScalar) and value.value is None

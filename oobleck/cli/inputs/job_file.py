@@ -1,12 +1,11 @@
-"""Job files: YAML, or `--set KEY=VALUE`, to a `JobSpec`.
+"""Reads job files (YAML) and `--set KEY=VALUE` into a `JobSpec`.
 
     max_steps: 1000
-    model: {type: llama, hidden_size: 512}    # what is not `type` goes into the model's configuration
+    model: {type: llama, hidden_size: 512}    # other keys than `type` belong to the model's configuration
     optimizer:
       learning_rate: 3e-4
 
-Keys and types are those of the dataclasses in `oobleck.job`, read from their annotations. What is left out keeps
-its default.
+Keys and types come from the annotations of the dataclasses in `oobleck.job`. A key that is left out keeps its default.
 """
 
 from __future__ import annotations
@@ -22,50 +21,31 @@ from oobleck.job import JobSpec, ModelSpec
 
 from .job_aliases import in_own_words
 from .values import did_you_mean, nearest
-from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
+from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, is_nothing, parse_yaml
 
 Spec = TypeVar("Spec")
 
-_INT_LIMIT = 2**63
-"""Whole numbers have 64 bits wherever they go."""
-
+_INT_LIMIT = 2**63  # everywhere that they go, whole numbers have 64 bits
 _SHOWN_CHARS = 60
-
 _NOT_IN_FILES = frozenset({"script"})
-"""Fields of a job that come from somewhere else."""
-
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """One `--set KEY=VALUE`."""
-
-    path: tuple[str, ...]
-    """The words of the key: learning_rate of optimizer is ("optimizer", "learning_rate")."""
-    value: YamlValue
-    text: str
-    """As the user wrote it."""
-
-
 def default_job(num_nodes: int) -> JobSpec:
-    """The job that is trained when none is named: on two nodes and more, two pipelines.
-
-    The planner would make every node a pipeline of its own, since the model is so small; two show more.
-    """
+    """Return the job that is trained if none is named, with two pipelines on two nodes or more."""
+    # The model is so small that the planner would make every node a pipeline; stages show more.
     return JobSpec(num_pipelines=2 if num_nodes > 1 else None)
 
 
 def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: bool = True) -> JobSpec:
-    """Read a job file; `source` names it in errors, together with the line unless `has_lines` says that it has none.
+    """Read a job file; a key that it leaves out keeps its value in `base`, or else its default.
 
-    What the file leaves out keeps the value that it has in `base`, by default its own default.
-
-    Raises ConfigError, beginning with "source:line:", that names the key, the value and what to change.
+    Raises ConfigError that names the key, the value and what to change. It begins with "source:line:", or with
+    "source:" unless `has_lines`.
     """
     try:
         tree = in_own_words(parse_yaml(text))
-        changes = _read_spec(JobSpec, tree, (), lenient=False)
+        changes = _Reader(lenient=False).spec(JobSpec, tree, ())
     except YamlError as error:
         raise ConfigError(f"{source}{f':{error.line}' if has_lines else ''}: {error}") from error
     try:
@@ -75,44 +55,36 @@ def load_job(text: str, *, source: str, base: JobSpec | None = None, has_lines: 
         raise ConfigError(f"{source}{line}: {error}") from error
 
 
-def parse_override(text: str) -> Override:
-    """Read KEY=VALUE, as in `optimizer.learning_rate=3e-4` or `data.paths=[a.txt, b.txt]`.
+def apply_overrides(job: JobSpec, settings: Sequence[str]) -> JobSpec:
+    """Change a job by `optimizer.learning_rate=3e-4`, `data.paths=[a.txt, b.txt]` and so on, all at once.
 
-    The value is YAML. Raises UsageError for what has another form; whether there is such a key is for
-    `apply_overrides` to say.
+    The values are YAML; for the same key, the last one counts. Raises UsageError that names the setting, and what to
+    change.
     """
-    key, equals, value = text.partition("=")
-    path = tuple(word.strip() for word in key.split("."))
-    if not equals or not all(path):
-        raise UsageError(f"--set {text}: not KEY=VALUE, as in optimizer.learning_rate=3e-4")
-    try:
-        return Override(path=path, value=parse_yaml(value), text=text)
-    except YamlError as error:
-        raise UsageError(f"--set {text}: {error}") from error
-
-
-def apply_overrides(job: JobSpec, overrides: Sequence[Override]) -> JobSpec:
-    """Change a job by all overrides at once; of two for the same key the later one counts.
-
-    Raises UsageError that names the override, and what to change.
-    """
+    paths: dict[str, tuple[str, ...]] = {}
     changes: dict[str, object] = {}
-    for override in overrides:
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        path = paths[setting] = tuple(word.strip() for word in key.split("."))
+        if not equals or not all(path):
+            raise UsageError(f"--set {setting}: not KEY=VALUE, as in optimizer.learning_rate=3e-4")
         try:
-            tree = in_own_words(_nested(override.path, override.value))
-            read = _read_spec(JobSpec, tree, (), lenient=True)
+            tree = parse_yaml(value)
+            for word in reversed(path):  # until it is what a file would hold
+                tree = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), tree),), line=1)
+            read = _Reader(lenient=True).spec(JobSpec, in_own_words(tree), ())
         except YamlError as error:
-            raise UsageError(f"--set {override.text}: {error}") from error
+            raise UsageError(f"--set {setting}: {error}") from error
         changes = _merged(changes, read)
     try:
         return _changed(job, changes)
     except ConfigError as error:
-        to_blame = [override for override in overrides if override.path == _blamed(error)] or overrides
-        raise UsageError(f"--set {' '.join(override.text for override in to_blame)}: {error}") from error
+        to_blame = [setting for setting in settings if paths[setting] == _blamed(error)] or settings
+        raise UsageError(f"--set {' '.join(to_blame)}: {error}") from error
 
 
 def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
-    """The dotted keys in which two jobs differ, in the order of the job's fields."""
+    """Return the dotted keys in which two jobs differ, in the order of the job's fields."""
     changed: list[str] = []
     assert is_dataclass(before)
     for part in fields(before):
@@ -124,121 +96,104 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
     return changed
 
 
-def _nested(path: tuple[str, ...], value: YamlValue) -> YamlValue:
-    """What a file would hold that says the same as an override."""
-    for word in reversed(path):
-        value = YamlMapping(entries=((YamlScalar(value=word, text=word, line=1), value),), line=1)
-    return value
-
-
 # --- from trees to changes ---------------------------------------------------------------------------------
-# Changes are the fields that are given, checked and converted; those of a dataclass within a dataclass are
-# changes themselves.
+# Changes hold the checked and converted values of some fields; for a field that is a dataclass, they hold its changes.
 
 
-def _read_spec(cls: type, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read the fields of a dataclass. Raises YamlError.
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads trees into changes. Raises YamlError.
 
-    `lenient` takes numbers and truth values for text where text is wanted: a shell has eaten the quotes.
+    `lenient` accepts numbers and truth values as text: a shell has removed the quotes.
     """
-    annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
-    changes: dict[str, object] = {}
-    for key, item in _entries(value, path):
-        if key.text not in annotations:
-            raise YamlError(_unknown_key(key.text, cls, path), key.line)
-        changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
-    return changes
+
+    lenient: bool
+
+    def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
+        """Read the fields of a dataclass."""
+        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
+        changes: dict[str, object] = {}
+        for key, item in _entries(value, path):
+            if key.text not in annotations:
+                raise YamlError(_unknown_key(key.text, cls, path), key.line)
+            changes[key.text] = self._read(annotations[key.text], item, (*path, key.text))
+        return changes
+
+    def _read(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
+        if annotation is ModelSpec:
+            return self._model(value, path)
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            return self.spec(annotation, value, path)
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Literal:
+            if not isinstance(value, YamlScalar) or value.text not in arguments:
+                raise _unexpected(f"one of {', '.join(map(str, arguments))}", value, path)
+            return value.text
+        if origin is Mapping:
+            return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
+        if origin is tuple:
+            if not isinstance(value, YamlList) and not is_nothing(value):
+                raise _unexpected("a list", value, path)
+            items = value.items if isinstance(value, YamlList) else ()
+            return tuple(self._read(arguments[0], item, path) for item in items)
+        if origin in (Union, types.UnionType):
+            return self._union(arguments, value, path)
+        return self._scalar(annotation, value, path)
+
+    def _union(self, arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
+        """Read a value of one type, or, if the union has them, nothing or one of some words."""
+        if types.NoneType in arguments and is_nothing(value):
+            return None
+        words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
+        if isinstance(value, YamlScalar) and value.text in words:
+            return value.text
+        (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
+        if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
+            raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
+        return self._read(annotation, value, path)
+
+    def _model(self, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
+        """Read `llama`, or a mapping of the section's own keys and of the configuration's, which `config` may hold."""
+        if isinstance(value, YamlScalar) and value.value is not None:
+            return {"type": self._scalar(str, value, path)}
+        annotations = get_type_hints(ModelSpec)
+        changes: dict[str, object] = {}
+        config: dict[str, object] = {}
+        for key, item in _entries(value, path):
+            if key.text == "config":
+                config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
+            elif key.text in annotations:
+                changes[key.text] = self._read(annotations[key.text], item, (*path, key.text))
+            else:
+                config[key.text] = _read_any(item, (*path, key.text))
+        return changes | ({"config": config} if config else {})
+
+    def _scalar(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
+        kind = _KINDS[annotation]
+        if not isinstance(value, YamlScalar) or value.value is None:
+            raise _unexpected(kind, value, path)
+        if annotation is str and self.lenient:
+            return value.text
+        if annotation is float and type(value.value) is int:
+            return float(value.value)
+        if type(value.value) is not annotation:
+            raise _unexpected(kind, value, path)
+        return _within_range(value, path)
 
 
 def _entries(value: YamlValue, path: tuple[str, ...]) -> tuple[tuple[YamlScalar, YamlValue], ...]:
-    """The entries of a mapping; none for a key without a value, all of whose own may be commented out."""
-    match value:
-        case YamlMapping(entries=entries):
-            return entries
-        case YamlScalar(value=None):
-            return ()
+    """Return the entries of a mapping; none for a key without a value, as when all below it is commented out."""
+    if isinstance(value, YamlMapping):
+        return value.entries
+    if is_nothing(value):
+        return ()
     raise _unexpected("keys with values", value, path)
 
 
-def _read(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    if annotation is ModelSpec:
-        return _read_model(value, path, lenient=lenient)
-    if isinstance(annotation, type) and is_dataclass(annotation):
-        return _read_spec(annotation, value, path, lenient=lenient)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return _read_choice(arguments, value, path)
-    if origin is Mapping:
-        return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
-    if origin is tuple:
-        return _read_list(arguments[0], value, path, lenient=lenient)
-    if origin in (Union, types.UnionType):
-        return _read_union(arguments, value, path, lenient=lenient)
-    return _read_scalar(annotation, value, path, lenient=lenient)
-
-
-def _read_union(arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    """Read a value of one kind; or nothing, where that is a choice; or one of some words, where there are any."""
-    if types.NoneType in arguments and isinstance(value, YamlScalar) and value.value is None:
-        return None
-    words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
-    if isinstance(value, YamlScalar) and value.text in words:
-        return value.text
-    (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
-    if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
-        raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
-    return _read(annotation, value, path, lenient=lenient)
-
-
-def _read_model(value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> dict[str, object]:
-    """Read `llama`, or a mapping: its own keys, and the configuration's beside them or under `config`."""
-    if isinstance(value, YamlScalar) and value.value is not None:
-        return {"type": _read_scalar(str, value, path, lenient=lenient)}
-    annotations = get_type_hints(ModelSpec)
-    changes: dict[str, object] = {}
-    config: dict[str, object] = {}
-    for key, item in _entries(value, path):
-        if key.text in annotations and key.text != "config":
-            changes[key.text] = _read(annotations[key.text], item, (*path, key.text), lenient=lenient)
-        elif key.text == "config":
-            config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
-        else:
-            config[key.text] = _read_any(item, (*path, key.text))
-    return changes | ({"config": config} if config else {})
-
-
 def _read_any(value: YamlValue, path: tuple[str, ...]) -> object:
-    """Read a scalar of whatever kind: what a model's configuration wants is for the model to say."""
+    """Read a scalar of any type: only the model knows the types of its configuration."""
     if not isinstance(value, YamlScalar):
         raise _unexpected("text, a number, true or false", value, path)
-    return _within_range(value, path)
-
-
-def _read_choice(choices: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
-    if not isinstance(value, YamlScalar) or value.text not in choices:
-        raise _unexpected(f"one of {', '.join(map(str, choices))}", value, path)
-    return value.text
-
-
-def _read_list(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> tuple[object, ...]:
-    match value:
-        case YamlList(items=items):
-            return tuple(_read(annotation, item, path, lenient=lenient) for item in items)
-        case YamlScalar(value=None):
-            return ()
-    raise _unexpected("a list", value, path)
-
-
-def _read_scalar(annotation: object, value: YamlValue, path: tuple[str, ...], *, lenient: bool) -> object:
-    kind = _KINDS[annotation]
-    if not isinstance(value, YamlScalar) or value.value is None:
-        raise _unexpected(kind, value, path)
-    if annotation is str and lenient:
-        return value.text
-    if annotation is float and type(value.value) is int:
-        return float(value.value)
-    if type(value.value) is not annotation:
-        raise _unexpected(kind, value, path)
     return _within_range(value, path)
 
 
@@ -254,7 +209,7 @@ def _within_range(value: YamlScalar, path: tuple[str, ...]) -> object:
 
 
 def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
-    """A dataclass with changes made. Raises ConfigError where the dataclass finds them impossible."""
+    """Return a dataclass with changes made. Raises ConfigError for impossible ones."""
     values: dict[str, object] = {}
     for name, change in changes.items():
         current = getattr(spec, name)
@@ -262,16 +217,15 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
             change = _changed(current, change)
         values[name] = change
     if isinstance(spec, ModelSpec):
-        # The configuration of one type means nothing to another; and who names a type wants that, as it is.
+        # The configuration of one type means nothing to another, and naming a type asks for its own defaults.
         kept = {} if changes.keys() & {"type", "path"} else spec.config
-        given = changes.get("config", {})
-        assert isinstance(given, dict)
-        values["config"] = {**kept, **given}
+        own = changes.get("config", {})
+        assert isinstance(own, dict)
+        values["config"] = {**kept, **own}
     return replace(spec, **values)  # type: ignore[type-var]  # specs are dataclasses all
 
 
 def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    """Both changes; where they differ, the second ones."""
     merged = dict(first)
     for name, change in second.items():
         before = merged.get(name)
@@ -279,16 +233,16 @@ def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[s
     return merged
 
 
-# --- saying what is wrong ----------------------------------------------------------------------------------
+# --- error messages ----------------------------------------------------------------------------------------
 
 
 def _blamed(error: ConfigError) -> tuple[str, ...]:
-    """The path of the field that an error of `oobleck.job` begins with."""
+    """Return the path of the field that an error of `oobleck.job` begins with."""
     return tuple(str(error).partition(":")[0].split("."))
 
 
 def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
-    """The line of a key, or of the innermost mapping that would hold it."""
+    """Return the line of a key, or of the innermost mapping that would hold it."""
     line = tree.line
     for word in path:
         entries = tree.entries if isinstance(tree, YamlMapping) else ()
@@ -308,7 +262,7 @@ def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
 
 
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """All keys of a job with those of its sections, outer ones last."""
+    """Yield all keys of a job and of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
         if name in _NOT_IN_FILES:
             continue
@@ -323,19 +277,15 @@ def _unexpected(expectation: str, value: YamlValue, path: tuple[str, ...]) -> Ya
 
 
 def _shown(value: YamlValue) -> str:
-    match value:
-        case YamlList():
-            return "a list"
-        case YamlMapping():
-            return "keys with values"
-        case YamlScalar(value=None):
-            return "nothing"
+    if not isinstance(value, YamlScalar):
+        return "a list" if isinstance(value, YamlList) else "keys with values"
+    if value.value is None:
+        return "nothing"
     text = value.text if len(value.text) <= _SHOWN_CHARS else f"{value.text[:_SHOWN_CHARS]}…"
     return repr(text) if isinstance(value.value, str) else text
 
 
 def _hint(expectation: str, value: YamlValue) -> str:
-    """What to write instead, where that is clear."""
     if not isinstance(value, YamlScalar) or value.value is None:
         return ""
     if expectation == _KINDS[str]:

@@ -1,4 +1,4 @@
-"""Where a job comes from: the default, a file, a script, or both, and `--set` on top."""
+"""Reads a job from where it is defined: the default, a file, a script, or both, with `--set` on top."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 
-from .job_file import apply_overrides, default_job, load_job, parse_override
+from .job_file import apply_overrides, default_job, load_job
 
 if TYPE_CHECKING:
     from oobleck.runtime.processes import DescribedScript, ScriptProcess, TrainerProcess
 
 _TRIED = frozenset({"model", "loss", "optimizer", "lr_lambda"})
-"""What a script makes that is tried before anything is launched."""
+"""The parts of a script's job that are tried before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSource:
-    """What a command line says of a job; with neither a file nor a script it is the default job."""
+    """The job of a command line; without a file and a script it is the default job."""
 
     file: Path | None = None
     script: Path | None = None
     arguments: tuple[str, ...] = ()
     settings: Sequence[str] = ()
-    """KEY=VALUE, which count for more than all else."""
+    """KEY=VALUE; these override all else."""
 
 
 def read_job(source: JobSource, *, num_nodes: int) -> JobSpec:
-    """Read a job; what its script says counts for more than its file. A script takes as long as what it imports."""
+    """Read a job; its script overrides its file. A script takes as long as its imports."""
     described = None
     if source.script is not None:
         from oobleck.runtime.processes import describe_script
@@ -50,10 +50,10 @@ def read_job(source: JobSource, *, num_nodes: int) -> JobSpec:
 def open_job(
     source: JobSource, *, num_nodes: int, finish: Callable[[JobSpec], JobSpec], are_virtual: bool
 ) -> tuple[JobSpec, TrainerProcess | None]:
-    """The same for a run, with `finish` applied: a script that calls `train()` is on its way then, and waits in it.
+    """Read a job for a run, and apply `finish`. A script that calls `train()` then runs, and waits in that call.
 
-    What another script makes is tried, as nodes would. Where that can be done on nodes alone, stderr says so; virtual
-    nodes are this machine. Raises SystemExit where a script exits before its `train()`.
+    The model, loss and optimizer of any other script are tried first, as nodes would. If only nodes can try them, a
+    note on stderr says so. Raises SystemExit if a script exits before its `train()`.
     """
     if source.script is None:
         return finish(read_job(source, num_nodes=num_nodes)), None
@@ -96,4 +96,4 @@ def _read(source: JobSource, described: DescribedScript | None, *, num_nodes: in
     if described is not None:
         job = load_job(described.settings, source=f"{source.script}, its job", base=job, has_lines=False)
         job = replace(job, script=described.spec)
-    return apply_overrides(job, [parse_override(text) for text in source.settings])
+    return apply_overrides(job, source.settings)

@@ -19,12 +19,12 @@ _MOST_PRICE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCount:
-    """So many nodes of a kind."""
+    """A number of nodes of one kind."""
 
     kind: str
     num_nodes: int
     devices_per_node: int | None
-    """None where `--gpus-per-node` says it."""
+    """None leaves it to `--gpus-per-node`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ class KindCount:
 
 
 def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ...]:
-    """Read a number of nodes, or kinds with theirs. Raises UsageError that names the part and what to change."""
+    """Read a number of nodes, or one for each kind. Raises UsageError that names the part and what to change."""
     if _WHOLE.fullmatch(text):
         if not 1 <= int(text) <= MAX_NODES:
             raise UsageError(
@@ -42,7 +42,7 @@ def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ..
             )
         return int(text)
     counts = []
-    for kind, value in parse_kind_values(option, text).items():
+    for kind, value in _kind_values(option, text).items():
         match = _COUNT.fullmatch(value)
         if match is None:
             raise UsageError(
@@ -61,7 +61,10 @@ def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ..
 
 
 def parse_local(text: str) -> int | tuple[KindCount, ...]:
-    """Read a number of virtual nodes, whose limit depends on the machine, or kinds with theirs. Raises UsageError."""
+    """Read a number of virtual nodes, or one for each kind. Raises UsageError.
+
+    A bare number is unchecked: its limit depends on the machine.
+    """
     return int(text) if _WHOLE.fullmatch(text) else parse_nodes(text, "--local")
 
 
@@ -85,15 +88,13 @@ def parse_profiles(text: str, kinds: Collection[str]) -> dict[str, Path]:
     return {kind: Path(value) for kind, value in _of_kinds("--profiles", text, kinds).items()}
 
 
-def parse_kind_values(option: str, text: str) -> dict[str, str]:
+def _kind_values(option: str, text: str) -> dict[str, str]:
     """Read KIND:VALUE,KIND:VALUE,… in its order."""
     values: dict[str, str] = {}
     for part in text.split(","):
-        kind, colon, value = part.strip().partition(":")
-        if not colon or not value or not _is_name(kind):
-            raise UsageError(
-                f"{option} {shown(part)} is not KIND:VALUE; write them with commas between, as in A100:16,A40:16"
-            )
+        kind, _, value = part.strip().partition(":")
+        if not value or not _is_name(kind):
+            raise UsageError(f"{option} {shown(part)} is not KIND:VALUE; separate them by commas, as in A100:16,A40:16")
         if kind in values:
             raise UsageError(f"{option} names {kind} twice; name each kind once")
         values[kind] = value
@@ -109,7 +110,7 @@ def _is_name(kind: str) -> bool:
 
 
 def _of_kinds(option: str, text: str, kinds: Collection[str]) -> dict[str, str]:
-    values = parse_kind_values(option, text)
+    values = _kind_values(option, text)
     for kind in values:
         if kind not in kinds:
             raise UsageError(f"{option} names {kind}, which --nodes does not; {did_you_mean(kind, kinds)}")

@@ -1,4 +1,4 @@
-"""What a command line says of nodes: where they come from, and those that are known before anything is started."""
+"""Where a command line takes nodes from, and the nodes that are known before anything starts."""
 
 from __future__ import annotations
 
@@ -59,12 +59,19 @@ class FromCommand(_Listed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualOnes:
-    """Virtual nodes of this machine, which have no addresses before they are served."""
+class _Unlisted:
+    """Nodes whose addresses are known only once they run."""
+
+    @property
+    def specs(self) -> tuple[NodeSpec, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualOnes(_Unlisted):
+    """Virtual nodes of this machine, in the order of their kinds."""
 
     kinds: tuple[KindCount, ...]
-    """How many of each kind, in the order of the nodes."""
-    specs: tuple[NodeSpec, ...] = ()
 
     @classmethod
     def alike(cls, count: int) -> VirtualOnes:
@@ -77,12 +84,12 @@ class VirtualOnes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"node{index}" for index in range(self.count))
+        return _numbered(self.count)
 
     def shapes(self, *, num_spare: int, num_devices: int) -> tuple[tuple[str, int], ...]:
-        """Return the kind of devices of each node, and how many it has: `num_devices` where nothing else is said.
+        """Return the kind and the number of devices of each node; that is `num_devices` unless the kind has its own.
 
-        Nodes to spare follow, of each kind in turn.
+        Spare nodes follow, of each kind in turn.
         """
         each = [(kind.kind, kind.devices_per_node or num_devices) for kind in self.kinds]
         first = [shape for shape, kind in zip(each, self.kinds, strict=True) for _ in range(kind.num_nodes)]
@@ -90,83 +97,93 @@ class VirtualOnes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialIn:
-    """Nodes that dial in, to a port of this machine; who they are is known once they have."""
-
+class _Listening(_Unlisted):
     host: str | None
-    """None for all addresses of this machine."""
+    """None listens on all addresses of this machine."""
     port: int
-    """0 for any that is free."""
+    """0 takes any free one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialIn(_Listening):
+    """Nodes that dial in by themselves, under names of their own."""
+
     count: int
-    """How many have to be there before the run begins."""
+    """The run begins with this many."""
     keys: Path | None = None
-    """A directory of keys that were made beforehand; None has some made."""
+    """A directory of keys that were made beforehand; None makes keys."""
     pods: str | None = None
     """The labels of the pods on which they are, if they are on Kubernetes."""
-    specs: tuple[NodeSpec, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As many names as there will be nodes; what they are called is theirs to say."""
-        return tuple(f"node{index}" for index in range(self.count))
+        """As many placeholders as there will be nodes."""
+        return _numbered(self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromSlurm:
-    """Nodes of Slurm's, on which it starts what dials in."""
+class FromSlurm(_Listening):
+    """Nodes on which Slurm starts `oobleck node`: those of one job, or of all jobs of a name."""
 
     job_id: str | None
     job_name: str | None
-    """One of the two."""
-    host: str | None
-    port: int
-    """Where to listen, as of `DialIn`."""
     names: tuple[str, ...]
-    specs: tuple[NodeSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromRay:
-    """Nodes of a Ray cluster, on which it starts what dials in."""
+class FromRay(_Listening):
+    """Nodes on which a Ray cluster starts `oobleck node`."""
 
-    host: str | None
-    port: int
-    """Where to listen, as of `DialIn`."""
     names: tuple[str, ...]
-    specs: tuple[NodeSpec, ...] = ()
 
 
 NodeSource = FromHostfile | FromCommand | VirtualOnes | DialIn | FromSlurm | FromRay
 
 
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"node{index}" for index in range(count))
+
+
 def read_source(hostfile: Path | None, options: NodeOptions) -> NodeSource:
-    """Read where nodes are to come from. Raises UserError."""
+    """Read where nodes come from. Raises UserError."""
     local = parse_local(options.local) if isinstance(options.local, str) else options.local
     hosts_from, dial_in, num_nodes, keys = options.hosts_from, options.dial_in, options.num_nodes, options.keys
     if options.hosts_every is not None and hosts_from is None:
-        raise UsageError("--hosts-every: it says how often --hosts-from is asked; add that, or leave it out")
+        raise UsageError("--hosts-every: it says how often --hosts-from runs; add that, or leave it out")
     others = (hostfile, local, hosts_from, num_nodes)
     if options.slurm or options.slurm_job is not None:
-        if any(given is not None for given in others) or (options.slurm and options.slurm_job):
+        if any(each is not None for each in others) or (options.slurm and options.slurm_job):
             raise UsageError("--slurm, or --slurm-job NAME, names all nodes; leave the others out")
         return _from_slurm(options.slurm_job, dial_in or "0")
     if options.ray:
-        if any(given is not None for given in (*others, options.kubernetes, keys)):
+        if any(each is not None for each in (*others, options.kubernetes, keys)):
             raise UsageError("--ray names all nodes; leave the others out")
-        return _from_ray(dial_in or "0")
+        import trio
+
+        from oobleck.runtime.launchers import ray_nodes
+
+        host, port = _listening_place(dial_in or "0")
+        return FromRay(host=host, port=port, names=trio.run(ray_nodes))
     if options.kubernetes is not None:
         if num_nodes is None:
-            raise UsageError("--kubernetes needs --nodes N: the run begins once so many pods have dialled in")
+            raise UsageError("--kubernetes needs --nodes N: the run begins once that many pods have dialled in")
         _check_selector(options.kubernetes)
         dial_in = dial_in or str(_POD_PORT)
-    if sum(given is not None for given in (hostfile, local, hosts_from, dial_in)) != 1:
+    if sum(each is not None for each in (hostfile, local, hosts_from, dial_in)) != 1:
         raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
     if (dial_in is None) != (num_nodes is None):
-        raise UsageError("--dial-in and --nodes belong together: the run begins once so many nodes have dialled in")
+        raise UsageError("--dial-in and --nodes belong together: the run begins once that many nodes have dialled in")
     if keys is not None and dial_in is None:
         raise UsageError("--keys: these are for nodes that dial in; add --dial-in, or leave it out")
     if dial_in is not None and num_nodes is not None:
-        return _dialling_in(dial_in, num_nodes, keys, options.kubernetes)
+        host, port = _listening_place(dial_in)
+        if not 1 <= num_nodes <= MAX_NODES:
+            raise UsageError(f"--nodes: {num_nodes} nodes are not possible; it must be 1 to {MAX_NODES}")
+        if keys is not None:
+            from oobleck.runtime.launchers import read_keys
+
+            read_keys(keys)  # raises for what is wrong with them
+        return DialIn(host=host, port=port, count=num_nodes, keys=keys, pods=options.kubernetes)
     if hostfile is not None:
         text = read_input(hostfile, "hostfile")
         return FromHostfile(path=expand_user(hostfile).absolute(), text=text, specs=_specs(text, str(hostfile)))
@@ -180,19 +197,8 @@ def read_source(hostfile: Path | None, options: NodeOptions) -> NodeSource:
     return source
 
 
-def _dialling_in(place: str, num_nodes: int, keys: Path | None, pods: str | None) -> DialIn:
-    host, port = _listening_place(place)
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise UsageError(f"--nodes: {num_nodes} nodes are not possible; it must be 1 to {MAX_NODES}")
-    if keys is not None:
-        from oobleck.runtime.launchers import read_keys
-
-        read_keys(keys)
-    return DialIn(host=host, port=port, count=num_nodes, keys=keys, pods=pods)
-
-
 def _from_command(command: str, interval_s: float) -> FromCommand:
-    """Ask a command, which runs once here. Raises ConfigError where it fails or names no node."""
+    """Run the command once. Raises ConfigError if it fails or names no node."""
     if interval_s < _LEAST_INTERVAL_S:
         raise UsageError(f"--hosts-every: {interval_s:g} s is not possible; it must be at least 100ms")
     import trio
@@ -215,15 +221,6 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
 
 
-def _from_ray(place: str) -> FromRay:
-    import trio
-
-    from oobleck.runtime.launchers import ray_nodes
-
-    host, port = _listening_place(place)
-    return FromRay(host=host, port=port, names=trio.run(ray_nodes))
-
-
 def _listening_place(text: str) -> tuple[str | None, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) >= 1 << 16:
@@ -232,9 +229,9 @@ def _listening_place(text: str) -> tuple[str | None, int]:
 
 
 def _check_selector(text: str) -> None:
-    """Refuse what is no selector of labels by equality; what has the labels, the API server knows."""
+    """Raise UsageError unless the text selects labels by equality; only the API server knows who has them."""
     if not all(_LABEL.fullmatch(each) for each in text.split(",")):
-        raise UsageError(f"--kubernetes: {text!r} is no selector of labels, as in app=oobleck,role=node")
+        raise UsageError(f"--kubernetes: {text!r} is not a selector of labels, as in app=oobleck,role=node")
     from oobleck.runtime.launchers import KubernetesAPI
 
     KubernetesAPI.of_pod()

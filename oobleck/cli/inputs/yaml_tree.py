@@ -1,12 +1,11 @@
-"""YAML as a tree of values that remember their lines. It knows nothing of what the values are for.
+"""YAML as a tree of values that remember their lines. It does not know what the values are for.
 
-Plain words mean what YAML 1.2 says, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and
-`2024-01-01` are text. Underscores within numbers are allowed, as in Python. Nothing is ever constructed but
-the values below.
+Plain words follow YAML 1.2, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and `2024-01-01` are
+text. Underscores within numbers are allowed, as in Python. Only the values below are ever constructed.
 
-ruamel.yaml knows YAML 1.2 and lines too, and is not used: its values have lines only within lists and mappings, dates
-become objects, and it passes over unknown tags and over aliases within themselves, which a job file must not hold. What
-is refused here would have to be written on top of it just the same. `tests/test_libraries.py` holds this.
+ruamel.yaml knows YAML 1.2 and lines too, but its values have lines only within lists and mappings, it turns dates into
+objects, and it accepts unknown tags and aliases within themselves. Refusing these would need the same code on top of
+it. `tests/test_libraries.py` holds this.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class YamlScalar:
 
     value: bool | int | float | str | None
     text: str
-    """As it was written, without quotes."""
+    """As written, without quotes."""
     line: int
-    """From 1, here and below."""
+    """Counted from 1, here and below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class YamlList:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlMapping:
     entries: tuple[tuple[YamlScalar, YamlValue], ...]
-    """Keys are different texts."""
+    """No two keys have the same text."""
     line: int
 
 
@@ -49,21 +48,27 @@ YamlValue = YamlScalar | YamlList | YamlMapping
 
 
 class YamlError(Exception):
-    """What is wrong with a text, and in which line. Callers turn it into the error that fits the blame."""
+    """A problem of a text, with its line. Callers turn it into the error that fits the blame."""
 
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem)
         self.line = line
 
 
-def parse_yaml(text: str) -> YamlValue:
-    """Read one YAML document; an empty one is nothing (None).
+def is_nothing(value: YamlValue) -> bool:
+    """Return whether a value was left out, or is null."""
+    return isinstance(value, YamlScalar) and value.value is None
 
-    Raises YamlError for what is not YAML, for keys that are given twice or are not plain words, and for tags beyond
-    those of text, numbers, truth values, lists and mappings.
+
+def parse_yaml(text: str) -> YamlValue:
+    """Read one YAML document; an empty one is None.
+
+    Raises YamlError for text that is not YAML, for keys that are given twice or are not plain words, and for tags other
+    than those of text, numbers, truth values, lists and mappings.
     """
     try:
-        node = _compose(text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         return YamlScalar(value=None, text="", line=1) if node is None else _Reader().read(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -97,14 +102,6 @@ for _kind, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def _compose(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
-
-
 class _Reader:
     """Turns PyYAML's nodes into ours; a node that several aliases share is turned once."""
 
@@ -115,7 +112,7 @@ class _Reader:
     def read(self, node: yaml.Node) -> YamlValue:
         """Raises YamlError."""
         if node in self._reading:
-            raise YamlError("this alias stands within what it is an alias of", _line(node))
+            raise YamlError("this alias lies within its own target", _line(node))
         if node not in self._read:
             self._reading.add(node)
             self._read[node] = self._convert(node)
@@ -169,14 +166,10 @@ def _floating(text: str) -> float:
     return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
 
 
-def _truth(text: str) -> bool:
-    return ("false", "true").index(text.lower()) == 1
-
-
 _PARSERS: dict[str, Callable[[str], bool | int | float | str | None]] = {
     "str": str,
     "null": lambda _: None,
-    "bool": _truth,
+    "bool": lambda text: ("false", "true").index(text.lower()) == 1,
     "int": _integer,
     "float": _floating,
 }

@@ -1,4 +1,4 @@
-"""Runs from Python, `oobleck.launch`: `oobleck up` in a process of its own, and a value that follows and steers it."""
+"""Runs from Python (`oobleck.launch`): `oobleck up` in its own process, and a value that follows and steers it."""
 
 from __future__ import annotations
 

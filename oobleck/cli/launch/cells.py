@@ -1,8 +1,7 @@
-"""Functions that were defined in the cells of a notebook: their text, with that of all they need.
+"""Collects the text of functions that the cells of a notebook define, with the text of all that they need.
 
-A name that a function uses may stand for a module, which is imported again; for something from a module, likewise;
-for a function or class of a cell, whose text is taken too; or for a plain value, which is written down as it is now.
-Anything else lives in the notebook alone, and is refused by name.
+A module that a function uses is imported again, and so is anything from a module. The text of a function or class of a
+cell is taken too, and a plain value is written as it is now. Anything else lives in the notebook alone and is refused.
 """
 
 from __future__ import annotations
@@ -11,28 +10,31 @@ import ast
 import builtins
 import inspect
 import linecache
+import math
 import symtable
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from oobleck.errors import ConfigError
 
 _MAIN = "__main__"
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, str, bytes, type(None))
 
 
 def is_of_a_cell(value: object) -> bool:
-    """Whether this is a function or class that a notebook's cell defines."""
-    shell = _shell()
-    return shell is not None and getattr(value, "__module__", None) == _MAIN and _cell_of(value) is not None
+    """Return whether a notebook's cell defines this function or class."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None or getattr(value, "__module__", None) != _MAIN:
+        return False
+    return _cell_of(value) is not None
 
 
 def cell_text(values: Sequence[object]) -> str:
-    """The text of these functions and classes and of all that they need, each before what uses it when it is made.
+    """Return the text of these functions and classes, preceded by all that they need.
 
-    Raises ConfigError that names what cannot be taken along.
+    Raises ConfigError that names a needed object that text cannot stand for.
     """
     collected = _Collected()
     for value in values:
@@ -46,7 +48,7 @@ class _Collected:
         self._names: set[str] = set()
 
     def take(self, name: str, value: object, user: str) -> None:
-        """Take along what a name stands for, after all that it needs itself."""
+        """Add the value of a name, after all that it needs itself."""
         if name in self._names:
             return
         self._names.add(name)
@@ -73,7 +75,7 @@ class _Collected:
 
 
 def _import(name: str, module: types.ModuleType) -> str:
-    """The import that gives a module its name; of a package, with all of its modules that cells import by `import`."""
+    """Return the import of a module under a name, and those of a package's modules that cells import too."""
     if module.__name__ != name:
         return f"import {module.__name__} as {name}"
     inner = {
@@ -90,41 +92,29 @@ def _import(name: str, module: types.ModuleType) -> str:
 _MISSING = object()
 
 
-def _shell() -> object | None:
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
-
-
 def _namespace() -> dict[str, object]:
     return vars(sys.modules[_MAIN])
 
 
 def _cell_of(value: object) -> str | None:
-    """The text of the cell that a function or class was defined in."""
     name = getattr(value, "__name__", "")
-    files = dict.fromkeys(code.co_filename for code in _codes(value))
+    members = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)] if callable(value) else []
+    codes = (getattr(member, "__code__", None) for member in members)
+    files = dict.fromkeys(code.co_filename for code in codes if isinstance(code, types.CodeType))
     texts = ["".join(linecache.getlines(file)) for file in files]
     if isinstance(value, type):
-        texts += reversed(_cells())  # a class without methods does not know where it is from
+        texts += reversed(_cells())  # a class without methods does not know its file
     return next((text for text in texts if _node(text, name) is not None), None)
 
 
 def _cells() -> list[str]:
-    """The cells that were run, the oldest first, as IPython keeps them for people."""
+    """Return the cells that were run, oldest first, from IPython's own list."""
     cells = _namespace().get("In")
     return [text for text in cells if isinstance(text, str)] if isinstance(cells, list) else []
 
 
-def _codes(value: object) -> Iterator[types.CodeType]:
-    if isinstance(value, types.FunctionType):
-        yield inspect.unwrap(value).__code__
-    for member in vars(value).values() if isinstance(value, type) else ():
-        if isinstance(code := getattr(member, "__code__", None), types.CodeType):
-            yield code
-
-
 def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
-    """The last definition of a name at the top level of a cell."""
+    """Return the last definition of a name at the top level of a cell."""
     found = [
         node for node in _parsed(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
@@ -132,7 +122,7 @@ def _node(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.
 
 
 def _parsed(text: str) -> ast.Module:
-    """A cell's syntax; none for what is no Python, a cell with an error in it."""
+    """Parse a cell; one with a syntax error counts as empty."""
     try:
         return ast.parse(text)
     except SyntaxError:
@@ -140,7 +130,6 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _definition(value: object) -> str:
-    """The lines of a definition, its decorators included."""
     text = _cell_of(value)
     assert text is not None
     node = _node(text, getattr(value, "__name__", ""))
@@ -150,7 +139,7 @@ def _definition(value: object) -> str:
 
 
 def _globals_of(text: str) -> list[str]:
-    """The global names that a definition uses, when it is made or when it is called."""
+    """Return the global names that a definition uses, when it is made or when it is called."""
     table = symtable.symtable(text, "cell", "exec")
     used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
     waiting = list(table.get_children())
@@ -162,9 +151,10 @@ def _globals_of(text: str) -> list[str]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether `repr` writes this so that it can be read again."""
+    """Return whether Python reads the `repr` of this value as an equal value."""
     if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
         return all(_is_plain(each) for each in value)
     if type(value) is dict:
         return all(_is_plain(each) for pair in value.items() for each in pair)
-    return type(value) in _PLAIN and value == value  # not a number that is none: nan and inf are no literals
+    # Python has no literals for nan and infinity.
+    return math.isfinite(value) if type(value) is float else type(value) in _PLAIN

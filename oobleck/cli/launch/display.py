@@ -1,6 +1,6 @@
-"""A run in a notebook: the dashboard as HTML, and an area of a cell that shows it as it changes.
+"""A run in a notebook: the dashboard as HTML, in an area of a cell that follows its changes.
 
-Nothing of IPython is imported: where it runs, it is loaded already.
+IPython is never imported here: where it runs, it is loaded already.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Shown(Protocol):
 
 
 class Display:
-    """Shows an object in the cell that is being run, and again twice a second; does nothing where there is no cell."""
+    """Shows an object in the running cell, and again twice a second; does nothing outside a notebook."""
 
     def __init__(self, shown: _Shown, *, changes: bool) -> None:
-        """Without `changes`, because it has come to its end, it is not shown."""
+        """An object that has reached its end, without `changes`, is not shown."""
         self._shown = shown
         self._changes = changes
         self._handle: Any = None
@@ -46,19 +46,19 @@ class Display:
         self._draw()
 
     def update(self) -> None:
-        """Show it as it is now, unless that was just done."""
+        """Show the object as it is now, at most twice a second."""
         if time.monotonic() >= self._due_s:
             self._draw()
             self._due_s = time.monotonic() + _INTERVAL_S
 
     def _draw(self) -> None:
         if self._handle is not None:
-            with suppress(OobleckError):  # the run has come to its end just now; there is one more drawing after it
+            with suppress(OobleckError):  # the run has just ended; it is drawn once more after that
                 self._handle.update(self._shown)
 
 
 def _is_in_a_notebook() -> bool:
-    """Whether a kernel runs this, whose cells can show and change things; IPython in a terminal cannot."""
+    """Return whether a kernel runs this: its cells can change what they show, and IPython in a terminal cannot."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""`oobleck.launch`: from a job and keyword arguments to a run."""
+"""`oobleck.launch`: starts a run from a job and keyword arguments."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ def launch(
         run = oobleck.launch(oobleck.Job(model=layers, data=samples, max_steps=100), local=4, save_every="5m")
 
     Arguments:
-        job: a script (.py) or a job file (.yaml) by its path; the keys of a job file; a `Job`; or a function that
+        job: the path of a script (.py) or of a job file (.yaml); the keys of a job file; a `Job`; or a function that
             returns a `Job`. None is the default job. Functions of a `Job` must be at the top level of a file or of a
-            notebook's cell, for workers find them there: the file that calls `launch` is run again in each of them,
-            so the call belongs below `if __name__ == "__main__":`. A function that returns a `Job` may make whatever
-            it likes.
+            notebook's cell, where workers find them: each worker runs the file that calls `launch` again, so the call
+            belongs below `if __name__ == "__main__":`. A function that returns a `Job` may make any objects.
         hosts: the hostfile.
-        arguments: of the script.
+        arguments: the script's arguments.
         base_dir: the directory of all runs.
         options: the long options of `oobleck up`, as in `local=4`, `steps=100`, `hosts_from="./hosts.sh"`,
-            `no_check=True`; `kill=["node2@20"]` and `set={"optimizer.learning_rate": 3e-4}` may be several.
+            `no_check=True`; `kill=["node2@20"]` and `set={"optimizer.learning_rate": 3e-4}` may hold several.
 
-    Raises ConfigError or UsageError for what cannot be used, with the words of `oobleck up`; RunFailed where the
+    Raises ConfigError or UsageError, with the message of `oobleck up`, for input that it refuses; RunFailed if the
     master fails at once for another reason.
     """
     if is_running_script():
@@ -51,12 +50,9 @@ def launch(
             'launch() is called while this file is run for its job; put the call below `if __name__ == "__main__":`'
         )
     directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir))).absolute()
-    words = [*option_words(options)]
-    words = [*(() if hosts is None else (fspath(hosts),)), *words, *job_words(job, tuple(arguments), directory)]
-    return _started(MasterProcess(words, directory))
-
-
-def _started(master: MasterProcess) -> Run:
+    named = () if hosts is None else (fspath(hosts),)
+    words = [*named, *option_words(options), *job_words(job, tuple(arguments), directory)]
+    master = MasterProcess(words, directory)
     try:
         held = master.wait_until_accepted()
     except BaseException:
@@ -64,7 +60,7 @@ def _started(master: MasterProcess) -> Run:
         raise
     if held is None:
         raise failure_without_journal(master)
-    if said := master.words_so_far():
+    if text := master.words_so_far():
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"{said}\n")
+            sys.stderr.write(f"{text}\n")
     return Run(master, held)

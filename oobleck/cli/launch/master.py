@@ -1,7 +1,7 @@
-"""`oobleck up` as a child process: started, listened to, waited for.
+"""`oobleck up` as a child process.
 
-It has a session of its own, so that a terminal's Ctrl-C reaches the caller alone, who passes it on. Its standard input
-is a pipe that nobody writes to: when the caller dies, however, the pipe ends, and the run with it (`--until-eof`).
+It has its own session, so that a terminal's Ctrl-C reaches only the caller, who passes it on. Its standard input is a
+pipe without a writer: however the caller dies, the pipe ends, and the run with it (`--until-eof`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class MasterProcess:
     """The process of a run's master."""
 
     def __init__(self, words: Sequence[str], base_dir: Path) -> None:
-        """Start `oobleck up` with these words, and with what its caller needs."""
+        """Start `oobleck up` with these words, and the options that this class needs."""
         self._base_dir = base_dir
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         own = ("--plain", "--json", "--until-eof", f"--base-dir={base_dir}")
-        options, arguments = _parted(words)
+        end = words.index("--") if "--" in words else len(words)  # a script's arguments follow
         self._process = subprocess.Popen(
-            module_command("oobleck", "up", *options, *own, *arguments),
+            module_command("oobleck", "up", *words[:end], *own, *words[end:]),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -45,7 +45,7 @@ class MasterProcess:
             start_new_session=True,
         )
         self._id = ProcessId.of(self._process.pid)
-        # It also keeps the process from being collected with a run that nobody holds on to.
+        # The thread also keeps the process alive if the program drops its `Run`.
         self._listener = threading.Thread(target=self._listen, name="oobleck-run", daemon=True)
         self._listener.start()
 
@@ -55,11 +55,11 @@ class MasterProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As of `subprocess`: None while it lives, the negative number of the signal that has killed it."""
+        """As of `subprocess`: None while it lives, negative for the signal that killed it."""
         return self._process.poll()
 
     def wait_until_accepted(self) -> RunDirectory | None:
-        """Wait until the job is accepted and its run has a directory; None where it ends before."""
+        """Wait until the job is accepted and its run has a directory; return None if it ends before."""
         while True:
             has_ended = self.has_ended
             if (held := self._held()) is not None:
@@ -69,14 +69,14 @@ class MasterProcess:
             time.sleep(_POLL_S)
 
     def _held(self) -> RunDirectory | None:
-        """The run whose lock this process holds, or has held."""
+        """Return the run whose lock this process holds, or has held."""
         if self._id is None or not self._base_dir.is_dir():
             return None
         runs = (RunDirectory(base_dir=self._base_dir, tag=path.name) for path in self._base_dir.iterdir())
         return next((run for run in runs if run.master == self._id), None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end, at most so long; returns whether it has ended."""
+        """Wait for its end, at most for `timeout_s`; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.has_ended
@@ -86,11 +86,11 @@ class MasterProcess:
         self._process.send_signal(signal.SIGINT)
 
     def words_so_far(self) -> str:
-        """What it has said that is neither about the journal nor shown already."""
+        """Return the lines of its output that are neither the journal's nor shown already."""
         return "\n".join(self._lines)
 
     def last_error(self) -> str:
-        """What it has said at its end of why it failed, without the name of the command."""
+        """Return its last error message, without the name of the command."""
         self._listener.join(_LAST_WORDS_S)
         lines = list(self._lines)
         starts = [index for index, line in enumerate(lines) if line.startswith(_BLAMES)]
@@ -99,7 +99,7 @@ class MasterProcess:
         return next((text.removeprefix(each) for each in _BLAMES if text.startswith(each)), text)
 
     def _listen(self) -> None:
-        """Show what it says to people; keep what may be an error; leave out the journal's lines, which `Run` has."""
+        """Show messages for people, keep lines that may be errors, and drop the journal's, which `Run` has."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if line.startswith(_SAYS):
@@ -112,9 +112,3 @@ class MasterProcess:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and those from it on, which are a script's."""
-    end = words.index("--") if "--" in words else len(words)
-    return list(words[:end]), list(words[end:])

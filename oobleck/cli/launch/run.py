@@ -1,4 +1,4 @@
-"""A run that this program has started: its events, its state, its end, and what can be asked of it."""
+"""A run that this program has started: its events, its state, its end, and requests to it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .master import MasterProcess
 
 _POLL_S = 0.1
 _ENDS_WELL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""Somebody wanted the end, and the newest state is on disk."""
+"""After these, as somebody wanted, the run has ended and its newest state is on disk."""
 
 
 class Run:
     """A run that `oobleck.launch` has started::
 
-        for event in run: print(event)     # each thing that happens, until the run ends
-        summary = run.wait()               # what it came to; raises what went wrong
+        for event in run: print(event)     # every event, until the run ends
+        summary = run.wait()               # the closing summary; raises if the run failed
 
-    It is a run like any other: `oobleck status TAG` and its companions reach it from any terminal. It ends with the
-    program that has launched it, also if that is killed: the step is finished, the state saved. In a `with` statement
-    it ends with the block. An interrupt (Ctrl-C, a notebook's stop button) during `wait` or between two events finishes
+    It is a run like any other: `oobleck status TAG` and other commands reach it from any terminal. If the program that
+    launched it ends or is killed, the run finishes its step, saves its state and ends too. In a `with` statement it
+    ends with the block. An interrupt (Ctrl-C, a notebook's stop button) during `wait` or between two events finishes
     the step, saves and stops the run, and is then raised; a second one stops at once.
     """
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where this machine has its checkpoints, unless `checkpoint.directory` says otherwise."""
+        """The directory of its checkpoints on this machine, unless `checkpoint.directory` names another."""
         return self._directory.path / "checkpoints"
 
     @property
@@ -59,10 +59,9 @@ class Run:
         return not self._master.has_ended
 
     def __iter__(self) -> Iterator[Event]:
-        """Each event of the run from its start, as it happens; ends when the run does. May be done any number of times.
+        """Yield each event from the run's start, as it happens, until the run ends. Each iteration begins anew.
 
-        Raises KeyboardInterrupt after the end where an interrupt came meanwhile. A failure of the run raises nothing
-        here: that is for `wait`.
+        Raises KeyboardInterrupt after the end if there was an interrupt. Only `wait` raises the run's own failure.
         """
         with Interrupts(self._master.interrupt) as interrupts, Display(self, changes=self.is_active) as display:
             for entry in self._entries():
@@ -74,11 +73,11 @@ class Run:
         interrupts.raise_late()
 
     def wait(self, timeout_s: float | None = None) -> Summary:
-        """Wait for the end and return the closing summary, which is also what `summary=FILE` writes.
+        """Wait for the end and return the closing summary, as `summary=FILE` writes it.
 
         A run that was stopped or interrupted has one too. Raises RunFailed with the reason, and the traceback of the
-        worker that failed; ConfigError or UsageError where the job is at fault; TimeoutError after `timeout_s` seconds,
-        with the run left as it is.
+        worker that failed; ConfigError or UsageError if the job is at fault; TimeoutError after `timeout_s` seconds,
+        while the run continues.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with Interrupts(self._master.interrupt) as interrupts, Display(self, changes=self.is_active) as display:
@@ -93,10 +92,10 @@ class Run:
         return summarize(read_journal(self._directory.journal))
 
     def status(self) -> RunSnapshot:
-        """What the run looks like now, or looked like at its end: what `oobleck status --json` prints."""
+        """Return the state of the run now, or at its end, as `oobleck status --json` prints it."""
         try:
             answer = control_client.request(self._directory.control_socket, control_client.StatusRequest())
-        except control_client.NoActiveRun:  # it does not listen yet, or no more
+        except control_client.NoActiveRun:  # it does not listen yet, or any more
             return self._snapshot_of_journal()
         try:
             return from_builtins(RunSnapshot, answer)
@@ -112,12 +111,12 @@ class Run:
         self._ask(control_client.DrainRequest(node=node))
 
     def add(self, node: str) -> None:
-        """Take a node into the run: a name that it knows, or a line as in a hostfile."""
+        """Take a node into the run, by a name that it knows or by a line as in a hostfile."""
         self._ask(control_client.AddRequest(node=node))
 
     def stop(self, *, now: bool = False) -> None:
-        """Have the run end after the step in flight, or at once; `wait` waits for it. One that has ended stays so."""
-        if not self._has_journal:  # nothing has begun, and it may wait for nodes: it does not listen yet
+        """Ask the run to end after the step in flight, or at once; `wait` waits for that."""
+        if not self._has_journal:  # it does not listen yet: it may still wait for nodes
             self._master.interrupt()
             return
         with suppress(control_client.NoActiveRun):
@@ -129,7 +128,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the run, after its step, and wait for that; an interrupt ends it at once."""
+        """End the run after its step, and wait for that; an interrupt ends it at once."""
         self.stop()
         with Interrupts(partial(self.stop, now=True)) as interrupts:
             self._master.wait()
@@ -140,11 +139,10 @@ class Run:
         return f"<oobleck run {self.tag}: {seen.state}, step {seen.step} of {seen.max_steps}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the dashboard."""
         return snapshot_html(self.status())
 
     def _ask(self, asked: control_client.ControlRequest) -> Mapping[str, object]:
-        """Ask the master, as soon as it listens. Raises NoActiveRun once it has ended."""
+        """Ask the master as soon as it listens. Raises NoActiveRun once it has ended."""
         while True:
             has_ended = self._master.has_ended
             try:
@@ -155,7 +153,7 @@ class Run:
             time.sleep(_POLL_S)
 
     def _entries(self) -> Iterator[JournalEntry | None]:
-        """The journal's entries as they come, until the run ends; None every moment."""
+        """Yield the journal's entries as they come, until the run ends, and None in between."""
         while not self._has_journal:
             if self._master.has_ended and not self._has_journal:
                 return
@@ -171,7 +169,7 @@ class Run:
 
     @property
     def _has_journal(self) -> bool:
-        """Whether the journal is this run's: written to since the lock was taken, and not left by one before."""
+        """Whether the journal is this run's, written since the lock was taken, and not a previous one's."""
         try:
             taken_ns = (self._directory.path / "lock").stat().st_mtime_ns
             return self._directory.journal.stat().st_mtime_ns >= taken_ns
@@ -202,7 +200,7 @@ class Run:
 
 
 def failure_without_journal(master: MasterProcess) -> OobleckError:
-    """Why a master has failed, by what it said."""
+    """Return the error of a master that has failed, by its last words."""
     code, reason = master.exit_code, master.last_error()
     assert code is not None
     if code == ExitCode.CONFIG:
@@ -245,12 +243,12 @@ class Event:
 
 
 class Interrupts:
-    """Passes interrupts on to a run as long as the context lasts; afterwards they raise KeyboardInterrupt again.
+    """Passes interrupts on to a run while the context lasts; afterwards they raise KeyboardInterrupt again.
 
-    While we wait (`is_waiting`), an interrupt raises nothing: the run is to finish its step, which the caller sees to
-    the end. In the caller's own code, between two events, it raises KeyboardInterrupt there as well, as it always does.
+    While we wait (`is_waiting`), an interrupt raises nothing, so that the caller still sees the run finish its step.
+    In the caller's own code, between two events, it raises KeyboardInterrupt as well.
 
-    Nothing is changed outside the main thread, or where the program has a handler of its own.
+    Nothing changes outside the main thread, or if the program has a handler of its own.
     """
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
@@ -272,7 +270,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def raise_late(self) -> None:
-        """Raise the KeyboardInterrupt that was held back, if there was one."""
+        """Raise KeyboardInterrupt if there was an interrupt."""
         if self.num:
             raise KeyboardInterrupt
 
@@ -284,5 +282,5 @@ class Interrupts:
 
 
 def _is_main() -> bool:
-    """Whether this is the one thread that may set handlers. An abandoned loop may be closed by any."""
+    # Only the main thread may set handlers, and any thread may close an abandoned loop.
     return threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
-"""A job with functions of the caller's, as the text of a script that finds the same functions again.
+"""Writes a job with the caller's functions as the text of a script that finds the same functions again.
 
-Nothing is pickled. What workers run is text: that of the file a function is in, run again there as any script is (and
-as multiprocessing does), or an import of its module, or the text of the notebook's cells that it needs.
+Nothing is pickled. Workers run text: that of the function's file, as multiprocessing does too, or an import of its
+module, or the text of the notebook's cells that it needs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from oobleck.errors import ConfigError
@@ -35,7 +35,7 @@ _MAIN = "__main__"
 
 
 def script_text(job: Job | Callable[[], Job]) -> tuple[str, tuple[str, ...]]:
-    """The script, and the arguments that its file was called with, if it is run again.
+    """Return the script, and the arguments of the program itself if its file is run again.
 
     Raises ConfigError that names a function that workers could not find.
     """
@@ -51,31 +51,29 @@ def script_text(job: Job | Callable[[], Job]) -> tuple[str, tuple[str, ...]]:
 def _job_call(job: Job, sources: _Sources) -> str:
     if job.callbacks:
         raise ConfigError(
-            "callbacks: these objects live in this process alone; give launch() a function that returns the Job, and "
-            "make them in it"
+            "callbacks: these objects live in this process alone; give launch() a function that makes them and returns "
+            "the Job"
         )
+    # The `Job` has added settings for its functions, which it will add again.
+    own = {name: value for name, value in job.settings.items() if name not in job.made}
+    if "data" in job.made and "data" in job.settings:
+        own["streaming"] = True
     try:
-        settings = json.dumps(_own_settings(job))
+        settings = json.dumps(own)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the Job given to launch(): a setting is no plain value: {error}") from error
+        raise ConfigError(f"the Job given to launch(): a setting is not a plain value: {error}") from error
     made = "".join(f", {name}={sources.expression(value, name)}" for name, value in job.made.items())
     return f"Job(**json.loads({settings!r}){made})"
 
 
-def _own_settings(job: Job) -> dict[str, object]:
-    """The settings as they were given to the `Job`, without what it has added for what is made."""
-    settings: dict[str, object] = {name: value for name, value in job.settings.items() if name not in job.made}
-    return settings | ({"streaming": True} if "data" in job.made and "data" in job.settings else {})
-
-
 class _Sources:
-    """Where functions come from: each module once, as a variable of the script."""
+    """The modules that functions come from, each once, as a variable of the script."""
 
     def __init__(self) -> None:
         self.has_main_file = False
-        """Whether the file of the program itself is run again, with its arguments then."""
+        """Whether the file of the program itself is run again, with its arguments."""
         self._modules: dict[str, str] = {}
-        """What makes a module, by the name of its variable."""
+        """Keyed by variable: the expression that makes the module."""
         self._roots: list[str] = []
         self._of_cells: list[object] = []
 
@@ -88,23 +86,21 @@ class _Sources:
         return "\n".join((*paths, *(f"{name} = {value}" for name, value in made.items())))
 
     def expression(self, value: object, role: str) -> str:
-        """An expression that is this function, once the modules are made. Raises ConfigError."""
+        """Return an expression for this function, once the modules are made. Raises ConfigError."""
         if isinstance(value, partial):
-            return self._of_partial(value, role)
+            try:
+                bound = json.dumps([value.args, value.keywords])
+            except (TypeError, ValueError) as error:
+                problem = f"an argument of the partial function is not a plain value: {error}"
+                raise ConfigError(f"{role}: {problem}") from error
+            function = self.expression(value.func, role)
+            return f"(lambda given: functools.partial({function}, *given[0], **given[1]))(json.loads({bound!r}))"
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             raise _lost(role, value, "an object of this process alone")
         if "<" in name or _found(sys.modules.get(module), name) is not value:
             raise _lost(role, value, "not at the top level of a file")
         return f"{self._variable(module, value, role)}.{name}"
-
-    def _of_partial(self, value: partial[object], role: str) -> str:
-        try:
-            given = json.dumps([value.args, value.keywords])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{role}: an argument of the partial function is no plain value: {error}") from error
-        function = self.expression(value.func, role)
-        return f"(lambda given: functools.partial({function}, *given[0], **given[1]))(json.loads({given!r}))"
 
     def _variable(self, module: str, value: object, role: str) -> str:
         if module != _MAIN:
@@ -128,7 +124,9 @@ class _Sources:
         return "main"
 
     def _imported(self, module: str, value: object, role: str) -> str:
-        spec = _spec_of(module)
+        spec = None
+        with suppress(ImportError, ValueError):  # a module that was made by hand, and not imported
+            spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             raise _lost(role, value, f"in {module}, which no file has")
         variable = "module_" + module.replace(".", "__")
@@ -136,16 +134,9 @@ class _Sources:
         levels = module.count(".") + (spec.submodule_search_locations is not None)
         root = Path(spec.origin).parents[levels]
         is_installed = any(root.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
-        if not is_installed and str(root) not in self._roots:  # what is installed here is for nodes to have
+        if not is_installed and str(root) not in self._roots:  # nodes must have installed packages themselves
             self._roots.append(str(root))
         return variable
-
-
-def _spec_of(module: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # one that was made by hand, and not imported
-        return None
 
 
 def _found(module: types.ModuleType | None, name: str) -> object:

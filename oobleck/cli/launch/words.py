@@ -1,11 +1,10 @@
-"""A job and keyword arguments as words of `oobleck up`: a path as it stands, any other job as a file written for it."""
+"""Turns a job and keyword arguments into words of `oobleck up`; a job that is no path becomes a file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -23,46 +22,40 @@ from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
 from .script_text import script_text
 
 _MADE_OF = "the job given to launch()"
-_ARGUMENTS = frozenset({"base_dir", "job"})
-"""`launch` has arguments of its own for these."""
+_ARGUMENTS = frozenset({"base_dir", "job"})  # arguments of `launch` itself
 _OF_TERMINALS = frozenset({"plain", "json", "dry_run", "until_eof", "help", "install_completion", "show_completion"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    option: str
-    is_flag: bool
-
-
 @cache
-def known_options() -> Mapping[str, _Known]:
-    """Each option of `oobleck up` that a launched run takes, by its name as a keyword."""
+def known_options() -> Mapping[str, tuple[str, bool]]:
+    """Return the options of `oobleck up` for launched runs, keyed by keyword: the option, and whether it is a flag."""
     app = typer.Typer()
     app.command()(up)
-    found: dict[str, _Known] = {}
+    found: dict[str, tuple[str, bool]] = {}
     for parameter in typer.main.get_command(app).params:
         option = max(parameter.opts, key=len)
         keyword = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and keyword not in _ARGUMENTS | _OF_TERMINALS:
-            found[keyword] = _Known(option, is_flag=bool(getattr(parameter, "is_flag", False)))
+            found[keyword] = option, bool(getattr(parameter, "is_flag", False))
     return found
 
 
 def option_words(options: Mapping[str, object]) -> Iterator[str]:
-    """The words of a command line that say the same as these keyword arguments; None says nothing.
+    """Yield these keyword arguments as words of a command line; None yields nothing.
 
-    Raises UsageError for an option that there is not, or a value that no command line can have.
+    Raises UsageError for an unknown option, or a value that no command line can have.
     """
+    known = known_options()
     for keyword, value in options.items():
-        known = known_options().get(keyword)
-        if known is None:
-            raise UsageError(f"launch() has no option {keyword!r}; {did_you_mean(keyword, known_options())}")
-        if known.is_flag:
+        if keyword not in known:
+            raise UsageError(f"launch() has no option {keyword!r}; {did_you_mean(keyword, known)}")
+        option, is_flag = known[keyword]
+        if is_flag:
             if not isinstance(value, bool):
                 raise UsageError(f"{keyword}: expected True or False, got {shown(value)}")
-            yield from (known.option,) if value else ()
+            yield from (option,) if value else ()
         elif value is not None:
-            yield from (f"{known.option}={text}" for text in _texts(keyword, value))
+            yield from (f"{option}={text}" for text in _texts(keyword, value))
 
 
 def _texts(keyword: str, value: object) -> list[str]:
@@ -85,11 +78,7 @@ def job_words(
     arguments: tuple[str, ...],
     base_dir: Path,
 ) -> list[str]:
-    """The words that name a job, and its script's arguments. Raises UserError.
-
-    A file is written below `base_dir`, in a directory that is named for what is in it: the same job is the same
-    file, by which a run is known that continues without its master.
-    """
+    """Return the words that name a job, and its script's arguments. Raises UserError."""
     match job:
         case None:
             return []
@@ -114,7 +103,7 @@ def _of_path(path: Path, arguments: tuple[str, ...]) -> list[str]:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UsageError(f"{path}: a job is a script (.py) or a job file (.yaml); give one of these")
     if arguments:
-        raise UsageError(f"arguments: they are for a script, and {path} is a job file; leave them out")
+        raise UsageError(f"arguments: only a script takes them, and {path} is a job file; leave them out")
     return [f"--job={path}"]
 
 
@@ -122,12 +111,13 @@ def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
     try:
         text = json.dumps(dict(settings))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_MADE_OF}: a setting is no plain value: {error}") from error
+        raise ConfigError(f"{_MADE_OF}: a setting is not a plain value: {error}") from error
     load_job(text, source=_MADE_OF, has_lines=False)
     return [f"--job={_written(text, 'job.yaml', base_dir)}"]
 
 
 def _written(text: str, name: str, base_dir: Path) -> Path:
+    # Named for its content, the same job is the same file, by which a run without a master is recognised.
     directory = base_dir.resolve() / LAUNCHED_DIRECTORY / hashlib.sha256(text.encode()).hexdigest()[:12]
     try:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""torchrun's command line, and dlrover-run's, read for `oobleck run`: both spellings, and `PET_*` in the environment.
+"""Reads the command lines of torchrun and dlrover-run for `oobleck run`, in both spellings, and `PET_*` variables.
 
-A table has all options of torchrun 2.13. What has no meaning here is accepted and said to be unused; what would change
-what a script does, and is not there, is refused by name.
+The tables have all options of torchrun 2.13. An option without a meaning here is accepted with a notice; one that would
+change what a script does, and is missing here, is refused by name.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NoReturn
 
+from oobleck.cli.inputs import NodeOptions, ReachOptions
+from oobleck.cli.option_fields import declared_options
 from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
-from oobleck.job import MAX_NODES
-from oobleck.job.ranks import RankStreams, Redirection
+from oobleck.host.user_path import expand_user
+from oobleck.job import MAX_NODES, ControlSpec
+from oobleck.job.bounds import bounds_of, require
+from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
 
+# For a script, --hosts-from runs at its default interval.
+_SHARED = [
+    each for group in (NodeOptions, ReachOptions) for each in declared_options(group) if each[0] != "--hosts-every"
+]
 LAUNCHER_OPTIONS = {
-    "--hostfile": ("FILE", "nodes, one per line; in place of HOSTFILE before the script"),
-    "--local": ("N", "run on N virtual nodes of this machine (1 where no nodes are named)"),
-    "--hosts-from": ("COMMAND", "take the nodes from a shell command that prints a hostfile"),
-    "--dial-in": ("[HOST:]PORT", "listen there for nodes that dial in: `oobleck node`"),
-    "--nodes": ("N", "begin once N nodes have dialled in"),
-    "--keys": ("DIRECTORY", "use keys that `oobleck keys` has made"),
-    "--slurm-job": ("NAME", "take the nodes of all Slurm jobs that run by this name"),
-    "--kubernetes": ("LABELS", "in a pod: take the pods with these labels"),
-    "--tag": ("NAME", "name of the run; by default, the script's"),
-    "--base-dir": ("DIRECTORY", "directory of all runs"),
-    "--python": ("FILE", "Python interpreter on the nodes"),
-    "--ssh-config": ("FILE", "read this ssh config instead of ~/.ssh/config"),
-    "--directory": ("DIRECTORY", "where the script runs, on every node; by default, the current directory"),
-    "--env": ("NAME[=VALUE]", "give ranks this variable; may be repeated"),
-    "--hang-timeout": ("SECONDS", "how long ranks may print and save nothing while one waits (600; 0: for ever)"),
-    "--join-timeout": ("SECONDS", "how long to wait for MIN nodes (600)"),
-    "--node-unit": ("N", "run on a multiple of N nodes (1)"),
-    "--lease": ("SECONDS", "how long a node may be silent before it is lost (3)"),
+    "--hostfile": ("FILE", "Nodes, one per line; in place of HOSTFILE before the script."),
+    "--local": ("N", "Run on N virtual nodes of this machine (1 if no nodes are named)."),
+    **{name: (value, text) for name, value, text in _SHARED if value is not None},
+    "--tag": ("NAME", "Name of the run; by default, the script's."),
+    "--base-dir": ("DIRECTORY", "Directory of all runs."),
+    "--directory": ("DIRECTORY", "Where the script runs, on every node; by default, the current directory."),
+    "--env": ("NAME[=VALUE]", "Give ranks this variable; may be repeated."),
+    "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
+    "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
+    "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
+    "--lease": ("SECONDS", "How long a node may be silent before it is lost (3)."),
 }
-"""Our own, with a value each."""
 LAUNCHER_FLAGS = {
-    "--slurm": "take the nodes of the Slurm allocation that this command is in",
-    "--ray": "take the nodes of the Ray cluster that runs here",
-    "--no-warm": "start every generation from nothing, as torchrun does",
-    "--network-check": "check the nodes before, and leave faulty ones out",
-    "--exclude-straggler": "with --network-check: leave slow ones out too",
-    "--save-at-breakpoint": "after a failure, write what ranks have saved in memory to disk; this is always done",
+    **{name: text for name, value, text in _SHARED if value is None},
+    "--no-warm": "Start every generation from nothing, as torchrun does.",
+    "--network-check": "Check the nodes first, and leave faulty ones out.",
+    "--exclude-straggler": "With --network-check: leave slow ones out too.",
+    "--save-at-breakpoint": "After a failure, write what ranks have saved in memory to disk; this always happens.",
 }
 _REPEATED = ("--env",)
 
@@ -75,7 +75,6 @@ UNUSED = {
     "--event-log-handler": "`oobleck events` shows what happened",
     "--signals-to-handle": "Ctrl-C and SIGTERM are passed on",
 }
-"""torchrun's options without a meaning here, and why."""
 REFUSED = {
     "--duplicate-stdout-filters": "filter the files below --log-dir",
     "--duplicate-stderr-filters": "filter the files below --log-dir",
@@ -85,44 +84,35 @@ REFUSED = {
     "--auto-config": "name the options",
     "--auto-tunning": "name the options",
 }
-"""Options of torchrun and dlrover-run that are not there, and what there is instead."""
+"""Options of torchrun and dlrover-run that do not exist here, and what to use instead."""
 _OWN_VARIABLES = {
     **OWN_VARIABLES,
     **dict.fromkeys((MEMORY_VARIABLE, START_VARIABLE), f"{DIRECTORY_VARIABLE} says where states lie"),
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
+_TAG_CHARS = 40
 _TRUE = ("1", "true", "t", "yes", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What a command line asks for; `None` where it says nothing."""
+    """The values of a command line."""
 
-    given: Mapping[str, str]
-    """Our own options, by name."""
+    own: Mapping[str, str]
+    """The options of `LAUNCHER_OPTIONS`, keyed by name."""
     flags: frozenset[str]
-    environment: Mapping[str, str]
     hostfile: str | None
-    entry: Literal["script", "module", "program"]
-    command: tuple[str, ...]
     nodes: tuple[int, int] | None
-    ranks_per_node: str
-    max_restarts: int | None
-    run_id: str
-    role: str
-    log_dir: str | None
-    redirects: RankStreams
-    tee: RankStreams
-    shown_ranks: tuple[int, ...]
-    master_port: int | None
-    shutdown_timeout_s: float
+    """The range of `--nnodes`, if it is there."""
+    spec: RanksSpec
+    """All but the numbers of nodes."""
     unused: tuple[str, ...]
-    """Options that were given and have no meaning here."""
+    """A notice for each option that has no meaning here."""
 
 
 class HelpAsked(Exception):
-    """`--help` stands before the script."""
+    """Raised for a `--help` before the script."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,7 +121,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> CommandLine:
-    """Read the words after `oobleck run`, and torchrun's variables PET_*. Raises UsageError."""
+    """Read the words after `oobleck run`, and torchrun's variables PET_*.
+
+    Raises UsageError, and ConfigError for a value that `RanksSpec` does not allow.
+    """
     options = _until_command(words)
     rest = tuple(words[len(options) :])
     if any(_dashed(word) == "--help" for word in options):
@@ -139,39 +132,59 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     known, unknown = _parser().parse_known_args([_dashed(word) for word in options])
     if unknown:
         raise UsageError(f"{unknown[0]}: there is no such option; `oobleck run --help` shows what there is")
-    said = {f"--{name.replace('_', '-')}": value for name, value in vars(known).items() if value not in (None, False)}
-    said = {**_from_environment(environment), **said}
+    values = {f"--{name.replace('_', '-')}": value for name, value in vars(known).items() if value not in (None, False)}
+    values = {**_from_environment(environment), **values}
     for name, instead in REFUSED.items():
-        if name in said:
+        if name in values:
             raise UsageError(f"{name}: `oobleck run` has no such option; {instead}")
-    entry: Literal["script", "module", "program"] = "script"
-    if "--module" in said and "--no-python" in said:
-        raise UsageError("--module and --no-python: take one of them")
-    if "--module" in said:
-        entry = "module"
-    if "--no-python" in said:
-        entry = "program"
-    hostfile, command = _split_command(rest, entry, said)
-    return CommandLine(
-        given={name: str(said[name]) for name in LAUNCHER_OPTIONS if name in said and name not in _REPEATED},
-        flags=frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in said),
-        environment=dict(_variables(said.get("--env", ()), environment)),
-        hostfile=hostfile,
+    if "--module" in values and "--no-python" in values:
+        raise UsageError("--module and --no-python: use only one of them")
+    entry: Literal["script", "module", "program"] = (
+        "module" if "--module" in values else "program" if "--no-python" in values else "script"
+    )
+    hostfile, command = _split_command(rest, entry, values)
+    own = {name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED}
+    flags = frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values)
+    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
+    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
+    max_restarts = whole("--max-restarts", values)
+    spec = RanksSpec(
+        tag=own.get("--tag", _tag_of(command[0])),
+        is_tag_given="--tag" in own,
         entry=entry,
         command=command,
-        nodes=_node_range(str(said["--nnodes"])) if "--nnodes" in said else None,
-        ranks_per_node=str(said.get("--nproc-per-node", "slots")),
-        max_restarts=whole("--max-restarts", said),
-        run_id=str(said.get("--rdzv-id", "none")),
-        role=str(said.get("--role", "default")),
-        log_dir=str(said["--log-dir"]) if "--log-dir" in said else None,
-        redirects=_streams("--redirects", said),
-        tee=_streams("--tee", said),
-        shown_ranks=_ranks(said),
-        master_port=whole("--master-port", said),
-        shutdown_timeout_s=seconds("--shutdown-timeout", said, 30.0),
-        unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in said),
+        directory=str(expand_user(Path(own.get("--directory", "."))).absolute()),
+        ranks_per_node=str(values.get("--nproc-per-node", "slots")),
+        max_nodes=MAX_NODES,
+        max_restarts=DEFAULT_RESTARTS if max_restarts is None else max_restarts,
+        run_id=str(values.get("--rdzv-id", "none")),
+        role=str(values.get("--role", "default")),
+        environment=dict(_variables(values.get("--env", ()), environment)),
+        log_dir=str(values["--log-dir"]) if "--log-dir" in values else None,
+        redirects=_streams("--redirects", values),
+        tee=_streams("--tee", values),
+        shown_ranks=_ranks(values),
+        master_port=whole("--master-port", values),
+        shutdown_timeout_s=seconds("--shutdown-timeout", values, 30.0),
+        hang_timeout_s=seconds("--hang-timeout", own, 600.0),
+        join_timeout_s=seconds("--join-timeout", own, 600.0),
+        hides_devices="--virtual-local-rank" in flags,
+        is_warmed="--no-warm" not in flags and entry != "program",
+        control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
     )
+    return CommandLine(
+        own=own,
+        flags=flags,
+        hostfile=hostfile,
+        nodes=_node_range(str(values["--nnodes"])) if "--nnodes" in values else None,
+        spec=spec,
+        unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in values),
+    )
+
+
+def _tag_of(command: str) -> str:
+    name = Path(command).name.removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"
 
 
 def _parser() -> _Parser:
@@ -187,7 +200,7 @@ def _parser() -> _Parser:
 
 
 def _dashed(word: str) -> str:
-    """An option as it is in the tables: `--nproc_per_node=2` as `--nproc-per-node=2`, `-m` as `--module`."""
+    """Spell an option as in the tables: `--nproc_per_node=2` as `--nproc-per-node=2`, `-m` as `--module`."""
     if not word.startswith("-"):
         return word
     name, equals, value = word.partition("=")
@@ -199,7 +212,7 @@ def _dashed(word: str) -> str:
 
 
 def _whole_name(name: str) -> str:
-    """An option of torchrun's may be shortened as long as it is like no other of them, as argparse has it."""
+    """Complete a shortened option. Like argparse, torchrun accepts any beginning that only one of its options has."""
     torchruns = (*USED, *_FLAGS, *UNUSED, *(each for each in REFUSED if each not in _DLROVERS), "--help")
     if name in (*torchruns, *LAUNCHER_OPTIONS, *LAUNCHER_FLAGS, *REFUSED):
         return name
@@ -210,7 +223,6 @@ def _whole_name(name: str) -> str:
 
 
 def _until_command(words: Sequence[str]) -> Sequence[str]:
-    """The options before the script: those that take a value take the next word."""
     flags = (*LAUNCHER_FLAGS, *_FLAGS, "--help")
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
@@ -220,14 +232,16 @@ def _until_command(words: Sequence[str]) -> Sequence[str]:
     return words[:at]
 
 
-def _split_command(rest: tuple[str, ...], entry: str, said: Mapping[str, object]) -> tuple[str | None, tuple[str, ...]]:
-    """Tell a hostfile from what follows it: before a script, a word that is no Python file."""
+def _split_command(
+    rest: tuple[str, ...], entry: str, values: Mapping[str, object]
+) -> tuple[str | None, tuple[str, ...]]:
+    """Split a hostfile off: a word before a script that does not name a Python file."""
     if rest[:1] == ("--",):
         rest = rest[1:]
     hostfile = None
     if entry == "script" and len(rest) > 1 and not rest[0].endswith(".py") and rest[1].endswith(".py"):
         hostfile, rest = rest[0], rest[1:]
-    if hostfile is not None and "--hostfile" in said:
+    if hostfile is not None and "--hostfile" in values:
         raise UsageError(f"{hostfile}: --hostfile names the nodes already")
     if not rest:
         what = {"script": "a script", "module": "a module", "program": "a program"}[entry]
@@ -236,19 +250,19 @@ def _split_command(rest: tuple[str, ...], entry: str, said: Mapping[str, object]
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    """torchrun's own variables: PET_NNODES is --nnodes."""
-    said: dict[str, object] = {}
+    """Read torchrun's own variables: PET_NNODES stands for --nnodes."""
+    values: dict[str, object] = {}
     for name in (*USED, *UNUSED, *REFUSED, *_FLAGS):
         value = environment.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value is None or (name in _FLAGS and value.lower() not in _TRUE):
             continue
-        said[name] = value
-    return said
+        values[name] = value
+    return values
 
 
-def _variables(given: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    assert isinstance(given, list | tuple)
-    for text in given:
+def _variables(settings: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    assert isinstance(settings, list | tuple)
+    for text in settings:
         name, equals, value = str(text).partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"--env: {text!r} is not NAME or NAME=VALUE")
@@ -269,34 +283,34 @@ def _node_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def whole(name: str, said: Mapping[str, object]) -> int | None:
-    """The whole number that an option was given, if it was; who uses it says which are possible. Raises UsageError."""
-    if name not in said:
+def whole(name: str, values: Mapping[str, object]) -> int | None:
+    """Return the whole number of an option, if it is there; the caller checks its bounds. Raises UsageError."""
+    if name not in values:
         return None
-    text = str(said[name])
+    text = str(values[name])
     if not re.fullmatch(r"[+-]?[0-9]{1,300}", text):
         raise UsageError(f"{name}: {text!r} is not a whole number")
     return int(text)
 
 
-def seconds(name: str, said: Mapping[str, object], default: float) -> float:
-    """The seconds that an option was given. Raises UsageError."""
+def seconds(name: str, values: Mapping[str, object], default: float) -> float:
+    """Return the seconds of an option, or their default. Raises UsageError."""
     try:
-        return float(str(said.get(name, default)))
+        return float(str(values.get(name, default)))
     except ValueError:
-        raise UsageError(f"{name}: {said[name]!r} is not a number of seconds") from None
+        raise UsageError(f"{name}: {values[name]!r} is not a number of seconds") from None
 
 
-def _ranks(said: Mapping[str, object]) -> tuple[int, ...]:
-    text = str(said.get("--local-ranks-filter", ""))
+def _ranks(values: Mapping[str, object]) -> tuple[int, ...]:
+    text = str(values.get("--local-ranks-filter", ""))
     if text and not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
         raise UsageError(f"--local-ranks-filter: {text!r} is not a list of local ranks, as in 0,1")
     return tuple(int(each) for each in text.split(",") if each)
 
 
-def _streams(name: str, said: Mapping[str, object]) -> RankStreams:
-    """`3` for both streams of all ranks, 1 for stdout, 2 for stderr; `0:1,1:2` for single local ranks."""
-    text = str(said.get(name, "0"))
+def _streams(name: str, values: Mapping[str, object]) -> RankStreams:
+    """Read `3` for both streams of all ranks, 1 for stdout, 2 for stderr; `0:1,1:2` for single local ranks."""
+    text = str(values.get(name, "0"))
     if re.fullmatch(r"[0-3]", text):
         return RankStreams(all=_redirection(text))
     if not re.fullmatch(r"[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*", text):
@@ -310,7 +324,7 @@ def _redirection(kind: str) -> Redirection:
 
 
 def options_text() -> str:
-    """All options, for `--help`."""
+    """Return all options, for `--help`."""
     ours = [(f"{name} {value}", text) for name, (value, text) in LAUNCHER_OPTIONS.items()]
     ours += list(LAUNCHER_FLAGS.items())
     width = max(len(name) for name, _ in ours)

@@ -1,6 +1,6 @@
-"""Wires a run of a script together: its coordinator, master, cluster, journal, control socket, and what a person sees.
+"""Wires a run of a script together: its coordinator, master, cluster, journal, control socket and output.
 
-As `run_job` is for training. There is no dashboard: the script's own output is what a terminal is for.
+`run_job` does the same for training. There is no dashboard here: the terminal is for the script's own output.
 """
 
 from __future__ import annotations
@@ -15,28 +15,23 @@ from pathlib import Path
 from typing import TextIO
 
 import trio
-from rich.console import Console
 
 from oobleck.cli import wiring
 from oobleck.cli.inputs import NodeSource, VirtualOnes
-from oobleck.control.events import End, NodeLeftOut, Remark
+from oobleck.control.events import End
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
 from oobleck.control.scripts import RanksCoordinator
 from oobleck.errors import ExitCode
 from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
-from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.roles.master import Master, RunClock
-from oobleck.runtime.cluster import SSHCluster
-from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.ui.live import say
 
@@ -47,7 +42,7 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRun:
-    """What `oobleck run` was asked for."""
+    """A run that `oobleck run` has read and checked."""
 
     spec: RanksSpec
     source: NodeSource
@@ -55,20 +50,20 @@ class RanksRun:
     ssh_config: Path | None
     base_dir: Path
     check: bool
-    """Check nodes, unless they are virtual, before anything is started there."""
+    """Whether to check nodes first, unless they are virtual."""
     leaves_out_slow: bool
-    """Those that the check finds slow do not take part."""
+    """Whether nodes that this check finds slow do not take part."""
 
 
 def run_ranks(run: RanksRun) -> int:
-    """Run the script to its end; returns the exit code."""
+    """Run the script to its end; return the exit code."""
     limit = raise_descriptor_limit()
     num_nodes = len(run.source.names)
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = RunDirectory(base_dir=run.base_dir, tag=run.spec.tag)
     _check_states(run, directory)
     directory.create()
-    output = lasting(sys.stderr)  # what the script writes to standard output is all that goes there
+    output = lasting(sys.stderr)  # standard output is for the script's own output
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), wiring.background_logging():
@@ -77,13 +72,12 @@ def run_ranks(run: RanksRun) -> int:
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
     if end.exit_code != ExitCode.DONE:
-        told = Console(stderr=True)
-        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        wiring.complain(end.reason, style="red")
     return end.exit_code
 
 
 def _check_states(run: RanksRun, directory: RunDirectory) -> None:
-    """Raise UsageError for states of another script, as far as they can be seen from here; `load` sees all of them."""
+    """Raise UsageError for states of another script, as far as this machine has them; `load` checks all of them."""
     inherited = {**(os.environ if isinstance(run.source, VirtualOnes) else {}), **run.spec.environment}
     named = inherited.get(DIRECTORY_VARIABLE)
     states = Path(run.spec.directory, expand_user(named)) if named else directory.path / "checkpoints"
@@ -98,28 +92,21 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
 
 async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
     spec = run.spec
-    nodes = wiring.open_nodes(
-        run.source, directory, spec.control, ssh_config=run.ssh_config, tell=lambda text: say(output, text)
+    opened = wiring.open_nodes(
+        run.source,
+        directory,
+        spec.control,
+        python=run.python,
+        ssh_config=run.ssh_config,
+        checks=run.check,
+        tell=lambda text: say(output, text),
+        runs_ranks=True,
     )
-    async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = wiring.remote_paths(directory, launcher, run.python)
-        connections = NodeConnections(launcher)
-        cluster = SSHCluster(
-            spec.tag,
-            launcher.nodes,
-            run_id=directory.run_id,
-            connections=connections,
-            paths=paths,
-            start_timeout_s=spec.control.start_timeout_s,
-            checks_returning=run.check and not launcher.are_virtual,
-            runs_ranks=True,
+    async with opened as nodes, trio.open_nursery() as nursery:
+        launcher, cluster = nodes.launcher, nodes.cluster
+        known, chosen, remarks = await nodes.begin(
+            lambda text: say(output, f"oobleck run: {text}"), waits=True, leaves_out_slow=run.leaves_out_slow
         )
-        known = await launcher.begin(waits=True)
-        chosen: tuple[NodeSpec, ...] = known
-        remarks: tuple[NodeLeftOut | Remark, ...] = ()
-        if run.check and not launcher.are_virtual:
-            say(output, f"oobleck run: checking {len(known)} nodes")
-            chosen, remarks = await wiring.check_first(known, connections, paths, leaves_out_slow=run.leaves_out_slow)
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
@@ -141,33 +128,28 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
             screen = _Screen()
             master.show_output(screen.take)
             await session.serve(directory.control_socket, remarks)
-            try:
-                async with trio.open_nursery() as watching:
-                    session.show(output, watching, plain=True)
-                    watching.start_soon(screen.run)
-                    end = await master.run()
-                    watching.cancel_scope.cancel()
-                if end.exit_code in wiring.ENDS_WELL:
-                    await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
-            finally:
-                with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS_S):
-                    await cluster.aclose()
+            async with trio.open_nursery() as watching:
+                session.show(output, watching, plain=True)
+                watching.start_soon(screen.run)
+                end = await master.run()
+                watching.cancel_scope.cancel()
+            if end.exit_code in wiring.ENDS_WELL:
+                await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
         nursery.cancel_scope.cancel()
     return end
 
 
 class _Screen:
-    """Writes what ranks have written where this command writes; a reader who is too slow misses some of it."""
+    """Writes the output of ranks to this command's own streams; a reader that is too slow misses some of it."""
 
     def __init__(self) -> None:
         self._waiting: deque[RankOutput] = deque(maxlen=_MOST_WAITING)
 
     def take(self, output: RankOutput) -> None:
-        """Have it written."""
         self._waiting.append(output)
 
     async def run(self) -> None:
-        """Write, until cancelled; what waits then is still written."""
+        """Write until cancelled, and then what still waits."""
         try:
             while True:
                 await self._write()
@@ -177,9 +159,9 @@ class _Screen:
                 await self._write()
 
     async def _write(self) -> None:
-        said, self._waiting = self._waiting, deque(maxlen=_MOST_WAITING)
+        written, self._waiting = self._waiting, deque(maxlen=_MOST_WAITING)
         for is_error, stream in ((False, sys.stdout), (True, sys.stderr)):
-            text = "".join(each.text for each in said if each.is_error == is_error)
+            text = "".join(each.text for each in written if each.is_error == is_error)
             if text:
                 await trio.to_thread.run_sync(_print, stream, text, abandon_on_cancel=True)
 

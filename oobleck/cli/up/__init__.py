@@ -1,7 +1,7 @@
-"""`oobleck up`: its options, and a run that trains, wired together. Only the options are loaded with the room."""
+"""`oobleck up`: its options, and a run that trains, wired together. The door loads the options alone."""
 
 from __future__ import annotations
 
-from .command import readable_file, up
+from .command import up
 
-__all__ = ["readable_file", "up"]
+__all__ = ["up"]

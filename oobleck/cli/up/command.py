@@ -1,4 +1,4 @@
-"""`oobleck up`: what the user asked for, read and checked before anything is started."""
+"""`oobleck up`: reads and checks what the user asks for before anything starts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.cli import inputs
-from oobleck.cli.common_options import base_dir_of, takes_options
+from oobleck.cli.common_options import base_dir_of
+from oobleck.cli.option_fields import takes_options
 from oobleck.errors import ConfigError, ResourceLost, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
-from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag, read_input
+from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag
 
 from .options import UpOptions
 
 if TYPE_CHECKING:
-    from oobleck.runtime.metrics_output import MetricsAddress
     from oobleck.runtime.processes import TrainerProcess
 
 _STEP = re.compile(r"[0-9]{1,15}")
@@ -48,11 +48,15 @@ def up(options: UpOptions) -> None:
     job, trainer = _open(options, asked, source)
     resume = options.resume
     if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
-        resume = trainer.resume  # what its train() was given
+        resume = trainer.resume  # the argument of its train()
     job, owner = _named(options, asked, options.scaled(job))
     _check_nodes(options, job, len(source.names))
-    address = _metrics_address(options.metrics)
-    config = readable_file(options.ssh_config, "ssh config") if options.ssh_config is not None else None
+    metrics = None
+    if options.metrics is not None:
+        from oobleck.runtime.metrics_output import parse_metrics_address
+
+        metrics = parse_metrics_address(options.metrics)
+    config = options.reach.read_config()
     known = None if isinstance(source, inputs.DialIn) else source.names
     kills = tuple(_parse_kill(text, known, job.max_steps) for text in options.kill or [])
     if options.dry:
@@ -74,7 +78,7 @@ def up(options: UpOptions) -> None:
         kills=kills,
         ssh_config=config,
         resume=resume,
-        metrics=address,
+        metrics=metrics,
         trainer=trainer,
         owner=owner,
     )
@@ -91,16 +95,8 @@ def _open(
     return inputs.open_job(asked, num_nodes=num_nodes, finish=options.applied_to, are_virtual=are_virtual)
 
 
-def _metrics_address(text: str | None) -> MetricsAddress | None:
-    if text is None:
-        return None
-    from oobleck.runtime.metrics_output import parse_metrics_address
-
-    return parse_metrics_address(text)
-
-
 def _check_weights(options: UpOptions, job: JobSpec, trainer: TrainerProcess | None) -> None:
-    """Raise ConfigError for a model that cannot be cut as is asked for; say where a script finds what was trained."""
+    """Raise ConfigError for a model that cannot be cut as asked; warn a script that will not find the weights."""
     if job.tensor_parallel > 1 or job.schedule == "interleaved":
         _check_model(job)
     if trainer is not None and options.nodes.local is None and job.checkpoint.directory is None:
@@ -112,8 +108,9 @@ def _check_weights(options: UpOptions, job: JobSpec, trainer: TrainerProcess | N
 
 
 def _check_model(job: JobSpec) -> None:
-    """Raise ConfigError for a model that devices cannot share, or that cannot be cut into as many chunks as are asked
-    for, as far as this machine can read it; nodes ask too.
+    """Raise ConfigError for a model that devices cannot share, or that has too few layers for its chunks.
+
+    A model that this machine cannot read passes; nodes check it too.
     """
     from oobleck.control.training import check_possible
     from oobleck.runtime.processes import outline_of
@@ -130,28 +127,27 @@ def _check_model(job: JobSpec) -> None:
 
 
 def _named(options: UpOptions, asked: inputs.JobSource, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job by a tag that no other job's run has, and what the run is of.
+    """Return the job under a tag that no other job's run has, and the run's owner: the path of a script or job file.
 
-    That is empty for a file that a program has made for this run.
+    The owner is empty for a file that a program has made for this run.
     """
     path, base_dir = asked.script or asked.file, base_dir_of(options.base_dir)
     owner = "the default job" if path is None else os.path.abspath(expand_user(path))
     if path is not None and Path(owner).is_relative_to(base_dir.resolve() / LAUNCHED_DIRECTORY):
         return job, ""
-    if options.tag is None and job.tag in (JobSpec().tag, asked.script.stem if asked.script is not None else None):
-        own = default_tag(base_dir, job.tag, owner)
-        if own != job.tag:
-            typer.echo(f"oobleck: another job's run is called {job.tag}; this one is {own} (--tag names it)", err=True)
+    is_default = job.tag in (JobSpec().tag, asked.script.stem if asked.script is not None else None)
+    if options.tag is None and is_default and (own := default_tag(base_dir, job.tag, owner)) != job.tag:
+        typer.echo(f"oobleck: another job's run is called {job.tag}; this one is {own} (--tag names it)", err=True)
         job = replace(job, tag=own)
     return job, owner
 
 
 def _check_nodes(options: UpOptions, job: JobSpec, num_nodes: int) -> None:
-    """Raise UserError for nodes that are too few for the job, or cannot be reached in the way that is asked for."""
+    """Raise UserError for too few nodes, or for options that do not apply to these nodes."""
     if job.num_pipelines is not None and job.num_pipelines > num_nodes:
         raise (ConfigError if options.num_pipelines is None else UsageError)(
             f"num_pipelines: {job.num_pipelines} pipelines are asked for, and there are {num_nodes} nodes; "
-            "a pipeline needs at least one node of its own"
+            "each pipeline needs at least one node"
         )
     if job.fault_threshold >= num_nodes and job.fault_threshold > 1:
         typer.echo(
@@ -160,10 +156,13 @@ def _check_nodes(options: UpOptions, job: JobSpec, num_nodes: int) -> None:
             err=True,
         )
     is_local = options.nodes.local is not None
-    if options.ssh_config is not None and is_local:
+    if options.reach.ssh_config is not None and is_local:
         raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
-    if options.python is not None:
-        _check_python(options.python, is_local=is_local)
+    python = options.reach.python
+    # Virtual nodes are this machine. Whether another node has an interpreter, only that node knows.
+    is_missing = python and is_local and shutil.which(os.path.expanduser(python)) is None
+    if python is not None and (not python or "\0" in python or is_missing):
+        raise UsageError(f"--python: there is no {python or 'interpreter without a name'}; name one that can be run")
 
 
 def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
@@ -172,29 +171,17 @@ def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
     scripts = [index for index, word in enumerate(words[:2]) if word.endswith(".py")]
     end = scripts[0] if scripts else len(words)
     if end > 1:
-        raise UsageError(f"{words[1]}: there is nothing more to name but a script, whose name ends in .py")
+        raise UsageError(f"{words[1]}: only a script, whose name ends in .py, may follow the hostfile")
     return Path(words[0]) if end else None, inputs.JobSource(
-        file=options.job_file,
+        file=options.job.job_file,
         script=Path(words[end]) if scripts else None,
         arguments=tuple(words[end + 1 :]),
-        settings=options.settings or (),
+        settings=options.job.settings or (),
     )
 
 
-def _check_python(python: str, *, is_local: bool) -> None:
-    """Virtual nodes are this machine: what is not there need not be started. What nodes have, only they know."""
-    if not python or "\0" in python or (is_local and shutil.which(os.path.expanduser(python)) is None):
-        raise UsageError(f"--python: there is no {python or 'interpreter without a name'}; name one that can be run")
-
-
-def readable_file(path: Path, what: str) -> Path:
-    """A file that others will read, from anywhere. Raises UserError where it cannot be read."""
-    read_input(path, what)
-    return expand_user(path).absolute()
-
-
 def _parse_kill(text: str, nodes: tuple[str, ...] | None, max_steps: int) -> tuple[str, int]:
-    """Read NODE@STEP; `nodes` is None where nobody knows yet who there will be."""
+    """Read NODE@STEP; `nodes` is None while the nodes are not known."""
     node, at, step = text.rpartition("@")
     if not at or not _STEP.fullmatch(step):
         raise UsageError(f"--kill: {text!r} is not NODE@STEP, as in {nodes[-1] if nodes else 'node2'}@20")
@@ -206,14 +193,13 @@ def _parse_kill(text: str, nodes: tuple[str, ...] | None, max_steps: int) -> tup
 
 
 def end_with_stdin() -> None:
-    """Send this process a SIGTERM once its standard input ends; nothing where that is no pipe.
+    """Send this process a SIGTERM once its standard input ends, if that is a pipe. Call it in the main thread.
 
-    A master that is started again (`oobleck chaos` does that) has no pipe, and is nobody's. SIGINT is heard from here
-    on: a shell has programs in its background ignore it, which the processes that they start inherit, and this one is
-    stopped by it. To be called in the main thread.
+    A master that was restarted (as by `oobleck chaos`) has no pipe, and belongs to no program.
     """
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(0).st_mode):
+            # A shell makes background programs ignore SIGINT, and their children inherit that. It stops this one.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Thread(target=_wait_and_end, name="lifeline", daemon=True).start()
 

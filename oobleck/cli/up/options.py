@@ -1,4 +1,4 @@
-"""The options of `oobleck up`, and the job that they make of the one that a file or a script says."""
+"""The options of `oobleck up`, and how they change the job of a file or a script."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
-
-import typer
+from typing import get_args, get_type_hints
 
 from oobleck.cli import inputs
 from oobleck.cli.common_options import BaseDirOption, JsonOption
+from oobleck.cli.option_fields import argument, flag, option
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import CheckpointSpec, JobSpec
 
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
-_OF_KEYS = {
+_OPTION_OF_KEY = {
     "max_steps": "--steps",
     "dtype": "--dtype",
     "seed": "--seed",
@@ -26,141 +25,88 @@ _OF_KEYS = {
     "tensor_parallel": "--tp",
     "tag": "--tag",
 }
-"""The option of each key of the job that has one to itself."""
+"""The keys of the job that have an option of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Nodes(inputs.NodeOptions):
-    local: Annotated[
-        str | None,
-        typer.Option(
-            "--local",
-            metavar="N",
-            help="Train on N virtual nodes of this machine; of kinds of their own as in fast:2,slow:2x4.",
-        ),
-    ] = None
+    local: str | None = option(
+        "--local", "N", "Train on N virtual nodes of this machine; of several kinds as in fast:2,slow:2x4."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What is given to `oobleck up`."""
+    """What `oobleck up` was called with."""
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
-            help="Nodes to train on, one per line; a script that defines the job; and the script's own arguments.",
-            show_default=False,
-        ),
-    ] = None
+    words: list[str] | None = argument(
+        "[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
+        "Nodes to train on, one per line; a script that defines the job; and the script's own arguments.",
+    )
     nodes: _Nodes
-    job_file: Annotated[
-        Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a key of the job, as in optimizer.learning_rate=3e-4."
-        ),
-    ] = None
-    max_steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Train for N steps.")] = None
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights, samples and dropout.")] = None
-    fault_threshold: Annotated[
-        int | None,
-        typer.Option(
-            "-f", "--fault-threshold", metavar="F", help="Number of simultaneous node failures that never cost state."
-        ),
-    ] = None
-    num_pipelines: Annotated[
-        int | None, typer.Option("--pipelines", metavar="N", help="Ask the planner for exactly N pipelines.")
-    ] = None
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option("--tp", metavar="N", help="Devices of a node that share each stage; virtual nodes get this many."),
-    ] = None
-    scaling: Annotated[
-        str | None,
-        typer.Option(
-            "--scaling",
-            metavar="all|efficient|deadline=TIME",
-            help="Use all nodes, only those that add enough throughput, or the fewest that finish in time "
-            "(deadline=2h).",
-        ),
-    ] = None
-    tag: Annotated[str | None, typer.Option("--tag", help="Name of the run.")] = None
-    kill: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kill", metavar="NODE@STEP", help="Kill a node once this step is committed, to see the run recover."
-        ),
-    ] = None
-    python: inputs.PythonOption = None
-    ssh_config: inputs.SSHConfigOption = None
-    dry: Annotated[bool, typer.Option("--dry-run", help="Show the plan without starting anything.")] = False
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the dashboard.")] = False
+    job: inputs.JobOptions
+    max_steps: int | None = option("--steps", "N", "Train for N steps.")
+    dtype: str | None = option("--dtype", "float32, bfloat16, float16 or float64.")
+    seed: int | None = option("--seed", "Seed of weights, samples and dropout.")
+    fault_threshold: int | None = option(
+        "-f", "--fault-threshold", "F", "Number of simultaneous node failures that never cost state."
+    )
+    num_pipelines: int | None = option("--pipelines", "N", "Ask the planner for exactly N pipelines.")
+    tensor_parallel: int | None = option(
+        "--tp", "N", "Devices of a node that share each stage; virtual nodes get this many."
+    )
+    scaling: str | None = option(
+        "--scaling",
+        "all|efficient|deadline=TIME",
+        "Use all nodes, only those that add enough throughput, or the fewest that finish in time (deadline=2h).",
+    )
+    tag: str | None = option("--tag", "Name of the run.")
+    kill: list[str] | None = option(
+        "--kill", "NODE@STEP", "Kill a node once this step is committed, to see the run recover."
+    )
+    reach: inputs.ReachOptions
+    dry: bool = flag("--dry-run", "Show the plan without starting anything.")
+    plain: bool = flag("--plain", "Print lines instead of the dashboard.")
     as_json: JsonOption = False
-    summary: Annotated[
-        Path | None, typer.Option("--summary", metavar="FILE", help="Write the closing summary as JSON.")
-    ] = None
-    save_every: Annotated[
-        str | None,
-        typer.Option(
-            "--save-every", metavar="STEPS|TIME", help="Save every so many steps (50), or at this interval (5m)."
-        ),
-    ] = None
-    keep: Annotated[int | None, typer.Option("--keep", metavar="N", help="Keep the N newest checkpoints.")] = None
-    resume: Annotated[
-        str,
-        typer.Option(
-            "--resume",
-            metavar="auto|never|PATH",
-            help="Continue what is left of a run of this name (auto); start from the seed, and keep its files "
-            "(never); or start from the checkpoint at PATH.",
-        ),
-    ] = "auto"
-    verify: Annotated[
-        int | None,
-        typer.Option(
-            "--verify",
-            metavar="N",
-            min=1,
-            help="First compare N steps with the script by itself, as `oobleck verify` does; start only if all is "
-            "equal.",
-        ),
-    ] = None
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Skip the check of the hostfile's nodes, which takes ten seconds.")
-    ] = False
-    until_eof: Annotated[
-        bool,
-        typer.Option(
-            "--until-eof",
-            help="End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start "
-            "runs, and may die.",
-        ),
-    ] = False
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            "--metrics", metavar="ADDRESS", help="Serve metrics for Prometheus on unix:PATH or a loopback PORT."
-        ),
-    ] = None
+    summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.")
+    save_every: str | None = option(
+        "--save-every", "STEPS|TIME", "Save after this many steps (50), or at this interval (5m)."
+    )
+    keep: int | None = option("--keep", "N", "Keep the N newest checkpoints.")
+    resume: str = option(
+        "--resume",
+        "auto|never|PATH",
+        "Continue from what a run of this name has left (auto); start from the seed, but keep its files (never); or "
+        "start from the checkpoint at PATH.",
+        default="auto",
+    )
+    verify: int | None = option(
+        "--verify",
+        "N",
+        "First compare N steps with the script by itself, as `oobleck verify` does; start only if all is equal.",
+        min=1,
+    )
+    no_check: bool = flag("--no-check", "Skip the check of the hostfile's nodes, which takes ten seconds.")
+    until_eof: bool = flag(
+        "--until-eof",
+        "End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start runs "
+        "and may die.",
+    )
+    metrics: str | None = option(
+        "--metrics", "ADDRESS", "Serve metrics for Prometheus on unix:PATH or a loopback PORT."
+    )
     base_dir: BaseDirOption = None
 
     def applied_to(self, job: JobSpec) -> JobSpec:
-        """Return a job with what options say in place of its own. Raises UsageError that names the option.
-
-        All at once, for some are possible only together.
-        """
+        """Return a job with the values of these options. Raises UsageError that names the option."""
         if self.dtype not in (None, *_DTYPES):
             raise UsageError(f"--dtype: {self.dtype} is not known; it is one of {', '.join(_DTYPES)}")
-        changes = {key: value for key in _OF_KEYS if (value := getattr(self, key)) is not None}
+        changes = {key: value for key in _OPTION_OF_KEY if (value := getattr(self, key)) is not None}
         try:
-            job = replace(job, **changes)
+            job = replace(job, **changes)  # all at once: some are possible only together
         except ConfigError as error:
             key = str(error).partition(":")[0]
-            blamed = [_OF_KEYS[key]] if key in changes else map(_OF_KEYS.__getitem__, changes)
+            blamed = [_OPTION_OF_KEY[key]] if key in changes else map(_OPTION_OF_KEY.__getitem__, changes)
             raise UsageError(f"{', '.join(blamed)}: {error}") from error
         return replace(job, checkpoint=self._saving(job))
 
@@ -184,7 +130,7 @@ class UpOptions:
 
 @contextmanager
 def _blaming(option: str) -> Iterator[None]:
-    """Turn what a job refuses into an error of the command line: the job was possible without the option."""
+    """Turn a job's ConfigError into an error of the command line: without the option, the job was possible."""
     try:
         yield
     except ConfigError as error:

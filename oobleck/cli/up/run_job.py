@@ -1,6 +1,6 @@
-"""Wires a run together: coordinator, master, cluster, journal, control socket, and what a person sees.
+"""Wires a run that trains together: coordinator, master, cluster, journal, control socket and output.
 
-The composition root of `oobleck up`: the only place that knows both the roles and the real world.
+This is the composition root of `oobleck up`: the only place that knows both the roles and the real world.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from rich.console import Console
 
 from oobleck.cli import wiring
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
-from oobleck.control.events import End, NodeLeftOut, Remark, StopRequested
+from oobleck.control.events import End, Remark, StopRequested
 from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
-from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError
+from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError, leaves_of
 from oobleck.host.script import SCRIPT_WAITS
 from oobleck.host.streams import Output, lasting
 from oobleck.host.user_path import expand_user
@@ -34,8 +33,6 @@ from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.roles.master import Master, RunClock
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.cluster import RemotePaths, SSHCluster
-from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
@@ -45,7 +42,6 @@ from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.runtime.ssh import open_ssh_loop
 from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
@@ -57,23 +53,23 @@ _log = logging.getLogger("oobleck.up")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What `oobleck up` was asked for."""
+    """A run that `oobleck up` has read and checked."""
 
     options: UpOptions
     job: JobSpec
-    """With what the options say."""
+    """The job with the options applied."""
     source: NodeSource
     kills: tuple[tuple[str, int], ...]
     """(node, step): kill the node once the step is committed."""
     ssh_config: Path | None
     resume: str
-    """`auto` takes over a run that lives without its master, or continues from the newest checkpoint; `never`
-    starts from scratch; a path names the checkpoint to begin from."""
+    """`auto` takes over a run that lives without its master, or continues from the newest checkpoint; `never` starts
+    from scratch; a path names the checkpoint to begin from."""
     metrics: MetricsAddress | None
     trainer: TrainerProcess | None
-    """The script that waits in its `train()`."""
+    """A script that waits in its `train()`."""
     owner: str
-    """The path of the script or job file, if it is a user's."""
+    """The path of the script or job file, if it belongs to a user."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -81,11 +77,9 @@ class Run:
 
 
 def run_job(run: Run) -> int:
-    """Run the job to its end, and the script that waits for it to its own; returns the exit code."""
+    """Run the job to its end, and then the script that waits for it; return the exit code."""
     code = _run_job(run)
-    if run.trainer is None:
-        return code
-    return run.trainer.end(code, _checkpoints(run, run.directory).path)
+    return code if run.trainer is None else run.trainer.end(code, _checkpoints(run, run.directory).path)
 
 
 def _run_job(run: Run) -> int:
@@ -115,52 +109,36 @@ def _run_job(run: Run) -> int:
                 past = _Past(books=books, place=place)
                 end, summary = trio.run(_run, run, directory, output, clock, past, clock=clock)
             except BaseException as error:
-                if all(isinstance(leaf, wiring.MasterLeaves) for leaf in _leaves(error)):
+                if all(isinstance(leaf, wiring.MasterLeaves) for leaf in leaves_of(error)):
                     say(output, "oobleck up: SIGTERM: training continues without this master, and the next takes over")
                     return ExitCode.RESUMABLE
                 _tell_of_crash(run, error)
                 raise
         if end.exit_code == ExitCode.DONE and not summary.generations:
             say(output, f"oobleck up: {end.reason}")
-            for path in files:  # nothing was done: the run before stays the newest
+            for path in files:  # nothing happened, so the previous run stays the newest
                 put_back(path, before[path])
             summary = wiring.read_past(directory.journal)[0].account.summary(read_losses(directory.journal))
-    if summary.generations:  # else nothing was trained, and there is nothing to show
+    if summary.generations:  # otherwise nothing was trained
         console_on(output).print(summary_table(summary))
     is_written = _hand_out(run, summary, stdout)
     if end.exit_code != ExitCode.DONE:
-        told = Console(stderr=True)
-        told.print(f"oobleck: {end.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-        is_saved = summary.saved_step == summary.last_step
-        if (
-            end.exit_code not in wiring.ENDS_WELL
-            and summary.generations
-            and run.job.checkpoint.enabled
-            and not is_saved
-        ):
-            told.print(
-                f"oobleck: states that no disk has stay in the nodes' shared memory, as {directory.run_id}, for the "
-                "next run of this tag",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+        wiring.complain(end.reason, style="red")
+        is_unsaved = run.job.checkpoint.enabled and summary.saved_step != summary.last_step
+        if end.exit_code not in wiring.ENDS_WELL and summary.generations and is_unsaved:
+            wiring.complain(
+                f"states that are on no disk stay in the nodes' shared memory, as {directory.run_id}, for the next run "
+                "of this tag"
             )
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
-    """What an error is made of, where several tasks have ended with one."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for each in error.exceptions for leaf in _leaves(each)]
-
-
 def _tell_of_crash(run: Run, error: BaseException) -> None:
     """Tell the user what survives when the master crashes; errors that it reports on purpose are printed elsewhere."""
-    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in _leaves(error)):
+    if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves_of(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60
-    with suppress(OSError):  # what broke may be where this is written to
+    with suppress(OSError):  # standard error itself may be what broke
         sys.stderr.write(
             f"oobleck: the master has crashed. Its agents train on for up to {minutes:g} minutes without it: the same "
             "command takes the run over until then, and continues from its newest state after that\n"
@@ -168,9 +146,9 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
 
 
 def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun | None:
-    """The run before, where it has done all that is asked for and its model can be seen to be whole from here.
+    """Return the previous run if it has done all of this job and this machine has its whole model.
 
-    Where checkpoints lie on other machines, it is for their workers to see.
+    If the checkpoints are on other machines, their workers find out.
     """
     found = books.finished
     if found is None or not found.is_all_of(run.job):
@@ -184,13 +162,12 @@ def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun
 
 
 def _checkpoints(run: Run, directory: RunDirectory) -> CheckpointDirectory:
-    """Those of a run, where this machine has them."""
-    told = run.job.checkpoint.directory
-    return CheckpointDirectory(expand_user(told) if told else directory.path / "checkpoints")
+    named = run.job.checkpoint.directory
+    return CheckpointDirectory(expand_user(named) if named else directory.path / "checkpoints")
 
 
 def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
-    """Write the summary where it was asked for; False, and a message, where its file cannot be written."""
+    """Write the summary to where the options name; return False, after a message, if its file cannot be written."""
     if run.options.as_json:
         stdout.write(f"{summary.to_json()}\n")
     try:
@@ -205,31 +182,25 @@ def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
 async def _run(
     run: Run, directory: RunDirectory, output: Output, clock: PatientClock, past: _Past
 ) -> tuple[End, Summary]:
-    nodes = wiring.open_nodes(
+    opened = wiring.open_nodes(
         run.source,
         directory,
         run.job.control,
+        python=run.options.reach.python,
         ssh_config=run.ssh_config,
+        checks=not run.options.no_check,
         tell=lambda text: say(output, f"oobleck up: {text}"),
         renew_keys=run.resume == "never",
         num_devices=run.job.tensor_parallel,
     )
-    async with open_ssh_loop(), nodes as launcher, trio.open_nursery() as nursery:
-        paths = wiring.remote_paths(directory, launcher, run.options.python)
-        connections = NodeConnections(launcher)
-        cluster = SSHCluster(
-            run.job.tag,
-            launcher.nodes,
-            run_id=directory.run_id,
-            connections=connections,
-            paths=paths,
-            start_timeout_s=run.job.control.start_timeout_s,
-            checks_returning=not run.options.no_check and not launcher.are_virtual,
-        )
+    async with opened as nodes, trio.open_nursery() as nursery:
+        launcher, cluster = nodes.launcher, nodes.cluster
         past = await _find_past(run, directory, cluster, launcher, past)
-        known = await launcher.begin(waits=past.replayed is None)
-        is_check_due = not run.options.no_check and not launcher.are_virtual and past.replayed is None
-        chosen, remarks = await _check(known, connections, paths, output) if is_check_due else (known, ())
+        _, chosen, remarks = await nodes.begin(
+            lambda text: say(output, f"oobleck up: {text} (--no-check leaves this out)"),
+            waits=past.replayed is None,
+            is_check_due=past.replayed is None,
+        )
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
@@ -242,8 +213,11 @@ async def _run(
             metrics = _start_metrics(directory, master, past)
             _keep_files(directory, journal, metrics, session, nursery, place=past.place)
             if run.metrics is not None:
-                text = partial(_metrics_text, metrics, master, run.job.tag)
-                await nursery.start(serve_metrics, run.metrics, text)
+                await nursery.start(
+                    serve_metrics,
+                    run.metrics,
+                    lambda: prometheus_text(metrics.metrics.sample(master.now_s), run.job.tag),
+                )
             try:
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=run.options.plain)
@@ -256,8 +230,6 @@ async def _run(
                     await wiring.give_memory_back(cluster, master.nodes)
             finally:
                 metrics.close()
-                with trio.CancelScope(shield=True), trio.move_on_after(2):
-                    await cluster.aclose()
         nursery.cancel_scope.cancel()
     return _with_journal(end, journal), session.account.summary(read_losses(directory.journal))
 
@@ -271,7 +243,7 @@ def _keep_files(
     *,
     place: int,
 ) -> None:
-    """Keep the journal's image new, and the run's directory there."""
+    """Keep the journal's image up to date, and restore the run's directory if it is removed."""
     nursery.start_soon(partial(wiring.keep_image, directory.journal, lambda: journal.size_bytes, place=place))
     watch = partial(
         wiring.watch_run_directory,
@@ -285,20 +257,12 @@ def _keep_files(
 
 
 def _with_journal(end: End, journal: JournalWriter) -> End:
-    """No run that ends with less in its journal than happened is a success: its readers would know less."""
+    """Return the end of a run; one whose journal lacks entries is no success."""
     if not journal.num_missing or end.exit_code not in (*wiring.ENDS_WELL, ExitCode.NOT_SAVED):
         return end
-    problem = "too much came while nothing could be written" if journal.problem is None else journal.problem.strerror
+    problem = "too many entries came while no write succeeded" if journal.problem is None else journal.problem.strerror
     lacking = f"{journal.num_missing} entries are MISSING from {journal.path}: {problem}"
     return End(exit_code=ExitCode.NOT_SAVED, reason=f"{end.reason}; {lacking}")
-
-
-async def _check(
-    nodes: tuple[NodeSpec, ...], connections: NodeConnections, paths: RemotePaths, output: Output
-) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-    """Check nodes; returns those to begin with, and what is to be said."""
-    say(output, f"oobleck up: checking {len(nodes)} nodes (--no-check leaves this out)")
-    return await wiring.check_first(nodes, connections, paths)
 
 
 def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> MetricsOutput:
@@ -309,31 +273,26 @@ def _start_metrics(directory: RunDirectory, master: Master, past: _Past) -> Metr
     return output
 
 
-def _metrics_text(output: MetricsOutput, master: Master, tag: str) -> str:
-    return prometheus_text(output.metrics.sample(master.now_s), tag)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Past:
-    """What a master before this one has left: its journal, and, where agents live, a run that is still active."""
-
     books: RunBooks = field(default_factory=RunBooks)
     place: int = 0
-    """The bytes of the journal that the books are of."""
+    """The books cover this many bytes of the journal."""
     replayed: ReplayedRun | None = None
     remark: str | None = None
 
     @property
     def elapsed_s(self) -> float:
-        """How long the run has gone on. The wall clock may have been set back: time never goes backwards here."""
+        """How long the run has lasted."""
         if self.replayed is None:
             return 0.0
         began = datetime.fromisoformat(self.replayed.started.started_at)
+        # The wall clock may have been set back, but a run's time never goes backwards.
         return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
 
 
 async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, past: _Past) -> _Past:
-    """Look for a run that continues without its master; the journal of any other is set aside.
+    """Look for a run that continues without its master, and set the journal of any other run aside.
 
     Raises UsageError for one that trains another job.
     """
@@ -354,14 +313,14 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
             if isinstance(run.source, VirtualOnes):
                 _check_virtual(run, replayed, launcher.nodes[: run.source.count])
             return replace(past, replayed=replayed)
-    if known := launcher.nodes[: len(run.source.names)]:  # else they dial in later, if they do
+    if known := launcher.nodes[: len(run.source.names)]:  # otherwise they dial in later
         await wiring.end_left(cluster, launcher, directory.journal, known)
     set_aside(directory.journal)
     return _Past()
 
 
 def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:
-    """Raise UsageError where a run has begun on other virtual nodes than these: it would go on with its own."""
+    """Raise UsageError if a run began on other virtual nodes than these: it would continue with its own."""
     began, named = (
         [(each.name, each.device, each.devices) for each in nodes] for nodes in (replayed.started.nodes, asked)
     )
@@ -405,7 +364,6 @@ def _make_master(
 def _start_callbacks(
     run: Run, master: Master, directory: RunDirectory, nursery: trio.Nursery
 ) -> CallbackProcess | TrainerProcess | None:
-    """Start what runs the script's callbacks, if it has any."""
     stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
     log, script = directory.path / "script.log", run.job.script
     process: CallbackProcess | TrainerProcess

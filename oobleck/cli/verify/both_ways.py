@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,23 +33,22 @@ _BLAMES = ("oobleck: ", "Error: ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is to be compared."""
+    """The job to train both ways."""
 
     job: JobSpec
     source: JobSource
     num_steps: int
     num_nodes: int
     began_s: float
-    """Before the script was run for the first time, by the wall clock."""
+    """The wall clock before the script's first run."""
 
     @property
     def name(self) -> str:
-        """What people know it by."""
         return str(self.source.script or self.source.file or "the default job")
 
     @property
     def killed(self) -> tuple[str, int] | None:
-        """The node that is killed, and the step after which; None where none can be lost."""
+        """The node that is killed, and the step after which; None if none can be lost."""
         if self.num_nodes < 3 or self.num_steps < 2:
             return None
         return f"node{self.num_nodes - 1}", self.num_steps // 2
@@ -57,14 +56,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of it."""
+    """The result of training both ways."""
 
     exit_code: ExitCode
     plain: verification.PlainAccount
     comparison: verification.Comparison | None = None
     tensors: verification.TensorsCompared | None = None
     problem: str = ""
-    """Why there is no comparison."""
+    """The reason why there is no comparison."""
 
 
 def is_of_trainer(job: JobSpec) -> bool:
@@ -73,11 +72,11 @@ def is_of_trainer(job: JobSpec) -> bool:
 
 
 def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
-    """Train both ways, one after the other; takes as long as that. `tell` is called at each beginning.
+    """Train both ways, one after the other; `tell` reports when each begins.
 
-    Raises ResourceLost where a process ends without an answer.
+    Raises ResourceLost if a process ends without an answer.
     """
-    with _directory() as directory, _plain_process(asked, directory) as plain:
+    with _directory() as directory, closing(_PlainProcess(asked, directory)) as plain:
         tell(f"{asked.num_steps} steps by itself, in one process")
         account = plain.train()
         if account.problem:
@@ -100,7 +99,7 @@ def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
 @contextmanager
 def _directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="oobleck-verify-"))
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: wait for processes, and remove files
     try:
         yield path
     finally:
@@ -109,7 +108,6 @@ def _directory() -> Iterator[Path]:
 
 
 def _end(*_: object) -> None:
-    """End as with Ctrl-C: processes are waited for, and files removed."""
     raise SystemExit(ExitCode.TERMINATED)
 
 
@@ -117,13 +115,28 @@ def _end(*_: object) -> None:
 
 
 class _PlainProcess:
-    """The process that trains without Oobleck, and keeps its model to be compared."""
+    """The process that trains without Oobleck, and keeps its model for the comparison."""
 
-    def __init__(self, process: subprocess.Popen[bytes], asked: Asked, directory: Path, log: Path) -> None:
-        self._process = process
+    def __init__(self, asked: Asked, directory: Path) -> None:
         self._asked = asked
         self._directory = directory
-        self._log = log
+        self._log = directory / "plain.log"
+        module = "oobleck.transformers.plain_host" if is_of_trainer(asked.job) else "oobleck.training.plain.job_host"
+        environment = as_no_rank(os.environ)  # accelerate would follow a rank's variables
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would train on all, with larger batches
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                module_command(module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+            )
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.communicate()
 
     def train(self) -> verification.PlainAccount:
         job = verification.PlainJob(
@@ -148,33 +161,10 @@ class _PlainProcess:
         return answer
 
 
-@contextmanager
-def _plain_process(asked: Asked, directory: Path) -> Iterator[_PlainProcess]:
-    module = "oobleck.transformers.plain_host" if is_of_trainer(asked.job) else "oobleck.training.plain.job_host"
-    environment = as_no_rank(os.environ)  # accelerate would follow them
-    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would train on all GPUs, with larger batches
-    log = directory / "plain.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            module_command(module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env=environment,
-        )
-    try:
-        yield _PlainProcess(process, asked, directory, log)
-    finally:
-        process.kill()
-        process.communicate()
-
-
 # --- on nodes --------------------------------------------------------------------------------------------------
 
 
 class _RunOnNodes:
-    """A run of `oobleck up`, with a tag and a directory of its own."""
-
     def __init__(self, asked: Asked, directory: Path) -> None:
         self._asked = asked
         self._base_dir = directory / "runs"
@@ -183,7 +173,7 @@ class _RunOnNodes:
         self.checkpoints = directory / "checkpoints"
 
     def train(self) -> ExitCode:
-        """Run to the end; returns how it ended."""
+        """Run to the end; return how it ended."""
         with self._log.open("wb") as output:
             process = subprocess.Popen(
                 module_command("oobleck", "up", *self._words()),
@@ -198,7 +188,7 @@ class _RunOnNodes:
             if process.stdin is not None:
                 process.stdin.close()
             process.wait()
-            for node in range(self._asked.num_nodes):  # what a failed run keeps for the next of its tag
+            for node in range(self._asked.num_nodes):  # a failed run keeps states for the next one of its tag
                 shutil.rmtree(AgentDir(self._run.run_id, f"node{node}").memory.parent, ignore_errors=True)
         known = {int(each) for each in ExitCode}
         return ExitCode(code) if code in known else ExitCode.FAILED
@@ -236,7 +226,7 @@ class _RunOnNodes:
         ]
 
     def steps(self) -> list[verification.StepAccount]:
-        """All steps that were committed."""
+        """Return all committed steps."""
         records = [entry.record for entry in read_journal(self._run.journal) if isinstance(entry, StepDone)]
         return [
             verification.StepAccount(
@@ -246,7 +236,7 @@ class _RunOnNodes:
         ]
 
     def problem(self) -> str:
-        """Why it failed."""
+        """Return why the run failed."""
         with suppress(ConfigError):
             ended = [entry for entry in read_journal(self._run.journal) if isinstance(entry, JobEnded)]
             if ended:
@@ -261,10 +251,10 @@ def _tail(log: Path) -> str:
 
 
 def _remove_output_dir(account: verification.PlainAccount, *, since_s: float) -> None:
-    """Remove the directory that a Trainer makes when it is made itself, where it was not there before."""
+    """Remove the directory that a Trainer's constructor makes, unless it was there before."""
     if not account.output_dir:
         return
     path = Path(account.output_dir)
     with suppress(OSError):
         if path.stat().st_mtime >= since_s:
-            path.rmdir()  # unless something is in it
+            path.rmdir()  # which fails if it holds anything

@@ -1,54 +1,45 @@
-"""`oobleck verify`: what the user asked for, both ways of training it, and what became of the comparison."""
+"""`oobleck verify`: reads what the user asks for, has it trained both ways, and prints the comparison."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from oobleck.cli.common_options import JsonOption, takes_options
-from oobleck.cli.inputs import JobSource, read_job
+from oobleck.cli.common_options import JsonOption
+from oobleck.cli.inputs import JobOptions, JobSource, read_job
+from oobleck.cli.option_fields import argument, option, takes_options
 from oobleck.errors import ExitCode, UsageError, UserError
 from oobleck.job import JobSpec
 
 if TYPE_CHECKING:
     from .both_ways import Asked
 
-_STEPS = 8
-_NODES = 4
 _MOST_NODES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """What is given to `oobleck verify`."""
+class _Job(JobOptions):
+    settings: list[str] | None = option("--set", "KEY=VALUE", "Override a key of the job, for the run on nodes.")
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SCRIPT.py] [-- ARGUMENTS]",
-            help="A script that defines the job, or calls train() of a Trainer; and its own arguments.",
-            show_default=False,
-        ),
-    ] = None
-    job_file: Annotated[
-        Path | None, typer.Option("--job", metavar="FILE", help="YAML file of the job; without one, the default job.")
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, for the run on nodes."),
-    ] = None
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Compare the first N steps.")] = _STEPS
-    local: Annotated[
-        int, typer.Option("--local", metavar="N", min=2, max=_MOST_NODES, help="Virtual nodes to train on.")
-    ] = _NODES
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Train in another precision both ways; float64 shows the smallest differences."),
-    ] = None
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What `oobleck verify` was called with."""
+
+    words: list[str] | None = argument(
+        "[SCRIPT.py] [-- ARGUMENTS]",
+        "A script that defines the job, or calls train() of a Trainer; and its own arguments.",
+    )
+    job: _Job = _Job()
+    steps: int = option("--steps", "N", "Compare the first N steps.", default=8, min=1)
+    local: int = option("--local", "N", "Virtual nodes to train on.", default=4, min=2, max=_MOST_NODES)
+    dtype: str | None = option(
+        "--dtype", "Train in another precision both ways; float64 shows the smallest differences."
+    )
     as_json: JsonOption = False
 
 
@@ -56,19 +47,26 @@ class VerifyOptions:
 def verify(options: VerifyOptions) -> None:
     """Train a job's first steps on virtual nodes of this machine and by the script itself, and compare all numbers.
 
-    A node is killed on the way. Nothing of the script's own outputs is touched. The exit status is 0 where all is
-    equal, 3 where something differs, 78 where the job is refused.
+    It kills a node on the way, and leaves the script's own outputs untouched. The exit status is 0 if all is equal, 3
+    if anything differs, 78 if the job is refused.
     """
-    script, arguments = _parse_words(options.words or [])
-    source = JobSource(file=options.job_file, script=script, arguments=arguments, settings=options.settings or ())
+    script, *arguments = options.words or [""]
+    if script and not script.endswith(".py"):
+        raise UsageError(f"{script}: a script's name ends in .py; a job file is named by --job")
+    source = JobSource(
+        file=options.job.job_file,
+        script=Path(script) if script else None,
+        arguments=tuple(arguments),
+        settings=options.job.settings or (),
+    )
     raise SystemExit(_verified(source, options))
 
 
 def verify_first(source: JobSource, *, steps: int) -> None:
-    """Verify a job before it is run. Raises SystemExit where it does not train as the script does by itself."""
+    """Verify a job before it runs. Raises SystemExit unless it trains as the script does by itself."""
     code = _verified(source, VerifyOptions(steps=steps), to_stderr=True)
     if code != ExitCode.DONE:
-        typer.echo("oobleck: --verify: it is not shown to train as the script does by itself; not started", err=True)
+        typer.echo("oobleck: --verify: training is not shown to equal the script by itself; not started", err=True)
         raise SystemExit(code)
 
 
@@ -99,9 +97,7 @@ def _asked(job: JobSpec, source: JobSource, options: VerifyOptions, began_s: flo
         if dtype not in ("float32", "float64", "bfloat16", "float16"):
             raise UsageError(f"--dtype: {dtype} is not known; it is one of float32, float64, bfloat16, float16")
         if is_of_trainer(job) and dtype not in ("float64", job.dtype):
-            raise UsageError(
-                f"--dtype: a Trainer says itself that it trains in {job.dtype}; float64 alone can be asked"
-            )
+            raise UsageError(f"--dtype: the Trainer itself chooses {job.dtype}; the only other choice is float64")
         if is_of_trainer(job) and job.dtype not in ("float32", "float64"):
             raise UsageError(f"--dtype: the script trains in {job.dtype}; leave its bf16 and fp16 out")
         job = replace(job, dtype=dtype)  # type: ignore[arg-type]  # checked just above
@@ -114,11 +110,3 @@ def _asked(job: JobSpec, source: JobSource, options: VerifyOptions, began_s: flo
         num_nodes=options.local,
         began_s=began_s,
     )
-
-
-def _parse_words(words: list[str]) -> tuple[Path | None, tuple[str, ...]]:
-    if not words:
-        return None, ()
-    if not words[0].endswith(".py"):
-        raise UsageError(f"{words[0]}: a script's name ends in .py; a job file is named by --job")
-    return Path(words[0]), tuple(words[1:])

@@ -1,4 +1,4 @@
-"""What a comparison has shown, for people and for programs."""
+"""Reports a comparison, for people and for programs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from oobleck.errors import ExitCode
 from .both_ways import Asked, Outcome
 
 _VERDICTS = {ExitCode.DONE: "equal", ExitCode.DIFFERENT: "different", ExitCode.CONFIG: "refused"}
-_MOST_NAMED = 5
-"""Of what differs, so much is listed."""
+_MOST_NAMED = 5  # differences
 _HEAD = (
     f"{'step':>4}  {'loss by itself':>16} {'on nodes':>16}  {'gradients':>12} {'on nodes':>12}  {'rate':>10}  samples"
 )
 
 
 def as_text(asked: Asked, outcome: Outcome) -> str:
-    """Return the comparison as a table, and what differs first below it."""
+    """Return the comparison as a table, and the first differences below it."""
     return "\n".join(_lines(asked, outcome))
 
 
 def refused_json(reason: str) -> str:
-    """Return what `to_json` does, for a job that was refused before anything was trained."""
+    """Return the JSON for a job that was refused before any training."""
     return json.dumps({"verdict": "refused", "problem": reason}, indent=1)
 
 
 def to_json(asked: Asked, outcome: Outcome) -> str:
-    """Return all that was compared, as JSON."""
+    """Return the whole comparison as JSON."""
     found = outcome.comparison
     steps = () if found is None else zip(found.theirs, found.ours, strict=False)
     answer = {

@@ -1,4 +1,4 @@
-"""What every run on real nodes is wired together from: launchers, journals, signals, and what a person sees.
+"""Parts from which runs on real nodes are wired together: launchers, journals, signals and output.
 
 `cli/up` wires runs that train, `cli/run` those of a script's ranks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from .launching import open_launcher
 from .log_output import background_logging
 from .past import end_left, is_any_alive, keep_image, read_past
-from .places import ENDS_WELL, check_first, give_memory_back, open_nodes, remote_paths
+from .places import ENDS_WELL, complain, give_memory_back, open_nodes
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
 
@@ -17,7 +17,7 @@ __all__ = [
     "MasterLeaves",
     "Session",
     "background_logging",
-    "check_first",
+    "complain",
     "end_left",
     "give_memory_back",
     "is_any_alive",
@@ -25,6 +25,5 @@ __all__ = [
     "open_launcher",
     "open_nodes",
     "read_past",
-    "remote_paths",
     "watch_run_directory",
 ]

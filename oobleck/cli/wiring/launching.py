@@ -1,4 +1,4 @@
-"""From what the command line says of nodes to their launcher: the one place that knows all of them."""
+"""Opens the launcher of any source of nodes: the one place that knows all launchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oobleck.runtime import launchers
 from oobleck.runtime.ssh import SSHOptions, serve_local_nodes
 
 _STARTS_S = 60.0
-"""After so long a run begins without those of its nodes that a scheduler should have started."""
+"""After this time, a run begins without the nodes that a scheduler has failed to start."""
 
 
 @asynccontextmanager
@@ -35,11 +35,11 @@ async def open_launcher(
 ) -> AsyncIterator[launchers.Launcher]:
     """Open the launcher of a source, within `open_ssh_loop`; virtual nodes live as long as the context.
 
-    `keys_directory` is where nodes that dial in find the keys of the run; what they need is told by `tell`. `run_id`
-    tells them from those of other runs, where a scheduler knows them by names.
+    Nodes that dial in find the keys of the run in `keys_directory`, and `tell` reports how to start them. By `run_id`
+    a scheduler distinguishes them from those of other runs.
 
-    Commands on virtual nodes find `environment`, and each of these nodes has `num_devices` unless the source says how
-    many; `num_spare` more can be added.
+    Commands on virtual nodes get `environment`. Each of these nodes has `num_devices`, unless the source sets another
+    number, and `num_spare` more can be added.
     """
     match source:
         case inputs.FromHostfile(path=path, text=text):
@@ -76,7 +76,7 @@ async def _callers(
     *,
     renew_keys: bool,
 ) -> AsyncIterator[launchers.DialedInNodes]:
-    """Listen for nodes that dial in; on Slurm's, have it start what does."""
+    """Listen for nodes that dial in, and have Slurm or Ray start them where they are theirs."""
     listeners, place = await launchers.listen(source.host, source.port)
     if isinstance(source, inputs.DialIn) and source.keys is not None:
         keys, file = launchers.read_keys(source.keys)
@@ -108,6 +108,6 @@ async def _callers(
         else:
             tell(f"waiting for {source.count} nodes: oobleck node {shlex.quote(str(file))}")
         yield callers
-        if actors is not None:  # not where the master has failed: the next one finds them
+        if actors is not None:  # after a failure of the master they stay, and the next one finds them
             await actors.end()
         serving.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""What is logged during a run, on standard error, which may be a pipe that nobody reads."""
+"""Writes the log of a run to standard error, which may be a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_WORDS_S = 1.0
 
 
 class _Handler(logging.Handler):
-    """Has a thread of its own write; records that are too many for it are dropped."""
+    """Writes in a thread of its own, and drops the records that this thread is too slow for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Handler(logging.Handler):
         self._say(self.format(record))
 
     def finish(self) -> None:
-        """Have what waits written, within a second; a thread that is stuck ends with the process."""
+        """Write what waits, for a second at most; a stuck thread ends with the process."""
         self._say(None)
         self._writer.join(_LAST_WORDS_S)
 
@@ -43,7 +43,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def background_logging() -> Iterator[None]:
-    """Have a thread write what is logged, warnings included: the caller never waits for its reader."""
+    """Let a thread write the log, warnings included: the caller never waits for a reader."""
     handler = _Handler()
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)

@@ -1,6 +1,6 @@
-"""What a master before this one has left: agents, and a journal, which is read in seconds however long its run is.
+"""Finds what a previous master has left: agents, and a journal, which takes seconds to read however long its run is.
 
-A journal is read from its image on (`runtime/journals/journal_image.py`), which is made again as the journal grows.
+Reading starts from the journal's image (`runtime/journals/journal_image.py`), which is renewed as the journal grows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from oobleck.runtime.launchers import Launcher
 _log = logging.getLogger("oobleck.up")
 
 _PERIOD_S = 10.0
+# A new image is due once the journal has grown by this much (15,000 steps, less than a second of reading), and by this
+# many times the image's own size, so that images stay a small part of what a run writes.
 LEAST_BYTES = 4 << 20
-"""An image is made when the journal has grown by so much: 15,000 steps, which take less than a second to read."""
 TIMES_AS_LONG = 4
-"""And by so many times the image's own size: of what a run writes, images are a small part."""
 _END_S = 20.0
-_FIRST_ASKED = 8
-"""Nodes; four times as many after them, and so on."""
+_FIRST_ASKED = 8  # nodes; the next batches are four times as large each
 
 
 def read_past(path: Path) -> tuple[RunBooks, int]:
-    """Read what a master before has left, and make its image; empty books where nothing can be continued from."""
+    """Read a journal and renew its image; return the books, empty if they cannot be continued, and their place."""
     if not path.exists():
         return RunBooks(), 0
     try:
         books, place, grown = read_books(path)
     except ConfigError as error:
-        _log.warning("nothing can be taken over: %s", error)  # it may be of another version
+        _log.warning("nothing can be taken over: %s", error)  # as after another version of ours
         return RunBooks(), 0
     if grown >= LEAST_BYTES:
         try:
@@ -51,9 +50,9 @@ def read_past(path: Path) -> tuple[RunBooks, int]:
 
 
 def read_books(path: Path) -> tuple[RunBooks, int, int]:
-    """Read a journal: its image, and the entries after it; return the place up to which it was read, and their bytes.
+    """Read a journal's image and the entries after it.
 
-    Raises ConfigError.
+    Returns the books, the place where reading ended, and the bytes after the image. Raises ConfigError.
     """
     known = read_image(path, BooksImage)
     books, start = RunBooks(), 0
@@ -70,10 +69,8 @@ def read_books(path: Path) -> tuple[RunBooks, int, int]:
 
 
 def advance_image(path: Path) -> tuple[int, int]:
-    """Make a journal's image again; return the place that it stands for, and its size. Raises OSError and ConfigError.
-
-    It is read from the file, and not from what the master holds: what a later master reads is what counts.
-    """
+    """Renew a journal's image; return the place that it stands for, and its size. Raises OSError and ConfigError."""
+    # This reads the file and not the master's memory, to test exactly what a later master will read.
     books, place, _ = read_books(path)
     return place, _write(path, books, place)
 
@@ -91,11 +88,11 @@ async def keep_image(
     period_s: float = _PERIOD_S,
     least_bytes: int = LEAST_BYTES,
 ) -> None:
-    """Make the image of a journal that grows again now and then, for ever.
+    """Renew the image of a growing journal until cancelled.
 
-    `size_bytes` is the journal's, and `place` what it has an image of. Without one a later master reads more of the
-    journal, so nothing that fails here ends the run.
+    `size_bytes` returns the journal's size, and `place` is the end of its present image.
     """
+    # A failure here must not end the run: without an image, a later master only reads more of the journal.
     due = place + least_bytes
     while True:
         await trio.sleep(period_s)
@@ -110,7 +107,8 @@ async def keep_image(
 
 
 async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
-    """Ask a few nodes, and more only while none answers: of thousands that live, the first few say so at once."""
+    """Return whether an agent lives on any node."""
+    # If thousands live, the first few answer at once, so more are asked only while none answers.
     first, number = 0, _FIRST_ASKED
     while asked := nodes[first : first + number]:
         if await _lives_one(cluster, asked):
@@ -136,14 +134,14 @@ async def _lives_one(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
 async def end_left(
     cluster: LiveCluster, launcher: Launcher, journal: Path, known: Sequence[NodeSpec]
 ) -> tuple[NodeSpec, ...]:
-    """End what a run without a master has left on nodes that are not `known`: it would go on beside the next one.
+    """End what a run without a master has left on nodes that are not `known`; return these nodes.
 
-    Best effort; those that are known are cleaned up when their agents start. Returns these nodes.
+    This is best effort. Known nodes are cleaned up when their agents start.
     """
     names = {spec.name for spec in known}
     now = {spec.name: spec for spec in launcher.nodes}
     left = [now.get(spec.name, spec) for spec in _nodes_of(journal) if spec.name not in names]
-    if launcher.are_virtual:  # all are this machine, whichever of them is asked
+    if launcher.are_virtual:  # all of them are this machine, so any one can clean up
         left = [replace(known[0], name=spec.name) for spec in left]
     with trio.move_on_after(_END_S):
         async with trio.open_nursery() as ending:
@@ -153,11 +151,11 @@ async def end_left(
 
 
 def _nodes_of(journal: Path) -> tuple[NodeSpec, ...]:
-    """The nodes of a run that has not ended, lost ones included: they may have been cut off alone."""
+    """Return the nodes of a run that has not ended, lost ones included: they may only have been cut off."""
     specs: dict[str, NodeSpec] = {}
     if not journal.exists() or has_end(journal):
         return ()
-    with suppress(ConfigError):  # of another version, or damaged from here on
+    with suppress(ConfigError):  # another version's, or damaged from here on
         for entry in read_journal(journal):
             match entry:
                 case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):

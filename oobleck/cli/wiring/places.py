@@ -1,48 +1,85 @@
-"""What every run on nodes begins and ends with: their launcher, their places, their check, and their memory."""
+"""What every run does with its nodes at its beginning and its end: reach them, check them, free their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import trio
+from rich.console import Console
 
 from oobleck.cli.inputs import SLOW_FACTOR, NodeSource
 from oobleck.control.events import NodeLeftOut, Remark
-from oobleck.control.node_check import CheckedNode, CheckReport, Health
+from oobleck.control.node_check import CheckReport, Health
 from oobleck.control.nodes import saying_farewell_s
 from oobleck.errors import ExitCode
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.cluster import RemotePaths
+from oobleck.runtime.cluster import RemotePaths, SSHCluster
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.node_check import check_nodes
-from oobleck.runtime.ssh import SSHOptions
+from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
 
 from .launching import open_launcher
 
 ENDS_WELL = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""The newest state is on disk after these."""
+"""After these, the newest state is on disk."""
 
 _FORGET_S = 5.0
+_CLOSE_S = 2.0
 
 
-def open_nodes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNodes:
+    """A run's nodes, and how they are reached."""
+
+    launcher: Launcher
+    cluster: SSHCluster
+    connections: NodeConnections
+    paths: RemotePaths
+    are_checked: bool
+    """Whether nodes are checked before the run starts processes there. Virtual nodes never are: they are one machine,
+    whose faults all of them would share."""
+
+    async def begin(
+        self, say: Callable[[str], None], *, waits: bool, is_check_due: bool = True, leaves_out_slow: bool = False
+    ) -> tuple[tuple[NodeSpec, ...], tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
+        """Wait for the nodes, and check them; return all, those to begin with, and what the journal should say."""
+        known = await self.launcher.begin(waits=waits)
+        if not (self.are_checked and is_check_due):
+            return known, known, ()
+        say(f"checking {len(known)} nodes")
+        report = await check_nodes(
+            known,
+            self.connections,
+            python=self.paths.python,
+            directory=self.paths.base_dir,
+            slow_factor=SLOW_FACTOR,
+        )
+        return known, *choose_nodes(known, report, leaves_out_slow=leaves_out_slow)
+
+
+@asynccontextmanager
+async def open_nodes(
     source: NodeSource,
     directory: RunDirectory,
     control: ControlSpec,
     *,
+    python: str | None,
     ssh_config: Path | None,
+    checks: bool,
     tell: Callable[[str], None],
     renew_keys: bool = False,
     num_devices: int = 1,
-) -> AbstractAsyncContextManager[Launcher]:
-    """Where the run's nodes come from; virtual ones live as long as the context."""
-    return open_launcher(
+    runs_ranks: bool = False,
+) -> AsyncIterator[RunNodes]:
+    """Open the launcher of a run's nodes, and the cluster on it; virtual nodes live as long as the context."""
+    launching = open_launcher(
         source,
         SSHOptions(connect_timeout_s=control.connect_timeout_s, config=ssh_config),
         keys_directory=directory.path / "dial-in",
@@ -52,10 +89,30 @@ def open_nodes(
         environment={"TMPDIR": str(directory.pin_temporary_directory())},
         num_devices=num_devices,
     )
+    async with open_ssh_loop(), launching as launcher:
+        paths, connections = _remote_paths(directory, launcher, python), NodeConnections(launcher)
+        are_checked = checks and not launcher.are_virtual
+        cluster = SSHCluster(
+            directory.tag,
+            launcher.nodes,
+            run_id=directory.run_id,
+            connections=connections,
+            paths=paths,
+            start_timeout_s=control.start_timeout_s,
+            checks_returning=are_checked,
+            runs_ranks=runs_ranks,
+        )
+        try:
+            yield RunNodes(
+                launcher=launcher, cluster=cluster, connections=connections, paths=paths, are_checked=are_checked
+            )
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_S):
+                await cluster.aclose()
 
 
-def remote_paths(directory: RunDirectory, launcher: Launcher, python: str | None) -> RemotePaths:
-    """Virtual nodes share this machine's directories; real ones have their own, under the user's home."""
+def _remote_paths(directory: RunDirectory, launcher: Launcher, python: str | None) -> RemotePaths:
+    """Virtual nodes share this machine's directories; real ones have their own, below the user's home."""
     interpreter, home = python or launcher.python, PurePosixPath("~/.oobleck")
     if not launcher.are_virtual:
         return RemotePaths(python=interpreter, base_dir=home, cache_dir=home / "cache")
@@ -63,35 +120,19 @@ def remote_paths(directory: RunDirectory, launcher: Launcher, python: str | None
     return RemotePaths(python=interpreter, base_dir=base_dir, cache_dir=PurePosixPath(directory.cache))
 
 
-async def check_first(
-    nodes: tuple[NodeSpec, ...], connections: NodeConnections, paths: RemotePaths, *, leaves_out_slow: bool = False
-) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-    """Check nodes; returns those to begin with, and what is to be said.
-
-    Virtual nodes are one machine, whose faults all of them would share: nobody checks these.
-    """
-    report = await check_nodes(
-        nodes, connections, python=paths.python, directory=paths.base_dir, slow_factor=SLOW_FACTOR
-    )
-    return choose_nodes(nodes, report, leaves_out_slow=leaves_out_slow)
-
-
 def choose_nodes(
     nodes: Sequence[NodeSpec], report: CheckReport, *, leaves_out_slow: bool = False
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
     """Return the nodes to begin with, and what the journal should say.
 
-    Nodes that were reached and found faulty are left out, unless none would be left. A node that was not reached is
-    the run's to try again. Slow nodes take part, as they get fewer microbatches, unless they are to be left out.
+    Nodes that were reached and found faulty are left out, unless none would remain. The run itself retries nodes that
+    were not reached. Slow nodes take part, as they get fewer microbatches, unless `leaves_out_slow`.
     """
     reasons = {Health.FAULTY, Health.SLOW} if leaves_out_slow else {Health.FAULTY}
-    at_fault = {checked.verdict.node for checked in report.nodes if _is_at_fault(checked, reasons)}
+    reached = [checked.verdict for checked in report.nodes if checked.facts is not None]
+    at_fault = {verdict.node for verdict in reached if verdict.health in reasons}
     kept = tuple(spec for spec in nodes if spec.name not in at_fault)
     return kept or tuple(nodes), tuple(_remarks(report, at_fault if kept else set()))
-
-
-def _is_at_fault(checked: CheckedNode, reasons: Set[Health]) -> bool:
-    return checked.facts is not None and checked.verdict.health in reasons
 
 
 def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[NodeLeftOut | Remark]:
@@ -110,11 +151,16 @@ def _remarks(report: CheckReport, left_out: set[str]) -> Iterator[NodeLeftOut | 
 
 
 async def give_memory_back(cluster: LiveCluster, nodes: Sequence[NodeSpec], *, keeps_only_copies: bool = False) -> None:
-    """Nodes that ended by themselves have done so; lost ones, and those that were just coming back, have not.
+    """Free the shared memory of lost nodes, and of those that were just coming back; all others have done so.
 
-    With `keeps_only_copies`, what an agent has left there because it could not be written stays.
+    With `keeps_only_copies`, states that an agent could not write to disk stay.
     """
     with trio.move_on_after(saying_farewell_s(_FORGET_S, len(nodes))):
         async with trio.open_nursery() as forgetting:
             for spec in nodes:
                 forgetting.start_soon(partial(cluster.forget, spec, keeps_only_copy=keeps_only_copies))
+
+
+def complain(text: str, *, style: str = "") -> None:
+    """Print a line to standard error, however long it is."""
+    Console(stderr=True).print(f"oobleck: {text}", style=style, markup=False, highlight=False, soft_wrap=True)

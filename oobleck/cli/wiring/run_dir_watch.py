@@ -1,4 +1,4 @@
-"""Notices when the directory of an active run is removed, and makes what its master keeps there again."""
+"""Notices when the directory of an active run is removed, and restores the files that its master keeps there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def watch_run_directory(
     listen: Callable[[], None],
     period_s: float = _PERIOD_S,
 ) -> None:
-    """Look for ever, and say what was found gone. `listen` serves the control socket again."""
+    """Watch until cancelled, and report what was gone. `listen` serves the control socket again."""
     with ExitStack() as locks:
         problem = ""
         while True:

@@ -1,4 +1,4 @@
-"""What reaches a running job from outside: requests of other terminals, signals, and planned kills."""
+"""Carries requests of other terminals, signals and planned kills into a running job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("oobleck.up")
 
 
 class MasterLeaves(Exception):
-    """This process alone is taken away: training continues without a master, and the next one takes over."""
+    """Raised to end this process alone: training continues without a master, and the next one takes over."""
 
 
 class Session:
@@ -46,9 +46,9 @@ class Session:
         past: RunBooks,
         is_replaced: bool = False,
     ) -> None:
-        """`past` is what the journal of a master before comes to.
+        """`past` are the books of the previous master's journal.
 
-        `is_replaced`: who sends this process a SIGTERM will start another master in its place.
+        `is_replaced`: whoever sends this process a SIGTERM starts another master in its place.
         """
         self.account = past.account
         self.view = past.view
@@ -57,18 +57,18 @@ class Session:
         self._launcher = launcher
         self._nursery = nursery
         self._is_replaced = is_replaced
-        self._due = [kill for kill in kills if kill[1] > past.furthest_step]  # the others are done
+        self._due = [kill for kill in kills if kill[1] > past.furthest_step]
         self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
         self._formatter = live.LineFormatter()
         if past.started is not None:
-            self._formatter.apply(past.started)  # nobody reads it again
+            self._formatter.apply(past.started)  # so that its line is not printed again
         master.observe(self._note)
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
 
     async def serve(self, socket: Path, remarks: Sequence[NodeLeftOut | Remark]) -> None:
-        """Start what reaches the run from outside, once other terminals can ask for it; say what was found before."""
+        """Listen on the control socket, then follow signals and the launcher; put the remarks into the journal."""
         await self._nursery.start(serve_control, socket, self.answer)
         self._nursery.start_soon(self.watch_signals)
         self._nursery.start_soon(self.follow_launcher)
@@ -76,7 +76,7 @@ class Session:
             self._master.submit(remark)
 
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
-        """Start what keeps a person informed. The run continues if it cannot be."""
+        """Start the dashboard or the plain lines. The run continues if they cannot be written."""
         self._terminal = output if output.isatty() else None
         if live.wants_dashboard(live.console_on(output), plain=plain):
             nursery.start_soon(lambda: live.run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
@@ -103,26 +103,22 @@ class Session:
             case journal.NodeAdded(node=spec):
                 self._gone.discard(spec.name)
 
-    def _take_due(self, entry: journal.JournalEntry) -> list[str]:
-        """The nodes that are to be killed once this step is committed."""
+    def _kill_when_due(self, entry: journal.JournalEntry) -> None:
         if not isinstance(entry, journal.StepDone):
-            return []
+            return
         due = [kill for kill in self._due if kill[1] <= entry.record.step]
         self._due = [kill for kill in self._due if kill not in due]
-        return [node for node, _ in due]
-
-    def _kill_when_due(self, entry: journal.JournalEntry) -> None:
-        for node in self._take_due(entry):
+        for node, _ in due:
             self._nursery.start_soon(self._kill, node)
 
     async def _kill(self, node: str) -> None:
-        with suppress(NodeUnreachable):  # gone already, which is what was wanted
+        with suppress(NodeUnreachable):  # it is gone already
             await self._master.kill(node)
 
     async def watch_signals(self) -> None:
-        """Ctrl-C finishes the step and stops, a second one stops at once; SIGTERM counts like the first.
+        """Stop the run after the step on Ctrl-C or SIGTERM, and at once on a second one.
 
-        A terminal that goes away (SIGHUP) ends nothing. Raises MasterLeaves on SIGTERM to a master that is replaced.
+        The end of the terminal (SIGHUP) stops nothing. Raises MasterLeaves on SIGTERM to a master that is replaced.
         """
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *_hangup()) as signals:
             asked = False
@@ -130,7 +126,7 @@ class Session:
                 if number == signal.SIGHUP:
                     self.remark("warning", "the terminal is gone; the run continues, and `oobleck stop` ends it")
                     if self._terminal is not None:
-                        self._terminal.is_lost = True  # a write to it may never come back
+                        self._terminal.is_lost = True  # a write to it may never return
                     continue
                 terminated = number == signal.SIGTERM
                 if terminated and self._is_replaced:
@@ -152,7 +148,11 @@ class Session:
                 assert isinstance(snapshot, dict)
                 return snapshot
             case control_client.KillRequest(node=node):
-                await self._kill_on_request(node)
+                self._check_living(node)
+                if not await self._master.kill(node):
+                    raise UsageError(
+                        f"{node} has no process of this run that can be killed; `oobleck status` shows its state"
+                    )
                 return {"killed": node}
             case control_client.StopRequest(now=now):
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
@@ -169,11 +169,6 @@ class Session:
             case control_client.SlowRequest():
                 return await self._slow(request)
 
-    async def _kill_on_request(self, node: str) -> None:
-        self._check_living(node)
-        if not await self._master.kill(node):
-            raise UsageError(f"{node} has no process of this run that can be killed; `oobleck status` shows its state")
-
     async def _signal(self, request: control_client.SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
         which = "all processes" if request.processes == "*" else request.processes
@@ -189,11 +184,11 @@ class Session:
         return {"slowed": request.node}
 
     def tell_of_gap(self, gap: journal.JournalGap) -> None:
-        """Have people read what the journal could not take."""
+        """Note in the journal what it could not take."""
         self.remark("error" if gap.is_open or gap.num_lost else "info", gap.sentence)
 
     def remark(self, level: str, text: str) -> None:
-        """Have people read something in the journal."""
+        """Write a sentence for people into the journal."""
         self._master.submit(Remark(level=level, text=text))
 
     def _spec(self, node: str) -> NodeSpec:
@@ -205,10 +200,10 @@ class Session:
     def _check_living(self, node: str) -> None:
         self._spec(node)
         if node in self._gone:
-            raise UsageError(f"{node} is lost, or has left, already")
+            raise UsageError(f"{node} is lost or has left already")
 
     async def follow_launcher(self) -> None:
-        """Take in nodes that arrive, and let go of those that leave, until cancelled."""
+        """Add nodes that arrive, and drain those that leave, until cancelled."""
         reported, changes = trio.open_memory_channel[NodeChange](0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._launcher.follow, reported)
@@ -224,7 +219,6 @@ class Session:
                         assert_never(change)
 
     def _spec_to_add(self, text: str) -> NodeSpec:
-        """A node that is known by name, or one that the launcher knows or understands."""
         known = {spec.name: spec for spec in self._master.nodes}
         spec = known[text] if text in known else self._launcher.named(text)
         if spec.name in known and (spec.name not in self._gone or text != spec.name):
@@ -233,5 +227,5 @@ class Session:
 
 
 def _hangup() -> tuple[signal.Signals, ...]:
-    """SIGHUP, unless our parent (nohup, for one) has it ignored."""
+    """Return SIGHUP, unless our parent (such as nohup) ignores it."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

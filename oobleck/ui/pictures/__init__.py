@@ -1,4 +1,4 @@
-"""Pictures to keep: a run as an HTML page, timelines and simulated runs as SVG, and both as traces for Perfetto."""
+"""Pictures in files: a run as an HTML page, timelines and simulated runs as SVG and as traces for Perfetto."""
 
 from __future__ import annotations
 

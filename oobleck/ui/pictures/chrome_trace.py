@@ -1,7 +1,7 @@
 """Timelines and simulated runs as a Chrome trace: JSON that Perfetto and chrome://tracing open.
 
-Of a timeline, a pipeline is a process, and a stage or a link a thread of it. Of runs, a policy is a process; what it
-does is a thread, throughput and nodes are counters. Times are microseconds, as the format asks.
+In a timeline, a pipeline is a process, and each of its stages and links is a thread. Among runs, a policy is a process,
+its activity is a thread, and throughput and nodes are counters. Times are microseconds, as the format requires.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Charts of a report: SVG that stretches to any width, with its labels as text beside it that does not.
+"""Charts of a report: SVG that stretches to any width, with labels as HTML text, which does not stretch.
 
 A chart is drawn in a box of 1000 by 1000 units that the page scales in both directions; lines keep their width.
 """
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .axes import ticks
+from .axes import Scale, ticks
 
 _SIZE = 1000
-_LABEL_SHARE = 18.0
-"""Percent of the width that a marker's label has to itself; as the style sheet has it."""
+_LABEL_SHARE = 18.0  # percent of the width for the label of a marker, as in the style sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,20 +22,20 @@ class Series:
 
     points: Sequence[tuple[float, float]]
     style: str
-    """A class of the page's style sheet."""
+    """A class of the style sheet."""
     is_area: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """A vertical line at a moment, with what happened then."""
+    """A vertical line at a moment, with the event of that moment."""
 
     x: float
     text: str
     label: str
-    """A word or two of it, to be shown where there is room."""
+    """A word or two, shown if there is room."""
     is_calm: bool = False
-    """Nothing was lost then."""
+    """Whether nothing was lost then."""
 
 
 def chart(
@@ -55,20 +54,15 @@ def chart(
     x_low, x_high = x_range
     x_high = x_high if x_high > x_low else x_low + 1.0
     y_max = y_max if y_max > y_min else y_min + 1.0
-
-    def x_of(x: float) -> float:
-        return (x - x_low) / (x_high - x_low) * _SIZE
-
-    def y_of(y: float) -> float:
-        return _SIZE - (min(max(y, y_min), y_max) - y_min) / (y_max - y_min) * _SIZE
-
+    x_of, y_of = Scale(x_low, x_high, 0, _SIZE), Scale(y_min, y_max, _SIZE, 0)
     grid, labels = [], []
     for value in ticks(y_min, y_max, 4):
         grid.append(f'<line class="grid" x1="0" x2="{_SIZE}" y1="{y_of(value):.1f}" y2="{y_of(value):.1f}"/>')
         labels.append(f'<span class="y" style="top:{y_of(value) / 10:.2f}%">{escape(y_text(value))}</span>')
-    for value in ticks(x_low, x_high, 5) if x_ticks is None else x_ticks:
-        share = x_of(value) / 10
-        labels.append(f'<span class="x" style="left:{share:.2f}%">{escape(x_text(value))}</span>')
+    labels += [
+        f'<span class="x" style="left:{x_of(value) / 10:.2f}%">{escape(x_text(value))}</span>'
+        for value in (ticks(x_low, x_high, 5) if x_ticks is None else x_ticks)
+    ]
     placed = [(x_of(mark.x), mark) for mark in markers]
     marks = [_mark(mark, x) for x, mark in placed]
     labels += _mark_labels(placed)
@@ -82,7 +76,7 @@ def chart(
 
 
 def _mark_labels(placed: Iterable[tuple[float, Marker]]) -> Iterator[str]:
-    """The labels of markers, from the left; one that would touch the label before it is left out."""
+    """Yield the labels of markers from the left, without those that would touch the one before."""
     free = 0.0
     for x, mark in sorted(placed, key=lambda one: one[0]):
         left = min(x / 10, 100.0 - _LABEL_SHARE)
@@ -100,8 +94,9 @@ def _mark(mark: Marker, x: float) -> str:
     )
 
 
-def _line(series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
-    points = [(x_of(x), y_of(y)) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
+def _line(series: Series, x_of: Scale, y_of: Scale) -> str:
+    finite = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
+    points = [(x_of(x), y_of(min(max(y, y_of.low), y_of.high))) for x, y in finite]
     if not points:
         return ""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)

@@ -1,12 +1,12 @@
-"""A run as one HTML page that needs nothing else: what it did over time, what went wrong, and what that cost.
+"""A run as one self-contained HTML page: what it did over time, what went wrong, and what that cost.
 
-Everything that comes from elsewhere (names, errors, reasons) is escaped; there is no script.
+Every text from elsewhere (names, errors, reasons) is escaped; the page has no script.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
@@ -38,20 +38,21 @@ _STATE_WORDS = {
 
 
 def report_html(history: journal.History, summary: journal.Summary, incidents: Iterable[journal.Incident]) -> str:
-    """Write the page; O(what is shown), which is bounded for each section."""
-    told = tuple(incidents)
+    """Write the page. The cost is in proportion to its sections, whose length is bounded."""
     title = f"Oobleck: {summary.tag or 'a run'}"
+    started = history.started or history.script
+    version = f" {escape(started.version)}" if started else ""
     body = "".join(
         (
             _header(history, summary),
             _time(history, summary) if history.script is None else "",
             _throughput(history, summary),
             _losses(history),
-            _incidents(told),
+            _incidents(tuple(incidents)),
             _recoveries(summary.recoveries),
             _plans(history),
             _generations(history),
-            _footer(history),
+            f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>",
         )
     )
     return (
@@ -92,7 +93,7 @@ def _job_facts(summary: journal.Summary) -> tuple[tuple[str, str], ...]:
 
 
 def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[tuple[str, str], ...]:
-    """Steps, losses and where the time went are a script's own: nobody here knows them."""
+    # Only the script itself knows its steps and losses.
     newest = history.generations[-1] if history.generations else None
     return (
         ("generations", formatting.count_text(history.num_generations)),
@@ -102,7 +103,6 @@ def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[t
 
 
 def _state(history: journal.History, summary: journal.Summary) -> str:
-    """How the run stands, in a word's colour and its own words."""
     if summary.exit_code is None:
         kind, text = "on", "continues"
     else:
@@ -113,26 +113,18 @@ def _state(history: journal.History, summary: journal.Summary) -> str:
 
 
 def _with_commands(text: str) -> str:
-    """A text as HTML; what stands between backticks is a command."""
+    """Return a text as HTML, with commands between backticks as code."""
     return _COMMAND.sub(r"<code>\1</code>", escape(text))
 
 
 def _moment_text(moment: str) -> str:
-    """An ISO 8601 moment to the second, in UTC."""
     try:
         return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:
         return moment
 
 
-def _footer(history: journal.History) -> str:
-    started = history.started or history.script
-    version = f" {escape(started.version)}" if started else ""
-    return f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>"
-
-
 def _time(history: journal.History, summary: journal.Summary) -> str:
-    """The goodput bar: shares of the elapsed time, which sum to it; and what nodes were there for."""
     split = history.split
     states = {"useful": split.useful_s, **split.downtime_s}
     shown = [(state, seconds) for state, seconds in states.items() if seconds > 0]
@@ -237,11 +229,12 @@ def _incidents(incidents: tuple[journal.Incident, ...]) -> str:
 
 def _incident(incident: journal.Incident) -> str:
     then = "\n".join(f"{found.node}: {found.text}" if found.node else found.text for found in incident.consequences)
+    lost = "1 step lost" if incident.steps_lost == 1 else f"{incident.steps_lost or 'no'} steps lost"
     rows = (
         ("because", f"{incident.root.text}\n{incident.root.detail}".strip()),
         ("then", then),
         ("done", "\n".join(response.text for response in incident.responses)),
-        ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {_lost_text(incident.steps_lost)}"),
+        ("cost", f"{formatting.seconds_text(incident.stall_s)} without progress, {lost}"),
         ("to do", incident.advice),
     )
     items = "".join(f"<dt>{name}</dt><dd>{_with_commands(text)}</dd>" for name, text in rows if text)
@@ -249,28 +242,27 @@ def _incident(incident: journal.Incident) -> str:
     return f'<div class="incident"><h3>{when} {escape(incident.title)}</h3><dl>{items}</dl></div>'
 
 
-def _lost_text(steps: int) -> str:
-    return "1 step lost" if steps == 1 else f"{steps or 'no'} steps lost"
-
-
 def _recoveries(recoveries: tuple[journal.RecoverySummary, ...]) -> str:
     if not recoveries:
         return ""
     headers = ("detect", "decide", "copy", "stall", "moved", "redone")
     head = "<th>at</th><th>what</th>" + "".join(f'<th class="num">{name}</th>' for name in headers)
-    rows = "".join(
-        f'<tr><td>{formatting.duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
+    rows = [
+        f'<td>{formatting.duration_text(done.t_s)}</td><td class="what">{escape(_recovery_text(done))}</td>'
         + "".join(
             f'<td class="num" data-name="{name}">{escape(text)}</td>'
             for name, text in zip(headers, _recovery_costs(done), strict=True)
         )
-        + "</tr>"
         for done in recoveries[-_MAX_ROWS:]
-    )
+    ]
+    title = f"<h2>Recoveries and planned changes</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
+    return f"<section>{title}{_table(head, rows, style='recoveries')}</section>"
+
+
+def _table(head: str, rows: Iterable[str], *, style: str) -> str:
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
-        f"<section><h2>Recoveries and planned changes</h2>{_left_out(len(recoveries), _MAX_ROWS)}"
-        f'<div class="scroll"><table class="recoveries"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
+        f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -316,20 +308,16 @@ def _plan(adopted: journal.PlanAdopted, *, is_open: bool) -> str:
 
 
 def _generations(history: journal.History) -> str:
-    """A script's generations: when each was formed and why, and its ranks on each node."""
     if not history.generations:
         return ""
-    rows = "".join(
-        f"<tr><td>{formatting.duration_text(formed.t_s)}</td><td>{formed.generation}: "
-        f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td></tr>"
+    rows = (
+        f"<td>{formatting.duration_text(formed.t_s)}</td><td>{formed.generation}: "
+        f"{escape(formed.cause.value.replace('_', ' '))}</td><td>{escape(_ranks_text(formed.nodes))}</td>"
         for formed in history.generations
     )
     left_out = _left_out(history.num_generations, len(history.generations))
-    head = "<th>at</th><th>generation</th><th>ranks</th>"
-    return (
-        f'<section><h2>Generations</h2>{left_out}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
-    )
+    table = _table("<th>at</th><th>generation</th><th>ranks</th>", rows, style="generations")
+    return f"<section><h2>Generations</h2>{left_out}{table}</section>"
 
 
 def _ranks_text(nodes: tuple[journal.NodeRanks, ...]) -> str:
@@ -340,19 +328,13 @@ def _ranks_text(nodes: tuple[journal.NodeRanks, ...]) -> str:
 
 
 def _pipeline(index: int, pipeline: Pipeline) -> str:
-    return "".join(_pipeline_parts(index, pipeline))
-
-
-def _pipeline_parts(index: int, pipeline: Pipeline) -> Iterator[str]:
-    yield f'<div class="pipeline"><b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>'
-    for stage in pipeline.stages:
-        layers = formatting.chunks_text((chunk.start, chunk.stop) for chunk in stage.chunks)
-        share = len(stage.layers)
-        yield (
-            f'<div class="stage" style="flex-grow:{share}">{escape(stage.worker_ids[0].node)}'
-            f"<small>layers {layers}</small></div>"
-        )
-    yield "</div>"
+    stages = "".join(
+        f'<div class="stage" style="flex-grow:{len(stage.layers)}">{escape(stage.worker_ids[0].node)}'
+        f"<small>layers {formatting.chunks_text((each.start, each.stop) for each in stage.chunks)}</small></div>"
+        for stage in pipeline.stages
+    )
+    title = f"<b>pipeline {index}, {pipeline.num_microbatches} microbatches</b>"
+    return f'<div class="pipeline">{title}{stages}</div>'
 
 
 def _left_out(count: int, shown: int) -> str:

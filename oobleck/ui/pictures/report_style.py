@@ -1,4 +1,4 @@
-"""The style sheet of a report: light and dark, from a phone's width to a desk's; nothing is fetched from elsewhere."""
+"""The style sheet of a report, light and dark, for phones and wide screens. It loads nothing."""
 
 from __future__ import annotations
 

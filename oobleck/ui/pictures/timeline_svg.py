@@ -1,4 +1,4 @@
-"""Timelines as a picture: plain SVG, written by hand, to scale."""
+"""Timelines as an SVG picture."""
 
 from __future__ import annotations
 
@@ -19,42 +19,36 @@ _TICKS = 8
 def timeline_svg(figures: Sequence[Figure]) -> str:
     """Draw timelines below one another, on the same scale, and return the text of an SVG file."""
     longest_s = max(figure.timeline.makespan_s for figure in figures) or 1.0
-    scale = (axes.WIDTH - 2 * axes.MARGIN - _LABELS) / longest_s
+    time = axes.Scale(0.0, longest_s, axes.MARGIN + _LABELS, axes.WIDTH - axes.MARGIN)
     parts: list[str] = []
     top = axes.MARGIN
     for figure in figures:
-        parts += _figure(figure, top, scale)
-        top += _height(figure)
-    parts += _axis(top, longest_s, scale)
+        parts += _figure(figure, top, time)
+        top += _TITLE + _ROW * len(figure.labels) + axes.MARGIN // 2
+    for number in range(_TICKS + 1):
+        at_s, anchor = longest_s * number / _TICKS, "end" if number == _TICKS else "middle"
+        parts += axes.tick(time(at_s), top, seconds_text(at_s), length=5, drop=18, colour="#888888", anchor=anchor)
     parts += _legend(figures, top + _AXIS)
-    height = top + _AXIS + _ROW + axes.MARGIN
-    return axes.svg_file(parts, height=height)
+    return axes.svg_file(parts, height=top + _AXIS + _ROW + axes.MARGIN)
 
 
-def _height(figure: Figure) -> int:
-    return _TITLE + _ROW * len(figure.labels) + axes.MARGIN // 2
-
-
-def _figure(figure: Figure, top: int, scale: float) -> Iterator[str]:
+def _figure(figure: Figure, top: int, time: axes.Scale) -> Iterator[str]:
     found = figure.timeline
-    left = axes.MARGIN + _LABELS
     summary = f"{seconds_text(found.makespan_s)}, {percent_text(found.bubble_share)} bubble"
     yield axes.text(axes.MARGIN, top + 15, f"{figure.title}: {summary}", 'font-weight="bold"')
     for stage, (label, spans) in enumerate(zip(figure.labels, found.spans, strict=True)):
         y = top + _TITLE + stage * _ROW
         yield axes.text(axes.MARGIN, y + 13, label)
-        yield f'<rect x="{left}" y="{y}" width="{found.makespan_s * scale:.2f}" height="{_BAR}" fill="{IDLE.colour}"/>'
+        yield axes.box(time.start, y, found.makespan_s * time.unit, _BAR, IDLE.colour)
         for span in spans:
-            yield _bar(span, left, y, scale)
+            yield _bar(span, y, time)
 
 
-def _bar(span: Span, left: int, y: int, scale: float) -> str:
-    x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
+def _bar(span: Span, y: int, time: axes.Scale) -> str:
+    x, width = time(span.start_s), (span.end_s - span.start_s) * time.unit
     words = f"{_describe(span.instruction)}, {seconds_text(span.start_s)} to {seconds_text(span.end_s)}"
-    colour = LOOKS[span.instruction.op].colour
-    # A gap between bars shows where one ends; below two pixels it would be all that is seen.
-    drawn = width - 0.5 if width > 2 else width
-    bar = f'<rect x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{_BAR}" fill="{colour}"><title>{words}</title></rect>'
+    # A gap between bars shows where one ends; below two pixels, nothing else would be seen.
+    bar = axes.box(x, y, width - 0.5 if width > 2 else width, _BAR, LOOKS[span.instruction.op].colour, words)
     number = "" if span.instruction.microbatch is None else str(span.instruction.microbatch)
     if not number or width < axes.NUMBER_WIDTH * (len(number) + 1):
         return bar
@@ -67,14 +61,6 @@ def _describe(instruction: Instruction) -> str:
         return words
     chunk = f", chunk {instruction.chunk}" if instruction.chunk else ""
     return f"{words}, microbatch {instruction.microbatch}{chunk}"
-
-
-def _axis(top: int, longest_s: float, scale: float) -> Iterator[str]:
-    for number in range(_TICKS + 1):
-        at_s = longest_s * number / _TICKS
-        x = axes.MARGIN + _LABELS + at_s * scale
-        anchor = "end" if number == _TICKS else "middle"
-        yield from axes.tick(x, top, seconds_text(at_s), length=5, drop=18, colour="#888888", anchor=anchor)
 
 
 def _legend(figures: Sequence[Figure], top: int) -> list[str]:

@@ -298,9 +298,9 @@ def test_nodes_may_have_different_devices():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("node1 device=3", "device=3: '3' is no name of a kind of devices; it has letters, digits, '.', '_', '+' and "),
+        ("node1 device=3", "device=3: '3' is not a name of a kind of devices; use letters, digits, '.', '_', '+' and "),
         ("node1 device=3", "; devices=3 says which devices a node has"),
-        ("node1 device=A100×8", "'A100×8' is no name of a kind"),
+        ("node1 device=A100×8", "'A100×8' is not a name of a kind"),
         ("node1 device=" + "a" * 65, "at most 64, as in A100"),
         ("node1 devic=A100", "unknown key 'devic'; did you mean devic"),
     ],

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oobleck.cli.inputs.job_file import apply_overrides, default_job, load_job, parse_override
+from oobleck.cli.inputs.job_file import apply_overrides, default_job, load_job
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ControlSpec, DataSpec, JobSpec, ModelSpec, OptimizerSpec
 from tests.examples import examples
@@ -24,7 +24,7 @@ def load(text: str) -> JobSpec:
 
 
 def change(*settings: str, job: JobSpec | None = None) -> JobSpec:
-    return apply_overrides(job or JobSpec(), [parse_override(text) for text in settings])
+    return apply_overrides(job or JobSpec(), settings)
 
 
 # --- files -------------------------------------------------------------------------------------------------

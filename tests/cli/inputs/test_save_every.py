@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oobleck.cli.inputs.job_options import with_save_every
+from oobleck.cli.inputs.values import with_save_every
 from oobleck.errors import UsageError
 from oobleck.job import CheckpointSpec
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from oobleck.cli.inputs.job_options import parse_scaling
+from oobleck.cli.inputs.values import parse_scaling
 from oobleck.errors import UsageError
 from oobleck.job import ScalingSpec
 
@@ -34,8 +34,8 @@ def test_a_word_says_on_how_many_nodes_to_train(text: str, expected: ScalingSpec
         ("most", "not all, efficient or deadline=TIME"),
         ("deadline", "not all, efficient or deadline=TIME"),
         ("deadline=soon", "neither a duration"),
-        ("deadline=0s", "is over"),
-        ("deadline=2026-03-01T11:00+00:00", "is over"),
+        ("deadline=0s", "has passed"),
+        ("deadline=2026-03-01T11:00+00:00", "has passed"),
     ],
 )
 def test_anything_else_says_what_is_possible(text: str, words: str) -> None:

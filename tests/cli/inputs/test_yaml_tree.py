@@ -115,7 +115,7 @@ def test_values_remember_lines_and_words():
         ("a: 1\nb: 2\na: 3", 3, "a is given twice, here and in line 1; leave one out"),
         ("x: 1\n? [a]\n: 1", 2, "a key must be a word"),
         ("'': 1", 1, "a key must be a word"),
-        ("a: 1\nb: &x [*x]", 2, "this alias stands within what it is an alias of"),
+        ("a: 1\nb: &x [*x]", 2, "this alias lies within its own target"),
         ("a: !!python/object/apply:os.system [x]", 1, "the tag !!python/object/apply:os.system is not supported"),
         ("a: !!python/name:os.system", 1, "the tag !!python/name:os.system is not supported"),
         ("a: !!set {x}", 1, "the tag !!set is not supported"),

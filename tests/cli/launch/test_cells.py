@@ -100,3 +100,11 @@ def test_a_function_that_returns_the_job_brings_its_lambdas(tmp_path: Path):
     cells = ("def layers(): return 4", "def make():\n    return Job(model=layers, lr_lambda=lambda step: step / 2)")
     text, _ = given(tmp_path, *cells, job="make")
     assert (again(text).made["model"](), again(text).made["lr_lambda"](3)) == (4, 1.5)
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_a_number_without_a_literal_is_refused(tmp_path: Path, number: str):
+    cells = (f"limit = float('{number}')", "def layers(): return limit")
+    assert "layers uses limit, a float that lives in this notebook alone" in given(
+        tmp_path, *cells, job="Job(model=layers)"
+    )

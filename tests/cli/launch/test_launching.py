@@ -45,7 +45,7 @@ def test_what_cannot_be_used_is_said_as_on_the_command_line(
     ("job", "kind", "text"),
     [
         ({"max_step": 3}, ConfigError, r"the job given to launch\(\): unknown key 'max_step'.*max_steps\?"),
-        ({"max_steps": {1, 2}}, ConfigError, "a setting is no plain value"),
+        ({"max_steps": {1, 2}}, ConfigError, "a setting is not a plain value"),
         (oobleck.Job(max_steps=0), ConfigError, "the job given to launch.*max_steps"),
         ("train.sh", UsageError, r"train.sh: a job is a script \(.py\) or a job file \(.yaml\)"),
         (7, UsageError, "launch.. takes a path, a job file's keys, an oobleck.Job or a function .*, not 7"),
@@ -58,7 +58,7 @@ def test_a_job_that_is_none_is_refused_without_a_process(job: Any, kind: type[Ex
 
 
 def test_arguments_are_for_scripts(tmp_path: Path):
-    with pytest.raises(UsageError, match="arguments: they are for a script, and job"):
+    with pytest.raises(UsageError, match="arguments: only a script takes them, and job"):
         oobleck.launch("job.yaml", arguments=["--x"], local=2, base_dir=tmp_path)
 
 

@@ -71,9 +71,9 @@ def inner() -> object:
         (Job(callbacks=[object()]), "callbacks: these objects live in this process alone"),
         (
             Job(model=partial(functions.layers, object())),
-            "model: an argument of the partial function is no plain value",
+            "model: an argument of the partial function is not a plain value",
         ),
-        (Job(model=functions.layers, seed=object()), "a setting is no plain value"),
+        (Job(model=functions.layers, seed=object()), "a setting is not a plain value"),
     ],
 )
 def test_what_workers_could_not_find_is_named(job: Job, text: str):

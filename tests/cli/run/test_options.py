@@ -49,22 +49,22 @@ def test_a_command_line_of_torchrun():
     line = parsed(
         "--nnodes=2:4", "--nproc_per_node", "8", "--max-restarts=3", "-r", "0:3,1:1", "train.py", "--lr", "1", "-m"
     )
-    assert (line.nodes, line.ranks_per_node, line.max_restarts) == ((2, 4), "8", 3)
-    assert line.redirects.single == ((0, Redirection(stdout=True, stderr=True)), (1, Redirection(stdout=True)))
-    assert (line.entry, line.command) == ("script", ("train.py", "--lr", "1", "-m"))
+    assert (line.nodes, line.spec.ranks_per_node, line.spec.max_restarts) == ((2, 4), "8", 3)
+    assert line.spec.redirects.single == ((0, Redirection(stdout=True, stderr=True)), (1, Redirection(stdout=True)))
+    assert (line.spec.entry, line.spec.command) == ("script", ("train.py", "--lr", "1", "-m"))
 
 
 def test_a_hostfile_stands_before_the_script():
     assert parsed("hosts.txt", "train.py", "a.py").hostfile == "hosts.txt"
     assert parsed("train.py", "a.py").hostfile is None
     assert parsed("--hostfile", "hosts.txt", "-m", "package.train", "x.py").hostfile is None
-    assert parsed("--hostfile", "hosts.txt", "-m", "package.train").given == {"--hostfile": "hosts.txt"}
+    assert parsed("--hostfile", "hosts.txt", "-m", "package.train").own == {"--hostfile": "hosts.txt"}
 
 
 def test_torchruns_variables_count_and_options_count_more():
     line = parsed("--nnodes", "3", "train.py", PET_NNODES="1:2", PET_NPROC_PER_NODE="4", PET_TEE="3", PET_MODULE="0")
-    assert (line.nodes, line.ranks_per_node, line.entry) == ((3, 3), "4", "script")
-    assert line.tee == RankStreams(all=Redirection(stdout=True, stderr=True))
+    assert (line.nodes, line.spec.ranks_per_node, line.spec.entry) == ((3, 3), "4", "script")
+    assert line.spec.tee == RankStreams(all=Redirection(stdout=True, stderr=True))
 
 
 def test_what_has_no_meaning_is_said_to_be_unused():
@@ -101,7 +101,7 @@ def test_a_mistake_is_named(words: list[str], said: str):
 
 
 def test_variables_are_given_to_ranks():
-    assert parsed("--env", "A=1", "--env", "B", "train.py", B="x").environment == {"A": "1", "B": "x"}
+    assert parsed("--env", "A=1", "--env", "B", "train.py", B="x").spec.environment == {"A": "1", "B": "x"}
 
 
 @pytest.mark.parametrize("name", [*OWN_VARIABLES, MEMORY_VARIABLE, START_VARIABLE])
@@ -113,7 +113,7 @@ def test_a_variable_that_ranks_get_from_the_run_is_refused_with_what_there_is_in
 def test_options_of_dlrover_run_are_taken():
     line = parsed("--network-check", "--exclude_straggler", "--save_at_breakpoint", "--node_unit=2", "train.py")
     assert line.flags == {"--network-check", "--exclude-straggler", "--save-at-breakpoint"}
-    assert line.given == {"--node-unit": "2"}
+    assert line.own == {"--node-unit": "2"}
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_a_deadline_that_can_be_met_is_met(state: ScalingState) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"policy": "deadline"}, "given where"),
+        ({"policy": "deadline"}, "set if"),
         ({"deadline_s": 5.0}, "left out"),
         ({"policy": "deadline", "deadline_s": 0.0}, "but not 0"),
         ({"hysteresis_s": -1.0}, "from 0 to"),

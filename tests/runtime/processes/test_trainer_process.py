@@ -94,7 +94,7 @@ def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "kind", "problem"),
     [
-        ("x = 1", ConfigError, r"train\.py has come to its end without a call of `train\(\)`.*no function job\(\)"),
+        ("x = 1", ConfigError, r"train\.py has reached its end without a call of `train\(\)`.*no function job\(\)"),
         ("x = 1\ny = x / 0", ConfigError, r"train\.py:2: ZeroDivisionError"),
         (f"{TRAINER}\ntake_over(Trainer())", ConfigError, r"train\.py:\d+: IndexError"),
         (

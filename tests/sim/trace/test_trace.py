@@ -213,7 +213,7 @@ def test_nodes_may_be_of_kinds() -> None:
         ({"A100": ["node0"]}, "node 'node1' is of no kind; name that of each node, or none"),
         ({"A100": ["node9"]}, "kinds names 'node9', which is not among the trace's nodes"),
         ({"A100": ["node0"], "A40": ["node0"]}, "kinds: 'node0' is of A100 and of A40; name it once"),
-        ({"9": ["node0"]}, "'9' is no name of a kind of devices"),
+        ({"9": ["node0"]}, "'9' is not a name of a kind of devices"),
     ],
 )
 def test_kinds_that_cannot_be_are_refused(kinds: dict[str, list[str]], words: str) -> None:

@@ -184,7 +184,7 @@ def test_mistakes_are_named() -> None:
     wrong = Dataset(stream_of(lambda: iter([{"input_ids": [1], "colour": [2]}])))
     with pytest.raises(ConfigError, match=r"^the script's data: sample 0: its column 'colour' is used by nothing"):
         wrong.with_inputs(INPUTS)
-    with pytest.raises(ConfigError, match="give a function as `data`"):
+    with pytest.raises(ConfigError, match="pass a function as `data`"):
         Job(data={"paths": ["a.txt"]}, streaming=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from oobleck.cli.common_options import takes_options
+from oobleck.cli.option_fields import takes_options
 
 
 @dataclass(frozen=True, kw_only=True)

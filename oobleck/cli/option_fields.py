@@ -1,0 +1,87 @@
+"""Options of commands, declared as the fields of a dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, field, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+
+import typer
+
+T = TypeVar("T")
+
+
+def option(*words: str, default: Any = None, **settings: Any) -> Any:
+    """Declare a field of a dataclass as an option: its names, what its value is called, and its help, in this order.
+
+    Without a word for the value, its type stands there. An option whose default is `...` is required. `settings` are
+    those of `typer.Option`.
+    """
+    names = [word for word in words if word.startswith("-")]
+    *value, text = words[len(names) :]
+    word = value[0] if value else None
+    declared = typer.Option(*names, metavar=word, help=text, **settings)
+    return _field(default, declared=declared, shown=(names[-1], word, text))
+
+
+def flag(name: str, text: str) -> Any:
+    """Declare a field as an option without a value."""
+    return option(name, text, default=False)
+
+
+def argument(metavar: str, text: str, *, default: Any = None) -> Any:
+    """Declare a field as an argument."""
+    declared = typer.Argument(metavar=metavar, help=text, show_default=False)
+    return _field(default, declared=declared)
+
+
+def _field(default: Any, **metadata: Any) -> Any:
+    return field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+def declared_options(group: type) -> Iterator[tuple[str, str | None, str]]:
+    """Yield the name of each option that a dataclass declares, the word for its value unless it is a flag, its help."""
+    for part in fields(group):
+        if "shown" in part.metadata:
+            yield part.metadata["shown"]
+
+
+def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function that takes its options as one value.
+
+    Each field that is declared, or annotated as typer has it, is an option or an argument. A field that is a dataclass
+    itself stands for all of its own fields.
+    """
+
+    def made(function: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**values: Any) -> None:
+            function(_filled(options, values))
+
+        command.__signature__ = Signature([*_parameters(options)])  # type: ignore[attr-defined]  # where typer looks
+        return command
+
+    return made
+
+
+def _parameters(options: type) -> Iterator[Parameter]:
+    hints = get_type_hints(options, include_extras=True)
+    for part in fields(options):
+        hint, declared = hints[part.name], part.metadata.get("declared")
+        if is_dataclass(hint):
+            yield from _parameters(hint)  # type: ignore[arg-type]  # a type, for it is a hint
+        elif declared is not None or get_origin(hint) is Annotated:
+            annotation = hint if declared is None else Annotated[hint, declared]
+            default = Parameter.empty if part.default is MISSING else part.default
+            yield Parameter(part.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _filled(options: type[T], values: Mapping[str, Any]) -> T:
+    hints = get_type_hints(options)
+    own = {part.name: hints[part.name] for part in fields(options)}  # type: ignore[arg-type]  # it is a dataclass
+    groups = {
+        name: _filled(hint, values) for name, hint in own.items() if isinstance(hint, type) and is_dataclass(hint)
+    }
+    return options(**{name: values[name] for name in own.keys() & values.keys() - groups.keys()}, **groups)
