@@ -15,7 +15,7 @@ from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.control.speed import LINK_KEYS
 from oobleck.control.training import Coordinator, ReplayedRun
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.job import JobSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
@@ -30,12 +30,12 @@ from .world import World
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
 _GRACE_S = 600.0
-"""How long a run may take to end once its trace has."""
+"""The most seconds from the end of the trace to the end of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What the coordinator was fed, and what it commanded."""
+    """An event of the coordinator, and the commands that it answered with."""
 
     now_s: float
     event: Event | None
@@ -45,16 +45,15 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRun:
-    """What came of a run."""
+    """The result of a run."""
 
     entries: tuple[JournalEntry, ...]
     end: End
     decisions: tuple[Decided, ...]
-    """All that went through the coordinator, where it was asked for; else none."""
+    """Empty unless `run_cluster` keeps them."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal runs."""
         return journal_digest(self.entries)
 
     @property
@@ -76,22 +75,25 @@ def run_cluster(
     observe: Callable[[JournalEntry], None] | None = None,
     keep_decisions: bool = False,
 ) -> ClusterRun:
-    """Run a job through a trace, from virtual second 0; it is stopped, after the step in flight, when the trace ends.
+    """Run a job through a trace, from virtual second 0, and stop it after the step in flight when the trace ends.
 
-    The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
-    text are not looked at. `costs` say what orders, groups and commits take, beside the `delays`; without them orders
-    and commits take no time. `kinds` are those that the trace's nodes are of, if they are of several: nothing is cached
-    then. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
-    each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
-    breaks a promise of the protocol as an `ExceptionGroup` of Violations.
+    The same arguments give the same journal. Raises trio.TooSlowError when the run does not end within ten minutes of
+    its trace, and an `ExceptionGroup` of Violations for broken promises of the protocol.
+
+    Arguments:
+        profile: the times of the job's layers; nothing reads the job's own model and text.
+        kinds: the kinds that the trace names, if it names any; their profiles are never cached.
+        costs: the times of orders, groups and commits, on top of `delays`; by default, orders and commits take none.
+        has_profile: whether the profile is cached; otherwise a worker measures it first.
+        observe: receives each journal entry.
     """
     nodes = NodeKinds(kinds, trace.kinds) if kinds else NodeKinds.alike(profile, devices_per_node=devices_per_node)
-    simulation = _Simulation(trace, job, nodes, seed, delays or Delays(), costs)
-    if not has_profile or kinds:
-        simulation.profiles.profile_json = None
+    cached = profile_to_json(nodes.profile) if has_profile and not kinds else None
+    simulation = _Simulation(trace, job, nodes, World.make(nodes, delays or Delays(), seed, costs), _Profiles(cached))
     simulation.observers = [observe] if observe else []
     simulation.keeps_decisions = keep_decisions
-    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=simulation.time)
+    time = simulation.world.time
+    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=time)
     return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
 
 
@@ -106,22 +108,21 @@ class _Journal:
 
 
 class _Profiles:
-    """Implements `roles.master_ports.ProfileCache`."""
+    """Implements `roles.master_ports.ProfileCache`: with `profile_json` under every key, if there is one."""
 
     def __init__(self, profile_json: str | None) -> None:
-        """`profile_json` is there for every key of a profile; None for none but those that are stored."""
-        self.profile_json = profile_json
+        self._profile_json = profile_json
         self._stored: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
-        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self.profile_json)
+        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self._profile_json)
 
     def store(self, key: str, profile_json: str) -> None:
         self._stored[key] = profile_json
 
 
 def journal_digest(entries: Iterable[JournalEntry]) -> str:
-    """Return a digest of everything that a journal says: equal for equal runs, in any process."""
+    """Return a digest that is equal for equal journals, in any process."""
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(encode_json(entry) + b"\n")
@@ -129,12 +130,11 @@ def journal_digest(entries: Iterable[JournalEntry]) -> str:
 
 
 class _RecordingCoordinator(Coordinator):
-    """Keeps what goes in and what comes out. While its process is stopped, nothing goes in."""
+    """Keeps its events and commands. While its process is frozen, events wait in `unread`."""
 
     decisions: list[Decided] | None = None
     frozen_until_s = 0.0
     unread: deque[Event]
-    """What has happened while it was stopped."""
 
     def start(self, now_s: float) -> list[Command]:
         return self._keep(now_s, None, super().start(now_s))
@@ -143,23 +143,23 @@ class _RecordingCoordinator(Coordinator):
         if now_s < self.frozen_until_s:
             self.unread.append(event)
             return []
-        return [*self._go_on(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
+        return [*self._thaw(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
 
     def handle_deadline(self, now_s: float) -> list[Command]:
         if now_s < self.frozen_until_s:
             return []
         if self.frozen_until_s:
-            return self._go_on(now_s)
+            return self._thaw(now_s)
         return self._keep(now_s, None, super().handle_deadline(now_s))
 
     def next_deadline(self) -> float:
         return self.frozen_until_s or super().next_deadline()
 
-    def _go_on(self, now_s: float) -> list[Command]:
-        """Act on what should have been done long ago, before anything is read: the worst that can happen."""
+    def _thaw(self, now_s: float) -> list[Command]:
         if not self.frozen_until_s:
             return []
         self.frozen_until_s = 0.0
+        # Overdue deadlines before any unread event: the worst order possible.
         commands = self._keep(now_s, None, super().handle_deadline(now_s))
         while self.unread:
             event = self.unread.popleft()
@@ -173,11 +173,10 @@ class _RecordingCoordinator(Coordinator):
 
 
 class _Simulation:
-    """One run. Only `run` may be called, once."""
+    """One run; call `run` once."""
 
-    def __init__(
-        self, trace: traces.Trace, job: JobSpec, kinds: NodeKinds, seed: int, delays: Delays, costs: Costs | None
-    ) -> None:
+    def __init__(self, trace: traces.Trace, job: JobSpec, kinds: NodeKinds, world: World, profiles: _Profiles) -> None:
+        self.world = world
         self.journal = _Journal()
         self.decisions: list[Decided] = []
         self.keeps_decisions = False
@@ -185,19 +184,16 @@ class _Simulation:
         self._trace = trace
         self._job = job
         self._kinds = kinds
-        self.profiles = _Profiles(profile_to_json(kinds.profile))
-        self._world = World.make(kinds, delays, seed, costs)
-        self.time = self._world.time
+        self._profiles = profiles
         self._master: Master | None = None
         self._life = trio.CancelScope()
         self._down_s = 0.0
-        self._unheard: list[Event] = []
-        """What was submitted while there was no master, or while it was stopped."""
+        self._waiting: list[Event] = []  # submitted while there was no master, or while it was frozen
         self._coordinator: _RecordingCoordinator | None = None
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
-            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
+            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self.world, nursery)
             for node in self._trace.start:
                 cluster.join(node)
             nursery.start_soon(self._play, cluster, nursery)
@@ -206,23 +202,21 @@ class _Simulation:
         return end
 
     async def _run_masters(self, cluster: VirtualCluster) -> End:
-        """One master, and after each crash another, until the run has ended."""
+        """Run a master, and a successor after each crash, until the run ends."""
         while True:
-            cluster.thaw_master()
+            cluster.freeze_master(0.0)
             master = self._make_master(cluster)
-            for event in self._unheard:
-                master.submit(event)
-            self._unheard.clear()
+            self._submit_waiting(master)
             with trio.CancelScope() as self._life:
                 self._master = master
                 return await master.run()
             self._master = None
             if self.journal.entries and isinstance(entry := self.journal.entries[-1], JobEnded):
-                return End(exit_code=entry.exit_code, reason=entry.reason)  # it was only saying farewell
+                return End(exit_code=entry.exit_code, reason=entry.reason)  # the run was over before the crash
             await trio.sleep(self._down_s)
 
     async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
-        """Let each event of the trace happen at its time, whatever the run is doing, and then stop the run."""
+        """Carry out each event of the trace at its time, and then stop the run."""
         for event in self._trace.events:
             await trio.sleep_until(event.t_s)
             self._strike(event, cluster, nursery)
@@ -235,7 +229,7 @@ class _Simulation:
                 cluster.lose(node)
             case traces.Joined(node=node):
                 cluster.join(node)
-                self._submit(AddRequested(spec=self._spec(node)))
+                self._submit(AddRequested(spec=self._kinds.spec(node)))
             case traces.Frozen(node=node):
                 cluster.freeze(node)
             case traces.Thawed(node=node):
@@ -251,7 +245,8 @@ class _Simulation:
             case traces.AgentFrozen(node=node, frozen_s=frozen_s):
                 cluster.freeze_agent(node, frozen_s)
             case traces.MasterCrashed(down_s=down_s):
-                self._crash_master(down_s)
+                self._down_s = down_s
+                self._life.cancel()
             case traces.MasterFrozen(frozen_s=frozen_s):
                 self._freeze_master(cluster, nursery, frozen_s)
             case traces.Partitioned(nodes=nodes, spares_master=True):
@@ -266,7 +261,7 @@ class _Simulation:
                 assert_never(event)
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
-        """A master that takes over what is left of the run, or starts it where nothing is."""
+        """Return a master that takes over the run, or starts it where no agent is left."""
         replayed = _replay(self.journal.entries)
         if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
             replayed = None
@@ -275,7 +270,7 @@ class _Simulation:
             self.journal.entries.clear()
         coordinator = _RecordingCoordinator(
             self._job,
-            tuple(map(self._spec, self._trace.start)),
+            tuple(map(self._kinds.spec, self._trace.start)),
             started_at=_STARTED_AT,
             python_version=PYTHON_VERSION,
             replayed=replayed,
@@ -288,31 +283,27 @@ class _Simulation:
             self._job,
             cluster=cluster,
             journal=self.journal,
-            profiles=self.profiles,
+            profiles=self._profiles,
             clock=RunClock(elapsed_s=trio.current_time()),
         )
         for observer in self.observers:
             master.observe(observer)
         return master
 
-    def _spec(self, name: str) -> NodeSpec:
-        return self._kinds.spec(name)
-
     def _submit(self, event: Event) -> None:
-        """Send to the master, or to the next one, if there is none just now."""
+        """Submit an event to the master, or keep it while there is none, or it is frozen."""
         is_frozen = self._coordinator is not None and self._coordinator.frozen_until_s
         if self._master is not None and not is_frozen:
             self._master.submit(event)
         else:
-            self._unheard.append(event)
+            self._waiting.append(event)
 
-    def _crash_master(self, down_s: float) -> None:
-        """The master ends where it stands; another is started after so many seconds."""
-        self._down_s = down_s
-        self._life.cancel()
+    def _submit_waiting(self, master: Master) -> None:
+        for event in self._waiting:
+            master.submit(event)
+        self._waiting.clear()
 
     def _freeze_master(self, cluster: VirtualCluster, nursery: trio.Nursery, frozen_s: float) -> None:
-        """The master is stopped, and continues where it stood."""
         coordinator = self._coordinator
         if self._master is None or coordinator is None:
             return
@@ -324,15 +315,13 @@ class _Simulation:
     async def _thaw_master(self, cluster: VirtualCluster, coordinator: _RecordingCoordinator, until_s: float) -> None:
         await trio.sleep_until(until_s)
         if self._coordinator is not coordinator or self._master is None or coordinator.frozen_until_s > until_s:
-            return  # another has taken its place, or it was stopped once more
-        cluster.thaw_master()
-        for event in self._unheard:
-            self._master.submit(event)
-        self._unheard.clear()
+            return  # another master has taken over, or this one was frozen once more
+        cluster.freeze_master(0.0)
+        self._submit_waiting(self._master)
 
 
 def _replay(entries: Sequence[JournalEntry]) -> ReplayedRun | None:
-    """Read a journal as a real master does: an image of its first part, and the entries after it."""
+    """Read a journal as a real master does: an image of its first half, and the entries after it."""
     books, place = RunBooks(), len(entries) // 2
     for entry in entries[:place]:
         books.apply(entry)
