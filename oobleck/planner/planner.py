@@ -276,7 +276,6 @@ class Planner:
 
 
 def _seconds_a_node(kind: NodeKind) -> float:
-    """Return the seconds in which all devices of a node together compute all layers once."""
     seconds = math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in kind.profile.layers)
     return seconds / kind.devices_per_node
 

@@ -27,9 +27,7 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
     return replace(
         profile,
         device=replace(
-            device,
-            memory_bytes=degree * device.memory_bytes,
-            communication_bytes=degree * device.communication_bytes,
+            device, memory_bytes=degree * device.memory_bytes, communication_bytes=degree * device.communication_bytes
         ),
         # The devices of a group share its layers, but each holds the whole message.
         layers=tuple(replace(layer, message_bytes=degree * layer.message_bytes) for layer in layers),

@@ -125,7 +125,6 @@ class Capacity:
         return self._without_idle(taken, even if enough else items)
 
     def _fill(self, taken: Floats) -> Counter[int] | None:
-        """Return pipelines in any number that take the whole batch, or None."""
         values = np.maximum.accumulate(taken)
         size = int(self._sizes[(taken / self._sizes).argmax()])
         times, rest = divmod(self._num_nodes, size)
@@ -137,7 +136,6 @@ class Capacity:
         return best_filling(self._smallest, values, total=self._num_nodes, enough=self.num_microbatches)
 
     def _choose(self, taken: Floats, num_pipelines: int) -> Counter[int] | None:
-        """Return `num_pipelines` pipelines that take the whole batch, or None."""
         values = np.maximum.accumulate(taken)
         total = min(self._num_nodes, num_pipelines * self._largest)
         return best_items(self._smallest, values, count=num_pipelines, total=total, enough=self.num_microbatches)

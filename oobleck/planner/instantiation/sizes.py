@@ -64,9 +64,7 @@ def sizing_of(
     slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
     reduced_bytes = max(options[size].reduced_bytes for size in ordered)
     return Sizing(
-        sizes=ordered,
-        num_microbatches=counts,
-        step_s=slowest_s + reduction_s(network, reduced_bytes, len(ordered)),
+        sizes=ordered, num_microbatches=counts, step_s=slowest_s + reduction_s(network, reduced_bytes, len(ordered))
     )
 
 

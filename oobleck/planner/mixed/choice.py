@@ -58,13 +58,7 @@ class Chooser:
         return min(self._total, max(0, int(most))) if math.isfinite(most) else 0
 
     def choose(
-        self,
-        nodes: Counts,
-        *,
-        fewest: int,
-        exactly: bool = False,
-        least_s: float = 0.0,
-        below_s: float = math.inf,
+        self, nodes: Counts, *, fewest: int, exactly: bool = False, least_s: float = 0.0, below_s: float = math.inf
     ) -> Choice | None:
         """Return the fastest `fewest` or more pipelines (or exactly as many) that these nodes can form.
 
@@ -127,7 +121,6 @@ class Chooser:
         return Choice(pipelines=tuple(pipelines), num_microbatches=counts, slowest_s=min(slowest_s, limit_s))
 
     def _together(self, nodes: Counts) -> bool:
-        """Return whether the nodes are few enough for one knapsack over all kinds."""
         return math.prod(number + 1 for number in nodes) <= self._most_states
 
     def _filling(self, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> _Knapsack | _Apart:

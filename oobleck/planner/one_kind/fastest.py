@@ -84,7 +84,6 @@ class ExactTimes:
         return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
 
     def _option(self, template: PipelineTemplate, option: SizeOption, num_microbatches: int) -> SizeOption:
-        """Return the size's option with its event-exact times."""
         if template.num_stages > MOST_STAGES:
             return option
         best = self.cut_again(template, num_microbatches)

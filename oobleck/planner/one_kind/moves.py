@@ -236,7 +236,6 @@ def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
 
 
 def _described(sizes: Sequence[int]) -> str:
-    """Return pipelines of these sizes in words: "2 pipelines of 3 nodes"."""
     return listed(
         f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
         for size, times in sorted(Counter(sizes).items(), reverse=True)

@@ -83,8 +83,6 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
 
 
 class _Search:
-    """The search among moves, ways to gather slow nodes, and new cuts of the stages."""
-
     def __init__(self, catalog: Catalog, propose: Propose, living: LivingNodes) -> None:
         self._catalog, self._propose, self._living = catalog, propose, living
         self._slow = living.slow
@@ -116,7 +114,6 @@ class _Search:
         return best
 
     def _num_kept(self, outcome: _Outcome) -> int:
-        """Return how many of the old pipelines are unchanged."""
         before, after = (
             {(pipeline.nodes, pipeline.template.stages) for pipeline in plan.pipelines}
             for plan in (self._living.plan, outcome.plan)
@@ -216,12 +213,7 @@ class _Search:
             yield all_cut
 
     def _weigh(
-        self,
-        proposal: _Proposal,
-        forms: Sequence[Form],
-        nodes: Sequence[Sequence[str]],
-        *,
-        usual: Sequence[Form] = (),
+        self, proposal: _Proposal, forms: Sequence[Form], nodes: Sequence[Sequence[str]], *, usual: Sequence[Form] = ()
     ) -> _Outcome:
         """Weigh a move with the given forms and nodes; `usual` are the forms before some were cut again."""
         move, living, catalog = proposal.move, self._living, self._catalog
@@ -282,10 +274,8 @@ class _Search:
 
 
 def _beats(score: _Score, other: _Score) -> bool:
-    """Return whether a score is truly better than that of a gentler move."""
     return score < (other[0], other[1] * (1 - _TOLERANCE))
 
 
 def _others(forms: Sequence[Form], before: Sequence[Form]) -> list[int]:
-    """Return the indices at which the forms differ from those before."""
     return [index for index, (own, usual) in enumerate(zip(forms, before, strict=False)) if own is not usual]

@@ -59,7 +59,6 @@ class Recut:
 
 
 def _around(stops: Stops) -> Stops:
-    """Return the neighbouring cuts, some of them impossible."""
     size = stops.shape[1] - 1
     moves = []
     for first in range(1, size):

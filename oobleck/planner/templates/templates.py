@@ -23,8 +23,6 @@ _TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class _Query:
-    """The state of the search for one number of nodes."""
-
     num_nodes: int
     num_devices: int
     num_microbatches: int

@@ -22,8 +22,6 @@ Bucket = tuple[GroupKey, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Forming:
-    """Groups in formation."""
-
     awaited: Mapping[GroupKey, Sequence[WorkerAddress]]
     until_s: float
     """When they are formed, if all other members began with this worker."""

@@ -17,8 +17,6 @@ _TICKET = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """A link, and the nodes at its near and its far end."""
-
     caller: str
     listener: str
     link: VirtualLink

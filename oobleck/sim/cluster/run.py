@@ -216,7 +216,6 @@ class _Simulation:
             await trio.sleep(self._down_s)
 
     async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
-        """Carry out each event of the trace at its time, and then stop the run."""
         for event in self._trace.events:
             await trio.sleep_until(event.t_s)
             self._strike(event, cluster, nursery)

@@ -17,8 +17,6 @@ from .ports import Moves, pause
 
 @dataclass(slots=True)
 class _Posted:
-    """A section whose gradients are being summed."""
-
     number: int
     step: int
     mine: tuple[int, ...]

@@ -140,7 +140,6 @@ class WorkerProcess:
                     self._worker.take(message)
 
     def _carry(self, target: WorkerId, message: protocol.CommitMessage) -> None:
-        """Send another worker a message, which is lost if that has ended."""
         if target in self._world.peers:
             self._world.peers[target](self.worker_id, message)
 
@@ -186,7 +185,6 @@ class WorkerProcess:
         return self._world.time.now_s - began_s
 
     async def _pause_until(self, due_s: float) -> None:
-        """Wait until something happens, or until `due_s`."""
         if due_s not in (math.inf, self._alarm_s):
             self._alarm_s = due_s
             self._world.time.call_at(due_s, self._unpark)

@@ -121,7 +121,7 @@ class Costs:
 
 
 def costs_from_json(text: str, base: Costs, *, source: str) -> Costs:
-    """Return `base` with the costs of a file, a JSON object of numbers. Raises ConfigError with the file and the key."""
+    """Return `base` with the costs of a file, a JSON object of numbers. Raises ConfigError that names the key."""
     try:
         table = JsonTable(parse_json(text), "the file")
         table.check_keys((), [part.name for part in fields(Costs)])

@@ -96,7 +96,6 @@ class _Run(PolicyRun):
             self._reroute(happening.t_s, tuple(sorted(lost)), trained=trained)
 
     def _fill_places(self) -> None:
-        """Put idle nodes into the places of lost ones."""
         idle = [node for node in self._here if node not in self._used]
         for gone, node in zip(list(self._away), idle, strict=False):
             self._stage_of[node] = self._away.pop(gone)

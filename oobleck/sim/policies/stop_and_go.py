@@ -105,11 +105,9 @@ class _Run(PolicyRun):
         return int(pos_s // cycle_s), pos_s % cycle_s
 
     def _done(self) -> float:
-        """Return the steps since the newest checkpoint."""
         return 0.0 if self._step_s is None else min(self._pos_s / self._step_s, self._steps_each)
 
     def _continue_after(self, done: float) -> None:
-        """Continue at the present pace after `done` steps since the newest checkpoint."""
         self._pos_s = 0.0 if self._step_s is None else done * self._step_s
 
     def _happen(self, happening: MembershipChange) -> None:

@@ -47,8 +47,6 @@ class CommittedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A plan update in progress."""
-
     update: protocol.PlanUpdate
     commit_s: float
     """When the step in flight is committed; the time of the update where none is finished."""
@@ -242,7 +240,6 @@ class AnalyticWorkers:
             self._rest_s = max(ends_s) + self._pace.reduce_s(plan) + committing_s
 
     def _sections_committed(self) -> int:
-        """Return how many sections of the step in flight were committed before all stopped."""
         plan = self.plan
         if plan is None or self._num_sections == 1:
             return 0

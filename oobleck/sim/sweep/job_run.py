@@ -223,7 +223,6 @@ class JobRun:
         self.agenda.when_seen(coordinator.next_deadline(), tick)
 
     def _review_later(self) -> None:
-        """Let the coordinator review which nodes should train, at its time."""
         coordinator = self._coordinator
         if coordinator is None or coordinator.reviews_s >= self._reviews_s:
             return
@@ -306,7 +305,6 @@ class JobRun:
         self.agenda.when_seen(self.agenda.now_s + self.costs.starting_s(len(nodes)) + read_s, connect)
 
     def _connect(self, node: str) -> None:
-        """Connect a node's agent, with its workers ready."""
         if node not in self.nodes.members:
             return
         if not self.nodes.is_well(node):

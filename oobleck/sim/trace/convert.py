@@ -106,7 +106,6 @@ def _number(text: object, where: str) -> float:
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (where, line) for each line that is not empty."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield f"line {number}", line
