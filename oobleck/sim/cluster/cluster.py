@@ -6,7 +6,7 @@ reaches it over a link that carries real frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,12 +25,14 @@ from oobleck.wire import FrameDecoder
 
 from .gate import Gate
 from .links import VirtualLink
+from .ranks import VirtualRankHost
 from .relays import VirtualRelays
 from .workers import VirtualWorkerHost
 from .world import World
 
 PYTHON_VERSION = "3.11.0"
 """The version on virtual nodes, constant so that journals do not depend on the simulation's own."""
+NewRankHost = Callable[..., VirtualRankHost]
 _CONNECT_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 15.0
@@ -65,18 +67,21 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
 
 
 class _AgentProcess:
-    """An agent and its workers, which end together."""
+    """An agent and its workers or ranks, which end together."""
 
-    def __init__(self, machine: _Machine, tag: str, world: World, relays: VirtualRelays) -> None:
+    def __init__(
+        self, machine: _Machine, tag: str, world: World, relays: VirtualRelays, new_rank_host: NewRankHost | None
+    ) -> None:
         self.pid = machine.next_pid()
         self.links: list[VirtualLink] = []
         self.frozen_until_s = 0.0
         self.agent: Agent | None = None
-        self.host: VirtualWorkerHost | None = None
+        self.host: VirtualWorkerHost | VirtualRankHost | None = None
         self._machine = machine
         self._tag = tag
         self._world = world
         self._relays = relays
+        self._new_rank_host = new_rank_host
         self._scope = trio.CancelScope()
         self._connections, self._accepting = trio.open_memory_channel[MasterConnection](16)
 
@@ -96,18 +101,25 @@ class _AgentProcess:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    self.host = VirtualWorkerHost(
-                        self._world,
-                        machine.gate,
-                        nursery,
-                        pids=machine.next_pid,
-                        clock=machine.clock,
-                        warm_up=machine.warm_up,
-                    )
+                    workers = ranks = None
+                    if self._new_rank_host is not None:
+                        self.host = ranks = self._new_rank_host(
+                            gate=machine.gate, nursery=nursery, node=machine.name, new_pid=machine.next_pid
+                        )
+                    else:
+                        self.host = workers = VirtualWorkerHost(
+                            self._world,
+                            machine.gate,
+                            nursery,
+                            pids=machine.next_pid,
+                            clock=machine.clock,
+                            warm_up=machine.warm_up,
+                        )
                     self.agent = Agent(
                         tag=self._tag,
                         accept=self._accepting.receive,
-                        workers=self.host,
+                        workers=workers,
+                        ranks=ranks,
                         hello=self._hello,
                         cache_dir=Path("/virtual"),
                         relays=self._relays.of(machine.name),
@@ -213,8 +225,19 @@ class _Machine:
 class VirtualCluster:
     """Implements `roles.master_ports.Cluster`, and the faults of traces."""
 
-    def __init__(self, tag: str, names: Iterable[str], world: World, nursery: trio.Nursery) -> None:
-        """Take the names of all nodes that ever join; `join` brings them up."""
+    def __init__(
+        self,
+        tag: str,
+        names: Iterable[str],
+        world: World,
+        nursery: trio.Nursery,
+        new_rank_host: NewRankHost | None = None,
+    ) -> None:
+        """Take the names of all nodes that ever join; `join` brings them up.
+
+        With `new_rank_host`, agents start the ranks of a script, else the workers of a job.
+        """
+        self._new_rank_host = new_rank_host
         self._tag = tag
         self._world = world
         self._nursery = nursery
@@ -235,7 +258,7 @@ class VirtualCluster:
             if attach and machine.agent is None:
                 raise AgentGone(node.name, "its agent is gone")
             if machine.agent is None:
-                machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays)
+                machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays, self._new_rank_host)
                 self._nursery.start_soon(machine.agent.run)
             link = machine.agent.connect()
             if self._world.time.now_s < self._master_frozen_until_s:
@@ -333,9 +356,7 @@ class VirtualCluster:
     def crash_worker(self, name: str, device: int) -> None:
         agent = self._machines[name].agent
         if agent is not None and agent.host is not None:
-            for process in agent.host.processes:
-                if process.worker_id.device == device:
-                    process.kill()
+            agent.host.crash(device)
 
     def crash_fork_server(self, name: str) -> None:
         """Kill a node's fork server: living workers continue, new ones wait for the next fork server."""

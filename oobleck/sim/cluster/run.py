@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import trio
 
-from oobleck.control.events import AddRequested, Command, End, Event, StopRequested
+from oobleck.control.events import AddRequested, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.control.speed import LINK_KEYS
-from oobleck.control.training import Coordinator, ReplayedRun
+from oobleck.control.training import ReplayedRun
 from oobleck.job import JobSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master
 from oobleck.roles.run_clock import RunClock
@@ -25,22 +26,16 @@ from oobleck.wire import decode_json, encode_json
 
 from .cluster import PYTHON_VERSION, VirtualCluster
 from .determinism import run_virtual
+from .ranks import VirtualRank, VirtualRankHost, VirtualScript
+from .recording import Decided, Recording, ScriptsCoordinator, TrainingCoordinator
 from .tempo import Delays
 from .world import World
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
 _GRACE_S = 600.0
 """The most seconds from the end of the trace to the end of the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """An event of the coordinator, and the commands that it answered with."""
-
-    now_s: float
-    event: Event | None
-    """None for a deadline, or the start."""
-    commands: tuple[Command, ...]
+_ORPHANS_END_S = 60.0
+"""The most seconds from the orphan timeout of agents to the end of their ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +92,47 @@ def run_cluster(
     return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptsRun:
+    """The result of a run of a script."""
+
+    entries: tuple[JournalEntry, ...]
+    end: End
+    ranks: tuple[VirtualRank, ...]
+    """All ranks that ever ran, in the order of their starts."""
+    left_at_end: tuple[VirtualRank, ...]
+    """The ranks that lived when the master ended."""
+    left: tuple[VirtualRank, ...]
+    """The ranks that still lived after all nodes had been well again for longer than the orphan timeout."""
+
+
+def run_scripts(
+    trace: traces.Trace,
+    *,
+    run: RanksSpec,
+    script: VirtualScript,
+    seed: int = 0,
+    devices_per_node: int = 1,
+    profile: Profile,
+) -> ScriptsRun:
+    """Run a script's ranks through a trace with the real master, agents and coordinator, like `run_cluster`.
+
+    When the trace ends, the run is stopped. `profile` describes the nodes, and no rank uses it. Raises
+    trio.TooSlowError when the run does not end within ten minutes of its trace, or orphans outlive that.
+    """
+    nodes = NodeKinds.alike(profile, devices_per_node=devices_per_node)
+    simulation = _Simulation(trace, run, nodes, World.make(nodes, Delays(), seed), _Profiles(None), script)
+    horizon_s = trace.duration_s + run.control.orphan_timeout_s + _GRACE_S
+    end = run_virtual(simulation.run, seed=seed, horizon_s=horizon_s, time=simulation.world.time)
+    return ScriptsRun(
+        entries=tuple(simulation.journal.entries),
+        end=end,
+        ranks=tuple(simulation.ranks),
+        left_at_end=simulation.left_at_end,
+        left=simulation.left,
+    )
+
+
 class _Journal:
     """Implements `roles.master_ports.Journal`."""
 
@@ -129,53 +165,18 @@ def journal_digest(entries: Iterable[JournalEntry]) -> str:
     return digest.hexdigest()
 
 
-class _RecordingCoordinator(Coordinator):
-    """Keeps its events and commands. While its process is frozen, events wait in `unread`."""
-
-    decisions: list[Decided] | None = None
-    frozen_until_s = 0.0
-    unread: deque[Event]
-
-    def start(self, now_s: float) -> list[Command]:
-        return self._keep(now_s, None, super().start(now_s))
-
-    def handle(self, now_s: float, event: Event) -> list[Command]:
-        if now_s < self.frozen_until_s:
-            self.unread.append(event)
-            return []
-        return [*self._thaw(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
-
-    def handle_deadline(self, now_s: float) -> list[Command]:
-        if now_s < self.frozen_until_s:
-            return []
-        if self.frozen_until_s:
-            return self._thaw(now_s)
-        return self._keep(now_s, None, super().handle_deadline(now_s))
-
-    def next_deadline(self) -> float:
-        return self.frozen_until_s or super().next_deadline()
-
-    def _thaw(self, now_s: float) -> list[Command]:
-        if not self.frozen_until_s:
-            return []
-        self.frozen_until_s = 0.0
-        # Overdue deadlines before any unread event: the worst order possible.
-        commands = self._keep(now_s, None, super().handle_deadline(now_s))
-        while self.unread:
-            event = self.unread.popleft()
-            commands += self._keep(now_s, event, super().handle(now_s, event))
-        return commands
-
-    def _keep(self, now_s: float, event: Event | None, commands: list[Command]) -> list[Command]:
-        if self.decisions is not None:
-            self.decisions.append(Decided(now_s, event, tuple(commands)))
-        return commands
-
-
 class _Simulation:
     """One run; call `run` once."""
 
-    def __init__(self, trace: traces.Trace, job: JobSpec, kinds: NodeKinds, world: World, profiles: _Profiles) -> None:
+    def __init__(
+        self,
+        trace: traces.Trace,
+        job: JobSpec | RanksSpec,
+        kinds: NodeKinds,
+        world: World,
+        profiles: _Profiles,
+        script: VirtualScript | None = None,
+    ) -> None:
         self.world = world
         self.journal = _Journal()
         self.decisions: list[Decided] = []
@@ -185,21 +186,42 @@ class _Simulation:
         self._job = job
         self._kinds = kinds
         self._profiles = profiles
+        self._script = script
+        self.ranks: list[VirtualRank] = []
+        self.left_at_end: tuple[VirtualRank, ...] = ()
+        self.left: tuple[VirtualRank, ...] = ()
         self._master: Master | None = None
         self._life = trio.CancelScope()
         self._down_s = 0.0
         self._waiting: list[Event] = []  # submitted while there was no master, or while it was frozen
-        self._coordinator: _RecordingCoordinator | None = None
+        self._coordinator: Recording | None = None
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
-            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self.world, nursery)
+            new_host = None
+            if self._script is not None:
+                new_host = partial(VirtualRankHost, self.world, script=self._script, note=self.ranks.append)
+            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self.world, nursery, new_host)
             for node in self._trace.start:
                 cluster.join(node)
-            nursery.start_soon(self._play, cluster, nursery)
+            playing = trio.CancelScope()
+            nursery.start_soon(self._play, cluster, nursery, playing)
             end = await self._run_masters(cluster)
+            if self._script is not None:
+                # Once the trace no longer disturbs nodes, agents without a master end their ranks.
+                playing.cancel()
+                self.left_at_end = self.living_ranks
+                cluster.heal()
+                for node in self._trace.nodes:
+                    cluster.thaw(node)
+                await trio.sleep(self._job.control.orphan_timeout_s + _ORPHANS_END_S)
+            self.left = self.living_ranks
             nursery.cancel_scope.cancel()
         return end
+
+    @property
+    def living_ranks(self) -> tuple[VirtualRank, ...]:
+        return tuple(rank for rank in self.ranks if rank.end is None)
 
     async def _run_masters(self, cluster: VirtualCluster) -> End:
         """Run a master, and a successor after each crash, until the run ends."""
@@ -215,12 +237,13 @@ class _Simulation:
                 return End(exit_code=entry.exit_code, reason=entry.reason)  # the run was over before the crash
             await trio.sleep(self._down_s)
 
-    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
-        for event in self._trace.events:
-            await trio.sleep_until(event.t_s)
-            self._strike(event, cluster, nursery)
-        await trio.sleep_until(self._trace.duration_s)
-        self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
+    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery, playing: trio.CancelScope) -> None:
+        with playing:
+            for event in self._trace.events:
+                await trio.sleep_until(event.t_s)
+                self._strike(event, cluster, nursery)
+            await trio.sleep_until(self._trace.duration_s)
+            self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
 
     def _strike(self, event: traces.TraceEvent, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
         match event:
@@ -261,20 +284,21 @@ class _Simulation:
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
         """Return a master that takes over the run, or starts it where no agent is left."""
-        replayed = _replay(self.journal.entries)
-        if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
+        job, specs = self._job, tuple(map(self._kinds.spec, self._trace.start))
+        coordinator: Recording
+        if isinstance(job, RanksSpec):
             replayed = None
+            coordinator = ScriptsCoordinator(job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
+        else:
+            replayed = _replay(self.journal.entries)
+            if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
+                replayed = None
+            coordinator = TrainingCoordinator(
+                job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION, replayed=replayed
+            )
         if replayed is None:
             cluster.end_all()
             self.journal.entries.clear()
-        coordinator = _RecordingCoordinator(
-            self._job,
-            tuple(map(self._kinds.spec, self._trace.start)),
-            started_at=_STARTED_AT,
-            python_version=PYTHON_VERSION,
-            replayed=replayed,
-        )
-        coordinator.unread = deque()
         self._coordinator = coordinator
         coordinator.decisions = self.decisions if self.keeps_decisions else None
         master = Master(
@@ -311,7 +335,7 @@ class _Simulation:
         cluster.freeze_master(until_s)
         nursery.start_soon(self._thaw_master, cluster, coordinator, until_s)
 
-    async def _thaw_master(self, cluster: VirtualCluster, coordinator: _RecordingCoordinator, until_s: float) -> None:
+    async def _thaw_master(self, cluster: VirtualCluster, coordinator: Recording, until_s: float) -> None:
         await trio.sleep_until(until_s)
         if self._coordinator is not coordinator or self._master is None or coordinator.frozen_until_s > until_s:
             return  # another master has taken over, or this one was frozen once more

@@ -257,6 +257,12 @@ class VirtualWorkerHost:
         self.nursery.start_soon(process.run)
         return process
 
+    def crash(self, device: int) -> None:
+        """Kill the workers of a device."""
+        for process in self.processes:
+            if process.worker_id.device == device:
+                process.kill()
+
     def wake(self) -> None:
         """Let all processes see that the node was frozen or thawed."""
         for process in self.processes:
