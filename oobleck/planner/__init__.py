@@ -1,8 +1,7 @@
 """The planner: profiles in; templates, plans, batches and reconfigurations out.
 
-Pure and deterministic: it knows neither torch nor trio, neither a clock nor a device. The values (plans,
-profiles, decisions) need the standard library alone; `Planner` brings numpy along, so it is loaded when first
-asked for.
+Pure and deterministic: it knows neither torch nor trio, neither a clock nor a device. The values (plans, profiles,
+decisions) need the standard library alone; `Planner` imports numpy, so this package loads it on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a planner chooses pipelines from, and makes plans of: the pipelines that some nodes can form, and their times.
+"""The pipelines that nodes can form, with their times, and the plans made of them.
 
-`one_kind` and `mixed` search for pipelines, each in its own way; all that follows from a pipeline is here. Everything
-is found when it is asked for, and kept; the answers are the same in whatever order they are asked.
+`one_kind` and `mixed` each search for pipelines in their own way; all that follows from a pipeline is here. Results
+are computed on demand and cached; the order of the calls changes no result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .inventory import Holding, needed_holdings
 from .kinds import Counts, Form, KindCosts
 from .templates import cut_for_speeds
 
+# Cutting a pipeline again moves its layers, so a slightly slower template stays.
 STILL_FAST = 1.05
-"""A pipeline's own template may take this many times as long as the present one: to cut it again moves its layers."""
+"""A pipeline keeps its own template while that takes at most this many times as long as the present one."""
 
 
 class Catalog(ABC):
@@ -27,19 +28,19 @@ class Catalog(ABC):
 
     def __init__(self, costs: KindCosts) -> None:
         self.costs, self.settings = costs, costs.settings
+        # The holdings of all nodes have this length.
         self.most_devices = max(costs.devices)
-        """Holdings of all nodes are as long."""
+        # Keyed by the identity of the template, which the value keeps alive: comparing templates takes long.
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
-        """By the identity of the template, which is kept with it: comparing templates takes long."""
         self._for_speeds: dict[tuple[object, ...], Form] = {}
 
     @abstractmethod
     def kind(self, node: str) -> int:
-        """Return the number of a node's kind. Raises PlanningError where it has none, or one without a profile."""
+        """Return the index of a node's kind. Raises PlanningError where it has none, or one without a profile."""
 
     @abstractmethod
     def count(self, nodes: Collection[str]) -> Counts:
-        """Return how many of the nodes are of each kind. Raises PlanningError."""
+        """Count the nodes of each kind. Raises PlanningError."""
 
     def by_kind(self, nodes: Collection[str]) -> Sequence[Sequence[str]]:
         """Return the nodes of each kind, in their order. Raises PlanningError."""
@@ -50,46 +51,46 @@ class Catalog(ABC):
 
     @abstractmethod
     def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
-        """Return the pipelines that so many nodes can form, by their nodes, with their step times."""
+        """Return the step times of every pipeline that these nodes can form, keyed by its nodes."""
 
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
-        """Return the templates of all sizes up to so many nodes; none where pipelines have nodes of several kinds."""
+        """Return the template of each size up to `num_nodes` nodes; none where pipelines mix kinds."""
         return {}
 
     @abstractmethod
     def form(self, counts: Counts, total: Counts) -> Form:
-        """Return the pipeline of so many nodes, in a plan of `total` of them; the same object each time."""
+        """Return the pipeline of `counts` nodes in a plan of `total` nodes; the same object each time."""
 
     @abstractmethod
     def best(self, total: Counts) -> tuple[tuple[Counts, ...], float]:
-        """Return the best pipelines of so many nodes, and the seconds of their step. Raises PlanningError."""
+        """Return the best pipelines of `total` nodes, and the seconds of their step. Raises PlanningError."""
 
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
-        """Return the best pipelines to begin with, and their microbatches if these are fixed already.
+        """Return the best pipelines for a first plan, and their microbatches where the search fixes these.
 
-        `is_slowed` where some of the nodes are slow. Raises PlanningError.
+        `is_slowed` tells that some of the nodes are slow. Raises PlanningError.
         """
         return [self.form(counts, total) for counts in self.best(total)[0]], None
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
-        """Return what a step of these pipelines takes at least, where no node is slow."""
+        """Return a lower bound on the seconds of these pipelines' step, with no node slow."""
         return 0.0
 
     @abstractmethod
     def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
-        """Return the form in which an old pipeline goes on, if it goes on with as many nodes of each kind.
+        """Return the form in which an old pipeline continues with unchanged numbers of nodes of each kind.
 
-        Mostly its own, as long as that is about as fast as a template is now. `speeds` are those of its nodes, if any
-        of them is slow.
+        This is its own form while that is about as fast as a present template. `speeds` are those of its nodes, None
+        if none of them is slow.
         """
 
     @abstractmethod
     def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
-        """Return the form that a new pipeline of these nodes without slow ones would have, if that is faster."""
+        """Return the form of a new pipeline of these nodes, none of them slow, if it is faster than `form`."""
 
     @abstractmethod
     def explain(self, total: Counts) -> str:
-        """Say why so many nodes cannot hold the model."""
+        """Explain why `total` nodes cannot hold the model."""
 
     @abstractmethod
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
@@ -97,16 +98,16 @@ class Catalog(ABC):
 
     def reduced_bytes(self, form: Form, share: int) -> int:
         """Return the most gradient bytes that a node of a pipeline reduces."""
-        return self.costs.of[0].reduced_bytes(form.template)  # what a layer's parameters take is the same on all kinds
+        return self.costs.of[0].reduced_bytes(form.template)  # a layer's parameters take the same bytes on all kinds
 
     @abstractmethod
     def most_pipelines(self, total: Counts) -> int:
-        """Return how many pipelines so many nodes can form, at most one for each microbatch."""
+        """Return how many pipelines `total` nodes can form, at most one for each microbatch."""
 
     def num_pipelines(self, total: Counts) -> tuple[int, int]:
-        """Return the fewest and the most pipelines that so many nodes should have.
+        """Return the fewest and the most pipelines for `total` nodes.
 
-        Raises PlanningError where they cannot hold the model.
+        Raises PlanningError where the nodes cannot hold the model.
         """
         most = self.most_pipelines(total)
         if not most:
@@ -117,17 +118,15 @@ class Catalog(ABC):
         return min(self.settings.fault_threshold + 1, most), most
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
-        """Return what each node of a pipeline of that template has to hold."""
+        """Return the layers that each node of a pipeline has to hold."""
         if id(template) not in self._needed:
             self._needed[id(template)] = template, needed_holdings(template, self.most_devices)
         return self._needed[id(template)][1]
 
     def cut_for(self, form: Form, speeds: Sequence[float], holdings: Sequence[Holding], num_microbatches: int) -> Form:
-        """Return the form with the best stages for nodes of these speeds, which hold these layers; or as it is.
-
-        Pipelines with several chunks a stage stay as they are. Remembered once found.
-        """
+        """Return the form with the best stages for nodes of these speeds that hold these layers, or `form` itself."""
         template = form.template
+        # Pipelines with several chunks a stage stay as they are.
         if template.num_chunks > 1 or template.num_stages == 1:
             return form
         key = template.stages, form.kinds, tuple(speeds), tuple(holdings), num_microbatches
@@ -139,11 +138,11 @@ class Catalog(ABC):
         return form if found.template.stages == template.stages else found
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose pipelines are cut into chunks for their microbatches, where that is wanted."""
+        """Return the plan with its pipelines cut into chunks, where the schedule needs them."""
         return plan
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: the bound on it, or more exactly."""
+        """Return the seconds of a plan's step: `bound_s`, or a closer prediction."""
         return bound_s
 
     def build_plan(
@@ -157,9 +156,10 @@ class Catalog(ABC):
     ) -> tuple[ExecutionPlan, float]:
         """Return the plan of pipelines given as (form, nodes), and the seconds of its step at the given speeds.
 
-        Pipelines that are as in the plan `before` are the same objects: they know their workers already. Those without
-        slow nodes that take up to `still_fast` times as long as those of their size count as fast as these.
+        A pipeline without slow nodes that takes up to `still_fast` times as long as others of its size counts as
+        equally fast. Pipelines that are unchanged since the plan `before` stay the same objects.
         """
+        # Old pipeline objects have computed their workers already.
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
         num_nodes = sum(len(nodes) for _, nodes in pipelines)
         # Thousands of pipelines share a few forms, which take long to compare.
@@ -176,13 +176,13 @@ class Catalog(ABC):
             reduced_bytes = max(reduced_bytes, own_bytes)
         counts = distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        plan = ExecutionPlan(
-            pipelines=tuple(
-                _pipeline(form.template, tuple(nodes), count, known)
-                for (form, nodes), count in zip(pipelines, counts, strict=True)
-            ),
-            spares=tuple(spares),
-        )
+        made = []
+        for (form, nodes), count in zip(pipelines, counts, strict=True):
+            own = known.get(tuple(nodes))
+            if own is None or own.template is not form.template or own.num_microbatches != count:
+                own = Pipeline(template=form.template, nodes=tuple(nodes), num_microbatches=count)
+            made.append(own)
+        plan = ExecutionPlan(pipelines=tuple(made), spares=tuple(spares))
         return plan, slowest_s + reduction_s(self.costs.network, reduced_bytes, len(pipelines))
 
     def rest_s(self, rests: Sequence[tuple[Pipeline, int, int]], speeds: Mapping[str, float]) -> float:
@@ -191,40 +191,30 @@ class Catalog(ABC):
         for each, own, others in rests:
             form, share = self.form_of(each), each.num_microbatches
             timing = self.timing(form, speeds_among(each.nodes, speeds), share)
-            # A pipeline that is filled takes one microbatch after the other.
+            # A pipeline in mid-step is full already and finishes one microbatch each `next_s`.
             own_s = timing.step_s(own) if own == share else own * timing.next_s
             slowest_s = max(slowest_s, own_s + (timing.step_s(others) if others else 0.0))
             most_bytes = max(most_bytes, self.reduced_bytes(form, share))
         return slowest_s + reduction_s(self.costs.network, most_bytes, len(rests))
 
     def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
-        """Return the number of each node's kind. Raises PlanningError."""
+        """Return the index of each node's kind. Raises PlanningError."""
         return tuple(map(self.kind, nodes))
 
     def form_of(self, pipeline: Pipeline) -> Form:
-        """Return the form of a pipeline of a plan."""
         return Form(template=pipeline.template, kinds=self.kinds_of(pipeline.nodes))
 
     def counts_of(self, form: Form) -> Counts:
-        """Return how many nodes of each kind a pipeline has."""
+        """Count the nodes of each kind in a pipeline."""
         return tuple(form.kinds.count(kind) for kind in range(len(self.costs.kinds)))
 
     def share(self, size: int, num_nodes: int) -> int:
-        """Return the microbatches of a pipeline of a size, in a plan of so many nodes."""
+        """Return the microbatches of a pipeline of `size` nodes in a plan of `num_nodes` nodes."""
         return max(1, round(self.settings.num_microbatches * size / num_nodes))
 
 
 def speeds_among(nodes: Sequence[str], speeds: Mapping[str, float]) -> list[float] | None:
-    """Return the speeds of a pipeline's nodes; None where none of them has another than the usual one."""
+    """Return the speeds of a pipeline's nodes; None if `speeds` names none of them."""
     if not speeds or not any(node in speeds for node in nodes):
         return None
     return [speeds.get(node, 1.0) for node in nodes]
-
-
-def _pipeline(
-    template: PipelineTemplate, nodes: tuple[str, ...], count: int, known: Mapping[tuple[str, ...], Pipeline]
-) -> Pipeline:
-    before = known.get(nodes)
-    if before is not None and before.template is template and before.num_microbatches == count:
-        return before
-    return Pipeline(template=template, nodes=nodes, num_microbatches=count)

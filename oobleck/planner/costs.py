@@ -1,13 +1,8 @@
-"""What a stage costs: seconds and bytes of any run of layers on any number of a node's devices.
+"""The costs of a stage: seconds and bytes of any run of layers on any number of a node's devices.
 
-Sums over layers are kept as prefix sums, so that one stage costs O(1) and all L² of them one numpy
-expression. Every seconds value that the search compares comes from `StageCosts.seconds`, so that equal stages
-have equal bits.
-
-A stage pays for the messages it sends: its output to the stage after it, and its input's gradient to the one
-before it. Summed over a pipeline that is exactly the way of one microbatch there and back.
-
-What a stage holds is `footprint`; `StageCosts.most_in_flight` is the same for all stages at once.
+Prefix sums over layers make one stage cost O(1), and all L² of them one numpy expression. A stage pays for the
+messages that it sends: its output to the next stage, and its input's gradient to the previous one. Summed over a
+pipeline, these are exactly one microbatch's way there and back.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ Floats = NDArray[np.float64]
 GRADIENT_COPIES = 1
 """Gradients are kept in the parameters' own precision."""
 MESSAGES_AT_A_CUT = 3
-"""At most, in the memory of each device beside it: two that are received ahead, and one that is sent or used."""
+"""The most messages in a device's memory for each neighbour: two received ahead, and one being sent or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +37,7 @@ class Timing:
     """Each further microbatch: the slowest stage's time."""
 
     def step_s(self, num_microbatches: int) -> float:
-        """Seconds of one step without the reduction of gradients."""
+        """Return the seconds of one step without the reduction of gradients."""
         return self.first_s + (num_microbatches - 1) * self.next_s
 
 
@@ -54,23 +49,23 @@ class Footprint:
     gradient_bytes: int
     optimizer_bytes: int
     copy_bytes: int
-    """Of gradients and weights, for reductions and autocast."""
+    """Copies of gradients and weights, for reductions and autocast."""
     communication_bytes: int
-    """Messages under way, and the communication library's own."""
+    """Messages in flight, and the communication library's buffers."""
     transient_bytes: int
-    """At the fullest moment of a pass, on top of all else."""
+    """The peak of a pass, on top of all else."""
     activation_bytes: int
-    """Of one microbatch in flight, with the output that its backward pass starts from."""
+    """One microbatch in flight, with the output that its backward pass starts from."""
 
     @property
     def static_bytes(self) -> int:
-        """What is held with nothing in flight, and the room for a pass."""
+        """Bytes held with nothing in flight, and the room for a pass."""
         state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
         return state + self.copy_bytes + self.communication_bytes + self.transient_bytes
 
 
 def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
-    """Return what a stage of these layers holds on its devices; O(its layers)."""
+    """Return the bytes that a stage of these layers holds on its devices; O(its layers)."""
     layers = profile.layers[first_layer:stop_layer]
     left = profile.layers[first_layer - 1].message_bytes if first_layer else 0
     right = layers[-1].message_bytes if stop_layer < profile.num_layers else 0
@@ -88,7 +83,7 @@ def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_device
 
 
 def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footprint:
-    """Return what a stage of these chunks holds: the sum of theirs, but for what its devices have once."""
+    """Return the bytes that a stage of these chunks holds: their sum, counting once what the devices share."""
     num_devices = chunks[0].num_devices
     each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
     summed = Footprint(**{field.name: sum(getattr(held, field.name) for held in each) for field in fields(Footprint)})
@@ -105,7 +100,7 @@ def _ends(chunks: Sequence[StageTemplate]) -> list[tuple[int, int]]:
 
 
 def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
-    """Return the seconds that one message of `output_bytes` takes from a stage to the next."""
+    """Return the seconds that one message of `output_bytes` takes between neighbouring stages."""
     if same_node:
         return network.intra_node_latency_s + output_bytes / network.intra_node_bytes_per_s
     return network.inter_node_latency_s + output_bytes / network.inter_node_bytes_per_s
@@ -114,8 +109,8 @@ def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) 
 class StageCosts:
     """The costs of all stages of one profile on nodes of `devices_per_node` devices.
 
-    `device_counts` are the powers of two that a stage may have: up to `max_devices_per_stage`, and named by
-    every layer of the profile. `max_in_flight` caps the microbatches in flight: a step has no more.
+    `device_counts` are the powers of two that a stage may have: up to `max_devices_per_stage`, and named by every layer
+    of the profile. `max_in_flight`, the microbatches of a step, caps those in flight.
     """
 
     def __init__(
@@ -156,22 +151,16 @@ class StageCosts:
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._activation = prefix_sums([layer.activation_bytes for layer in layers])
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
-        self._cuts = {
-            same_node: np.array(
-                [0.0]
-                + [
-                    cut_seconds(profile.network, layer.output_bytes, same_node=same_node) if communication else 0.0
-                    for layer in layers[:-1]
-                ]
-                + [0.0]
-            )
-            for same_node in (False, True)
-        }
+        self._cuts = {}
+        for same_node in (False, True):
+            each_s = [cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers[:-1]]
+            self._cuts[same_node] = np.array([0.0, *(each_s if communication else [0.0] * len(each_s)), 0.0])
 
+    # Every seconds value that the search compares comes from here, so that equal stages have equal bits.
     def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool, speed: float = 1.0) -> Floats:
         """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite.
 
-        `speed` divides what it computes (1.0 is nominal).
+        `speed` divides the compute time (1.0 is nominal).
         """
         compute = self._compute[num_devices]
         table = compute[None, :] - compute[:, None]
@@ -183,9 +172,9 @@ class StageCosts:
         return table
 
     def most_in_flight(self, num_devices: int) -> Floats:
-        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where not even none do.
+        """Return how many microbatches in flight fit every stage: `[L + 1, L + 1]`; -1 where the state alone does not.
 
-        Found once: leave it as it is.
+        Callers share the array and must not change it.
         """
         if num_devices in self._most_in_flight:
             return self._most_in_flight[num_devices]
@@ -201,7 +190,7 @@ class StageCosts:
         return most
 
     def in_flight(self, stages_to_end: int) -> int:
-        """Return the microbatches that 1F1B keeps in flight at a stage, itself counted in `stages_to_end`."""
+        """Return the microbatches that 1F1B keeps in flight at a stage; `stages_to_end` counts the stage itself."""
         return min(stages_to_end, self.max_in_flight)
 
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
@@ -226,11 +215,12 @@ class StageCosts:
         return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
     def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
-        """Say whether every stage holds its state, the microbatches in flight there, and more copies of gradients."""
+        """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients."""
         return all(self.stage_fits(template, index, more_copies=more_copies) for index in range(template.num_stages))
 
     def stage_fits(self, template: PipelineTemplate, index: int, *, more_copies: int = 0) -> bool:
-        """Say the same of one stage; where it has several chunks, as if all in flight were of the largest."""
+        """Return whether one stage fits its devices; see `fits`."""
+        # Of several chunks, all in flight count as much as the largest.
         chunks = template.chunks_of(index)
         held = chunks_footprint(self.profile, chunks)
         largest = max(
@@ -241,21 +231,21 @@ class StageCosts:
         return bool(needed <= chunks[0].num_devices * self.usable_bytes)
 
     def _in_flight_at(self, template: PipelineTemplate, index: int) -> int:
-        """Microbatches times chunks in flight at a stage, at most: see `schedule/orders.py` for interleaved ones."""
         after, num_chunks = template.num_stages - 1 - index, template.num_chunks
         if num_chunks == 1:
             return self.in_flight(after + 1)
+        # See `schedule/orders.py` for the order of interleaved passes.
         return min(2 * after + (num_chunks - 1) * template.num_stages + 1, num_chunks * self.max_in_flight)
 
     def reduced_bytes(self, template: PipelineTemplate) -> int:
-        """Return the most gradient bytes that one node of the pipeline has to reduce with its peers."""
+        """Return the most gradient bytes that one node of the pipeline reduces with its peers."""
         nodes = [0] * template.num_nodes
         for stage in template.stages:
             nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
 
     def stage(self, first_layer: int, stop_layer: int, device: int, num_devices: int) -> StageTemplate:
-        """Return a stage whose first device is number `device` counted over all nodes of its pipeline."""
+        """Return a stage whose first device is number `device`, counted over all nodes of its pipeline."""
         node_index, first_device = divmod(device, self.devices_per_node)
         return StageTemplate(
             first_layer=first_layer,
@@ -276,5 +266,5 @@ def _largest(values: Sequence[float]) -> Floats:
 
 
 def prefix_sums(values: Sequence[float]) -> Floats:
-    """Return 0 and the sums of the first values."""
+    """Return 0, then the sum up to each value."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

@@ -19,5 +19,5 @@ def listed(parts: Iterable[str]) -> str:
 
 
 def named(nodes: Collection[str]) -> str:
-    """Return the nodes' names, sorted, or how many they are."""
+    """Return the nodes' names, sorted, or their number if there are many."""
     return ", ".join(sorted(nodes)) if len(nodes) <= _MOST_NAMES else counted(len(nodes), "node")

@@ -1,4 +1,4 @@
-"""Who holds which layers, and which of them move where: every missing one is read from its holders, evenly."""
+"""The layers that each node holds, and the transfers of missing ones, read evenly from all their holders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from oobleck.errors import Unrecoverable
 from oobleck.plan import LayerTransfer, PipelineTemplate, WorkerId
 
 Holding = tuple[frozenset[int], ...]
-"""The layers that each device of a node holds whole, or has to hold."""
+"""The layers that each device of a node holds whole, or needs."""
 
 
 def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[Holding, ...]:
-    """Return what each node of a pipeline has to hold."""
+    """Return the layers that each node of a pipeline has to hold."""
     nothing: frozenset[int] = frozenset()
     nodes = [[nothing] * devices_per_node for _ in range(template.num_nodes)]
     for stage, layers in zip(template.stages, template.layer_sets, strict=False):  # a stage's chunks have like devices
@@ -23,7 +23,7 @@ def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[
 
 
 def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) -> int:
-    """Return the bytes that a node which holds `held` has to receive to hold `needed`."""
+    """Return the bytes that a node with `held` has to receive to hold `needed`."""
     return sum(
         layer_bytes[layer]
         for device, layers in enumerate(needed)
@@ -32,15 +32,13 @@ def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) ->
 
 
 class Inventory:
-    """The layers that living nodes hold; nodes of equal holdings are kept together, since there are few kinds.
-
-    Nodes that leave (`leaving`) get no place in a plan, and can be read from all the same.
-    """
+    """The layers that living nodes hold. Nodes that leave (`leaving`) get no place in a plan, but serve as sources."""
 
     def __init__(
         self, holdings: Mapping[str, Holding], num_layers: int, *, leaving: Mapping[str, Holding] | None = None
     ) -> None:
         self.holdings = holdings
+        # Nodes with equal holdings stay together: thousands of nodes have few different holdings.
         self.kinds: dict[Holding, list[str]] = defaultdict(list)
         for node, holding in {**(leaving or {}), **holdings}.items():
             self.kinds[holding].append(node)
@@ -58,9 +56,9 @@ class Inventory:
             raise Unrecoverable(lost)
 
     def holders(self, layer: int) -> list[WorkerId]:
-        """Return the places that hold a layer, sorted; O(kinds of holdings + holders · log holders).
+        """Return the devices that hold a layer, sorted; O(kinds of holdings + holders · log holders).
 
-        Layers that lie together everywhere share the answer: leave it as it is.
+        Layers that lie together everywhere share one list, which callers must not change.
         """
         found = tuple(
             (holding, device) for holding in self.kinds for device, layers in enumerate(holding) if layer in layers
@@ -75,11 +73,10 @@ class Inventory:
 def plan_transfers(
     arrivals: Sequence[tuple[str, Holding]], inventory: Inventory, *, max_sources: int
 ) -> tuple[LayerTransfer, ...]:
-    """Return the transfers that bring nodes, given with what they have to hold, what they do not hold yet.
+    """Return the transfers after which each arriving node holds what it has to, given as (node, needed).
 
-    A layer is read in equal parts from all its holders. Where it has more than `max_sources`, they are shared out
-    among the readers in turn, at most `max_sources` to each, and different layers start at different holders, so
-    that the load stays even. O(transfers + holders · log holders).
+    A node reads a layer in equal parts from all its holders, or from at most `max_sources` of them.
+    O(transfers + holders · log holders).
     """
     wanted: dict[int, list[WorkerId]] = defaultdict(list)
     for node, needed in arrivals:
@@ -93,6 +90,7 @@ def plan_transfers(
         num_parts = len(holders)
         if num_parts > max_sources:
             num_parts = max(1, min(max_sources, num_parts // len(targets)))
+        # The readers take the holders in turn, and each layer starts at another holder: the load stays even.
         turn = layer * num_parts
         for target in sorted(targets):
             for part in range(num_parts):

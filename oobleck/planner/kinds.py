@@ -1,7 +1,7 @@
-"""Kinds of nodes: what a stage costs on each, in a pipeline whose nodes may be of several kinds.
+"""Stage costs on several kinds of nodes, in pipelines that may mix them.
 
-The kinds share a cluster's network: between nodes every message takes what the slowest kind's profile says, within a
-node what its own says. Most clusters have one kind.
+The kinds share one network: a message between nodes takes the time of the slowest kind's profile, one within a node
+that of its own kind. Most clusters have one kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .costs import StageCosts, Timing
 from .values import NodeKind, PlannerSettings, with_shared_links
 
 Counts = tuple[int, ...]
-"""Nodes of each kind."""
+"""The number of nodes of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Form:
 
     template: PipelineTemplate
     kinds: tuple[int, ...]
-    """Of each node of the pipeline, as an index."""
+    """The index of each node's kind."""
 
 
 class KindCosts:
@@ -61,7 +61,7 @@ class KindCosts:
         return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
     def fits(self, form: Form, *, more_copies: int = 0) -> bool:
-        """Say whether every stage fits a device of its node's kind, with more copies of its gradients."""
+        """Return whether every stage fits a device of its node's kind, with more copies of its gradients."""
         return all(
             self.of[form.kinds[stage.node_index]].stage_fits(form.template, index, more_copies=more_copies)
             for index, stage in enumerate(form.template.stages[: form.template.num_stages])
@@ -80,21 +80,20 @@ def _check(kinds: Sequence[NodeKind], settings: PlannerSettings) -> None:
         )
     first = kinds[0]
     for kind in kinds[1:]:
-        for what, one, other in (
-            ("layers", first.profile.num_layers, kind.profile.num_layers),
-            ("samples a microbatch", first.profile.microbatch_size, kind.profile.microbatch_size),
-            ("tokens a sample", first.profile.sequence_length, kind.profile.sequence_length),
+        for key, what in (
+            ("num_layers", "layers"),
+            ("microbatch_size", "samples a microbatch"),
+            ("sequence_length", "tokens a sample"),
         ):
+            one, other = getattr(first.profile, key), getattr(kind.profile, key)
             if one != other:
                 raise PlanningError(
                     f"the profile of {kind.name} has {other} {what}, and that of {first.name} {one}; "
                     "profiles of all kinds have to be of one model"
                 )
         for index, (here, there) in enumerate(zip(first.profile.layers, kind.profile.layers, strict=True)):
-            for what, one, other in (
-                ("bytes of state", here.state_bytes, there.state_bytes),
-                ("trained bytes", here.trained_bytes, there.trained_bytes),
-            ):
+            for key, what in (("state_bytes", "bytes of state"), ("trained_bytes", "trained bytes")):
+                one, other = getattr(here, key), getattr(there, key)
                 if one != other:
                     raise PlanningError(
                         f"layer {index} ({here.name}) has {other} {what} in the profile of {kind.name}, and {one} in "

@@ -1,11 +1,10 @@
 """The event-exact time of 1F1B steps, for many ways to cut the layers at once.
 
-The planner's searches bound a step by `sum(w) + (m - 1) * max(w)`, with messages counted as work of the stages that
-send them. Here every pass waits for the pass before it on its stage and for its message, and a message only occupies
-its link: the same rules, and the same seconds, as in the timeline of a schedule. Stages do their passes in lockstep.
-With s counted from 0 of S stages, the forward pass of microbatch i belongs to slot 2i + s and its backward pass to slot
-2i + 2S - 1 - s, so all that a pass waits for is in earlier slots, and one slot is a few numpy expressions over all
-stages of all candidates.
+The planner's searches bound a step by `sum(w) + (m - 1) * max(w)`, with messages counted as work of the sending
+stages. Here a pass waits for the previous pass on its stage and for its message, and a message occupies only its link:
+the rules and the seconds of a schedule's timeline. Stages do their passes in lockstep. With s counted from 0 of S
+stages, the forward pass of microbatch i belongs to slot 2i + s and its backward pass to slot 2i + 2S - 1 - s. So a pass
+waits for earlier slots only, and one slot is a few numpy expressions over all stages of all candidates.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
 
 _MOST_ROUNDS = 8
-"""Beyond this many microbatches for each stage, the time of each further one is taken as constant."""
+"""From this many microbatches for each stage on, each further one takes a constant time."""
 
 
 def stops_of(template: PipelineTemplate) -> Stops:
@@ -51,10 +50,7 @@ class PassTimes:
         return float(self.steps_s(template, stops_of(template), num_microbatches)[0])
 
     def steps_s(self, template: PipelineTemplate, stops: Stops, num_microbatches: int) -> Floats:
-        """Return the seconds of a step for each candidate: the template's devices, cut as `stops` says.
-
-        O(S · m) for m microbatches, with m up to 8 S; beyond that a step grows by the same time with each.
-        """
+        """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches."""
         passes = self._passes(template, stops)
         most = _MOST_ROUNDS * template.num_stages
         if num_microbatches <= most:
@@ -80,12 +76,12 @@ class PassTimes:
 
 
 def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbatches: int) -> Floats:
-    """Return when the last stage has ended. See the module for the slots."""
+    """Return when the last stage ends; the module explains the slots."""
     size, width = forward.shape
     last = num_microbatches - 1
-    # What stage s sends on goes by link s + 1, what it sends back by link s; the outer links carry nothing.
+    # Stage s sends forward over link s + 1 and back over link s; the outer links carry nothing.
     links = np.concatenate([np.zeros((1, width)), messages, np.zeros((1, width))])
-    # Arrivals at stage s from the stage before, and at stage s - 1 from the stage after; nothing comes from outside.
+    # Arrivals at stage s from the previous stage, and at stage s - 1 from the next one.
     now, ahead, back = np.zeros((size, width)), np.zeros((size + 1, width)), np.zeros((size + 1, width))
     for slot in range(2 * (last + size)):
         first, stop = _stages(slot - 2 * last, slot, slot, size)
@@ -104,6 +100,6 @@ def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbat
 
 
 def _stages(low: int, high: int, like: int, size: int) -> tuple[int, int]:
-    """Return the first and the end of the stages from `low` to `high` that are even or odd as `like` is."""
+    """Return the bounds of the stages from `low` to `high` that are even or odd as `like` is."""
     first = max(low, 0)
     return first + (first - like) % 2, min(high, size - 1) + 1

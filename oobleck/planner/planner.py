@@ -21,7 +21,7 @@ from .values import Cutter, Decision, NodeKind, PlannerSettings
 
 
 class Planner:
-    """Plans for one model on one cluster. A function of its arguments; it only remembers what it has found."""
+    """Plans for one model on one cluster; a pure function of its arguments that caches its results."""
 
     def __init__(
         self,
@@ -33,12 +33,11 @@ class Planner:
         make_cutter: Callable[[Profile], Cutter] | None = None,
         mixes: bool = True,
     ) -> None:
-        """`kinds` are the kinds of nodes, or the profile of nodes that are all alike.
+        """Take the kinds of nodes, or one profile where all nodes are alike, with the devices that `settings` gives.
 
-        With several kinds, `kind_of` names that of each node, and may grow; stages have one device, in one chunk; and
-        with `mixes=False` pipelines have nodes of one kind each. Of one kind, nodes have the devices that `settings`
-        says if it is given as a profile; every `tensor_parallel` of them hold the same layers, and `make_cutter` makes,
-        from the profile that is planned with, what cuts pipelines into chunks. Raises PlanningError.
+        With several kinds, `kind_of` names the kind of each node and may grow; stages have one device and one chunk;
+        `mixes=False` keeps each pipeline to one kind. With one kind, each `tensor_parallel` devices hold the same
+        layers, and `make_cutter`, called with the planner's profile, cuts pipelines into chunks. Raises PlanningError.
         """
         if isinstance(kinds, Profile):
             kinds = [NodeKind(name=kinds.device.name, profile=kinds, devices_per_node=settings.devices_per_node)]
@@ -67,7 +66,7 @@ class Planner:
         self._ranks = [sorted(seconds).index(own_s) for own_s in seconds]
 
     def with_changes(self, *, num_pipelines: int | None, mixes: bool = True) -> Planner:
-        """Return a planner for the same nodes that differs in what is asked of its pipelines."""
+        """Return a planner for the same nodes with another number of pipelines, or without mixing kinds."""
         return self._remade(settings=replace(self.settings, num_pipelines=num_pipelines), mixes=mixes)
 
     @property
@@ -76,14 +75,11 @@ class Planner:
         return self._profiles[0]
 
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
-        """Return the templates of all sizes up to `num_nodes` nodes that hold the model.
-
-        Pipelines over several kinds of nodes have no sizes: then there are none.
-        """
+        """Return the template of each size up to `num_nodes` that holds the model; none for several kinds of nodes."""
         return self._catalog.templates(num_nodes)
 
     def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
-        """Return the seconds in which a pipeline of so many nodes takes so many microbatches."""
+        """Return the seconds of a step of one pipeline, without the reduction of gradients."""
         return self._catalog.timings((num_nodes,))[(num_nodes,)].step_s(num_microbatches)
 
     def kind_of(self, node: str) -> str:
@@ -99,13 +95,13 @@ class Planner:
         return bool(self._catalog.timings(self._catalog.count(nodes)))
 
     def best_first(self, nodes: Sequence[str]) -> list[str]:
-        """Return the nodes in the order in which they are used where not all of them are: the fastest first."""
+        """Return the nodes, the fastest kinds first: the order in which a plan for fewer nodes takes them."""
         return sorted(nodes, key=lambda node: self._ranks[self._catalog.kind(node)])
 
     def fewest_nodes(self, nodes: Sequence[str]) -> int:
-        """Return how many of the nodes, from the first on, hold the model as often as was asked for.
+        """Return how many of the first nodes hold as many copies of the model as the settings ask for.
 
-        Where not even all do, that is all of them. Raises PlanningError where they cannot hold the model once.
+        These are all nodes if none fewer suffice. Raises PlanningError where all together cannot hold the model once.
         """
         wanted, _ = self._catalog.num_pipelines(self._catalog.count(nodes))
 
@@ -120,17 +116,16 @@ class Planner:
         return self._catalog.best(self._catalog.count(nodes))[1]
 
     def initial_plan(self, nodes: Sequence[str], *, slow: Mapping[str, float] | None = None) -> Decision:
-        """Plan the start of a job on named nodes.
+        """Plan the start of a job on named nodes. Raises PlanningError.
 
-        `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
-        named take 1.0. Nodes of like speed come together; the slowest become the spares, if there are any. Raises
-        PlanningError.
+        `slow` gives a node's computing time as a multiple of its profile's (2.0: twice as long); others take 1.0.
+        Nodes of like speed share pipelines; the slowest become spares, if there are any.
         """
         speeds = _speeds_of(slow)
         self._check(nodes)
         ordered = sorted(nodes, key=lambda node: -speeds.get(node, 1.0))
         best: tuple[ExecutionPlan, float] | None = None
-        # With all nodes, and without those at or below each low speed.
+        # Try all nodes, then leave out those at or below each low speed.
         for limit in [0.0, *sorted({speed for node in nodes if (speed := speeds.get(node, 1.0)) < 1.0})]:
             chosen = [node for node in ordered if speeds.get(node, 1.0) > limit]
             if limit and not self.can_hold(chosen):
@@ -162,16 +157,19 @@ class Planner:
         slow: Mapping[str, float] | None = None,
         held: Mapping[WorkerId, frozenset[int]] | None = None,
     ) -> Decision:
-        """Decide what follows a plan once nodes were lost, have joined, or have changed their speeds.
+        """Decide the plan that follows once nodes were lost, have joined, or have changed their speeds.
 
-        `slow` says how many times as long as in the profile a node takes to compute (2.0: twice as long); nodes not
-        named take 1.0, whatever they took before, so all that are still slow have to be named each time. A pipeline
-        with a slow node gets fewer microbatches, which moves no state; slow nodes are left out as spares, or gathered
-        in few pipelines, where the faster step repays what has to move.
-        `held` says which layers each living worker holds whole; by default, what the plan gives it. A node both
-        lost and joined holds nothing; one that is `leaving` gets no place, and is read from; so is one that is
-        `resting`, and it becomes a spare. Places are filled by nodes of their kind alone. Raises Unrecoverable
-        with the layers that no living worker holds, and PlanningError where the nodes left cannot hold the model.
+        Arguments:
+            lost, joined: a node in both has restarted and holds nothing.
+            leaving: nodes that get no place but still serve as sources.
+            resting: as `leaving`, but they become spares.
+            slow: computing times as in `initial_plan`. Name all slow nodes each time; others take 1.0 again. A pipeline
+                with a slow node gets fewer microbatches, which moves no state; slow nodes become spares, or gather in
+                few pipelines, where the faster step repays what has to move.
+            held: the layers that each living worker holds whole; by default, those of the plan.
+
+        A lost node's place goes to a node of the same kind. Raises Unrecoverable with the layers that no living worker
+        holds, and PlanningError where the nodes left cannot hold the model.
         """
         changes = Changes(
             lost=lost,
@@ -191,26 +189,26 @@ class Planner:
     def rest_s(
         self, plan: ExecutionPlan, rests: Mapping[int, tuple[int, int]], *, slow: Mapping[str, float] | None = None
     ) -> float:
-        """Return the seconds in which pipelines of a plan finish the step that they are in, reduction included.
+        """Return the seconds in which pipelines of a plan finish the step in flight, reduction included.
 
-        `rests` says for each pipeline that does, by its index, how many of its own microbatches it has left, and how
-        many of others it takes after them, in a run of their own. `slow` is as in `reconfigure`.
+        `rests` maps a pipeline's index to how many of its own microbatches are left, and how many of other pipelines it
+        takes afterwards, in a separate run. `slow` is as in `reconfigure`.
         """
         pipelines = groups.contract_plan(plan, self._degree).pipelines
         return self._catalog.rest_s([(pipelines[index], *rest) for index, rest in rests.items()], _speeds_of(slow))
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
-        """Return whether every device under a plan holds so many copies of its gradients beside all else."""
+        """Return whether every device under a plan has memory for `gradient_copies` more copies of its gradients."""
         kinds_of, pipelines = self._catalog.kinds_of, groups.contract_plan(plan, self._degree).pipelines
         distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
         forms = map(self._catalog.form_of, distinct.values())
         return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in forms)
 
     def cheapest_nodes(self, nodes: Sequence[str], prices: Mapping[str, float]) -> tuple[str, ...] | None:
-        """Return those of the nodes that train the most samples for their price.
+        """Return the nodes that train the most samples for their price; the first ones of each kind.
 
-        `prices` are for one node of each kind for an hour. Of a kind, the first nodes are taken. None where the nodes
-        are too many to look at all numbers of them. Raises PlanningError for a kind without a price.
+        `prices` are for one node of each kind for an hour. Returns None where the nodes are too many to try all numbers
+        of them. Raises PlanningError for a kind without a price.
         """
         for kind in self.kinds:
             if kind.name not in prices:
@@ -238,7 +236,7 @@ class Planner:
     def _plan(
         self, ordered: Sequence[str], chosen: Sequence[str], speeds: Mapping[str, float]
     ) -> tuple[ExecutionPlan, float]:
-        """Return the best plan for the chosen of the nodes, fastest first; those that are not used are spares."""
+        """Return the best plan for the chosen nodes, and the seconds of its step; nodes not used become spares."""
         total = self._catalog.count(chosen)
         forms, num_microbatches = self._catalog.start(total, is_slowed=bool(speeds))
         waiting = [iter(alike) for alike in self._catalog.by_kind(chosen)]
@@ -251,11 +249,10 @@ class Planner:
             Pipeline(template=form.template, nodes=own, num_microbatches=count)
             for form, own, count in zip(forms, nodes, num_microbatches, strict=True)
         )
-        bound_s = self._catalog.best(total)[1]  # as all predictions are
+        bound_s = self._catalog.best(total)[1]  # predictions are bounds throughout
         return ExecutionPlan(pipelines=pipelines, spares=spares), bound_s
 
     def _reason(self, plan: ExecutionPlan, *, redundant: bool) -> str:
-        """Say which nodes the pipelines of a first plan have."""
         num_nodes = len(plan.nodes)
         reason = f"{counted(num_nodes, 'node')} form{'s' if num_nodes == 1 else ''} "
         reason += f"{counted(len(plan.pipelines), 'pipeline')} ({self._sizes(plan)})"
@@ -279,14 +276,15 @@ class Planner:
 
 
 def _seconds_a_node(kind: NodeKind) -> float:
-    """Return the seconds in which a node's devices, side by side, compute all layers once."""
     seconds = math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in kind.profile.layers)
     return seconds / kind.devices_per_node
 
 
 def _speeds_of(slow: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the speeds of nodes, 0.5 for one that takes twice as long."""
+    """Return the speeds of nodes: 0.5 for one that takes twice as long."""
+    speeds = {}
     for node, factor in (slow or {}).items():
         if not (math.isfinite(factor) and factor > 0):
             raise PlanningError(f"node {node} takes {factor} times as long; that must be finite and above 0")
-    return {node: 1 / factor for node, factor in (slow or {}).items()}
+        speeds[node] = 1 / factor
+    return speeds

@@ -1,8 +1,7 @@
-"""Tensor parallelism seen by the planner: the devices of a node, taken in groups that act as one device.
+"""Tensor parallelism as the planner sees it: groups of a node's devices that act as one device.
 
-With a degree of t, every t devices of a node hold the same layers, each device its share of them. So a plan is made
-for nodes with a t-th of the devices and then written out; the shares of one rank within the groups are as separate
-from the others' as if they were another model, and a layer moves as t transfers, between devices of like rank.
+With a degree of t, each t devices of a node hold the same layers, each its share. The planner plans for nodes with a
+t-th of the devices and expands the result; a layer moves as t transfers, between devices of equal rank in their groups.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from .values import PlannerSettings
 
 
 def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[Profile, PlannerSettings]:
-    """Return the profile and the settings of groups of devices: they share the layers, and each has all of a message.
-
-    Raises PlanningError where nodes' devices make no whole groups.
-    """
+    """Return the profile and the settings of groups of devices. Raises PlanningError where the groups are not whole."""
     if settings.devices_per_node % degree:
         raise PlanningError(
             f"tensor_parallel is {degree}, and nodes have {settings.devices_per_node} devices; "
@@ -31,10 +27,9 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
     return replace(
         profile,
         device=replace(
-            device,
-            memory_bytes=degree * device.memory_bytes,
-            communication_bytes=degree * device.communication_bytes,
+            device, memory_bytes=degree * device.memory_bytes, communication_bytes=degree * device.communication_bytes
         ),
+        # The devices of a group share its layers, but each holds the whole message.
         layers=tuple(replace(layer, message_bytes=degree * layer.message_bytes) for layer in layers),
     ), replace(
         settings,
@@ -44,7 +39,7 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
 
 
 def with_times_of_groups(profile: Profile, degree: int) -> Profile:
-    """Return the profile of single devices, as reports and forecasts read it, with the times of groups beside."""
+    """Return the profile of single devices with the times of groups added, for reports and forecasts."""
     if degree == 1:
         return profile
 
@@ -59,47 +54,48 @@ def with_times_of_groups(profile: Profile, degree: int) -> Profile:
 
 
 def expand_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
-    """Give every stage `degree` devices for each that it has; a plan of single devices stays the object that it is."""
-    return plan if degree == 1 else _with_devices(plan, lambda number: number * degree)
+    """Replace each group of devices by its `degree` devices."""
+    return _with_devices(plan, degree, lambda number: number * degree)
 
 
 def contract_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
-    """Return the plan of groups that was expanded."""
-    return plan if degree == 1 else _with_devices(plan, lambda number: number // degree)
+    """Replace each `degree` devices by their group."""
+    return _with_devices(plan, degree, lambda number: number // degree)
 
 
-def _with_devices(plan: ExecutionPlan, changed: Callable[[int], int]) -> ExecutionPlan:
-    """Change the numbers of all stages' devices, the first and how many. Pipelines of one template still share it."""
-    templates = {
-        id(template): PipelineTemplate(
-            stages=tuple(
+def _with_devices(plan: ExecutionPlan, degree: int, changed: Callable[[int], int]) -> ExecutionPlan:
+    if degree == 1:
+        return plan
+    # Pipelines that share a template still do afterwards.
+    templates: dict[int, PipelineTemplate] = {}
+    for template in [pipeline.template for pipeline in plan.pipelines]:
+        if id(template) not in templates:
+            stages = (
                 replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
                 for stage in template.stages
             )
-        )
-        for template in {id(each.template): each.template for each in plan.pipelines}.values()
-    }
+            templates[id(template)] = PipelineTemplate(stages=tuple(stages))
     pipelines = tuple(replace(each, template=templates[id(each.template)]) for each in plan.pipelines)
     return replace(plan, pipelines=pipelines)
 
 
 def expand_transfers(transfers: Sequence[LayerTransfer], degree: int) -> tuple[LayerTransfer, ...]:
-    """Write out transfers between groups as transfers between their devices of like rank."""
+    """Replace transfers between groups by transfers between their devices of equal rank."""
     if degree == 1:
         return tuple(transfers)
-
-    def device(group: WorkerId, rank: int) -> WorkerId:
-        return WorkerId(node=group.node, device=group.device * degree + rank)
-
     return tuple(
-        replace(item, source=device(item.source, rank), target=device(item.target, rank))
+        replace(
+            item,
+            source=WorkerId(item.source.node, item.source.device * degree + rank),
+            target=WorkerId(item.target.node, item.target.device * degree + rank),
+        )
         for item in transfers
         for rank in range(degree)
     )
 
 
 def contract_held(held: Mapping[WorkerId, frozenset[int]], degree: int) -> Mapping[WorkerId, frozenset[int]]:
-    """A group holds what all of its devices hold their shares of."""
+    """Return the layers that each group holds: those of which all its devices hold their shares."""
     if degree == 1:
         return held
     groups: dict[WorkerId, list[frozenset[int]]] = {}

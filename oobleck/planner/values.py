@@ -1,4 +1,4 @@
-"""What a planner is asked, what it answers, and what it asks of schedules and nodes: values alone."""
+"""The values that a planner takes and returns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Protocol
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate
 
-from .profiles import Profile
+from .profiles import NetworkProfile, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """The planner's options; PlanningError names the one that is impossible."""
+    """The planner's options. Raises PlanningError that names an impossible one."""
 
     num_microbatches: int
     """Microbatches in one step, over all pipelines."""
@@ -25,31 +25,30 @@ class PlannerSettings:
     fault_threshold: int = 1
     """f: simultaneous node losses that never cost state; plans have at least f + 1 pipelines where nodes allow."""
     num_pipelines: int | None = None
-    """Exactly this many pipelines, as long as nodes and microbatches allow it; None leaves it to the planner."""
+    """Exactly this many pipelines where nodes and microbatches allow it; None lets the planner choose."""
     mean_time_to_failure_s: float = 3600.0
-    """Expected seconds to the next change: the time in which a transition has to repay itself."""
+    """Expected seconds to the next change, within which a transition has to repay itself."""
     microbatches_per_device: int = 4
-    """Templates are the best for this many microbatches for each device of a pipeline: 4 is the paper's 4S."""
+    """The microbatches for each device of a pipeline that templates are optimised for: 4 is the paper's 4S."""
     reserved_memory_bytes: int = 0
-    """Memory of each device that the model may not have: the context, the allocator's slack."""
+    """Memory of each device that the model may not use: the context, the allocator's slack."""
     max_sources: int = 16
-    """A layer is read from at most this many of its holders at once."""
+    """The most holders that a worker reads one layer from."""
 
     def __post_init__(self) -> None:
+        at_least_0 = ("fault_threshold", "reserved_memory_bytes")
         for name in (
             "num_microbatches",
             "devices_per_node",
             "max_devices_per_stage",
             "microbatches_per_device",
             "max_sources",
+            *at_least_0,
+            "num_pipelines",
         ):
-            if getattr(self, name) < 1:
-                raise PlanningError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("fault_threshold", "reserved_memory_bytes"):
-            if getattr(self, name) < 0:
-                raise PlanningError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.num_pipelines is not None and self.num_pipelines < 1:
-            raise PlanningError(f"num_pipelines is {self.num_pipelines}; it must be at least 1")
+            value, least = getattr(self, name), 0 if name in at_least_0 else 1
+            if value is not None and value < least:
+                raise PlanningError(f"{name} is {value}; it must be at least {least}")
         if not (math.isfinite(self.mean_time_to_failure_s) and self.mean_time_to_failure_s > 0):
             raise PlanningError(f"mean_time_to_failure_s is {self.mean_time_to_failure_s}; it must be above 0")
 
@@ -60,7 +59,7 @@ class NodeKind:
 
     name: str
     profile: Profile
-    """The model on one device of theirs."""
+    """The model on one device."""
     devices_per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -69,38 +68,32 @@ class NodeKind:
 
 
 def with_shared_links(profiles: Sequence[Profile]) -> tuple[Profile, ...]:
-    """Return profiles with the links between nodes that all share: the slowest. Links within nodes stay their own."""
-    inter_node_bytes_per_s = min(each.network.inter_node_bytes_per_s for each in profiles)
-    inter_node_latency_s = max(each.network.inter_node_latency_s for each in profiles)
-    return tuple(
-        replace(
-            profile,
-            network=replace(
-                profile.network,
-                inter_node_bytes_per_s=inter_node_bytes_per_s,
-                inter_node_latency_s=inter_node_latency_s,
-            ),
-        )
-        for profile in profiles
-    )
+    """Return the profiles with the slowest links between nodes, which all share; links within nodes stay their own."""
+    bytes_per_s = min(each.network.inter_node_bytes_per_s for each in profiles)
+    latency_s = max(each.network.inter_node_latency_s for each in profiles)
+
+    def shared(own: NetworkProfile) -> NetworkProfile:
+        return replace(own, inter_node_bytes_per_s=bytes_per_s, inter_node_latency_s=latency_s)
+
+    return tuple(replace(profile, network=shared(profile.network)) for profile in profiles)
 
 
 class Cutter(Protocol):
     """Cuts a pipeline's layers into several chunks a stage, for a schedule that the planner does not know."""
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template cut for steps of so many microbatches, or itself; the same object for the same pair."""
+        """Return the template cut for these microbatches, or itself; the same object for the same arguments."""
 
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
-        """Return the event-exact seconds of a step, without the reduction, of a template cut or not.
+        """Return the event-exact seconds of a step of a template, cut or not, without the reduction.
 
-        `speeds` are those of its nodes, 0.5 for one that takes twice as long; by default, none is slow.
+        `speeds` are those of the nodes (0.5 takes twice as long); by default, none is slow.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A plan, why it is the one, and how to get there."""
+    """A plan, the reason for it, and the transfers that lead to it."""
 
     plan: ExecutionPlan
     action: str

@@ -1,11 +1,12 @@
-"""What would be: after any loss of nodes, before it happens, and with other pipelines than those of a plan.
+"""What-if analysis: the plan after each loss of nodes before it happens, and the cost of other numbers of pipelines.
 
-Nodes at the same place of like pipelines are alike: losing one or the other ends in the same plan but for
-names. So one case of each kind is decided, and stands for as many as there are.
+Nodes at the same place of like pipelines are alike: losing either leads to the same plan but for names. So one case of
+each kind is decided, and stands for all of its kind.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,25 +22,24 @@ from .values import Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCase:
-    """A loss, and what follows from it."""
+    """A loss, and the decision that follows."""
 
     lost: tuple[str, ...]
     num_alike: int
     """How many losses this one stands for, itself included."""
     decision: Decision | None
-    """None where training cannot continue without a checkpoint or more nodes."""
+    """None where training cannot continue without a checkpoint or more nodes; `failure` gives the reason."""
     failure: str = ""
-    """Why, if there is no decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossReport:
-    """All losses of a number of nodes at once, or a sample of them."""
+    """All losses of `num_lost` nodes at once, or a sample of them."""
 
     num_lost: int
     cases: tuple[LossCase, ...]
     num_kinds: int
-    """How many cases would have to be decided to know all losses."""
+    """How many cases cover all losses."""
 
     @property
     def is_sample(self) -> bool:
@@ -54,9 +54,15 @@ def what_if_lost(planner: Planner, plan: ExecutionPlan, num_lost: int, *, max_ca
     groups = _groups(plan, planner.kind_of)
     kinds = list(_singles(groups) if num_lost == 1 else _pairs(groups))
     wanted = min(len(kinds), max_cases)
-    sample = [kinds[number * len(kinds) // wanted] for number in range(wanted)]  # in the order of their places
-    cases = tuple(_decide(planner, plan, lost, num_alike) for lost, num_alike in sample)
-    return LossReport(num_lost=num_lost, cases=cases, num_kinds=len(kinds))
+    cases = []
+    for lost, num_alike in [kinds[number * len(kinds) // wanted] for number in range(wanted)]:
+        decision, failure = None, ""
+        try:
+            decision = planner.reconfigure(plan, lost=lost)
+        except (PlanningError, Unrecoverable) as error:
+            failure = str(error)
+        cases.append(LossCase(lost=lost, num_alike=num_alike, decision=decision, failure=failure))
+    return LossReport(num_lost=num_lost, cases=tuple(cases), num_kinds=len(kinds))
 
 
 def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
@@ -65,32 +71,30 @@ def moved_bytes(profile: Profile, transfers: Sequence[LayerTransfer]) -> int:
 
 
 def transfer_s(profile: Profile, transfers: Sequence[LayerTransfer]) -> float:
-    """Return the least seconds that the copying takes: what the busiest node sends or receives, at full speed."""
-    sent: dict[str, float] = {}
-    received: dict[str, float] = {}
+    """Return the least seconds of the copying: the bytes of the busiest node, in or out, at the link's full speed."""
+    sent: dict[str, float] = defaultdict(float)
+    received: dict[str, float] = defaultdict(float)
     for each in transfers:
-        size = profile.layers[each.layer].state_bytes / each.num_parts
         if each.source.node != each.target.node:
-            sent[each.source.node] = sent.get(each.source.node, 0.0) + size
-            received[each.target.node] = received.get(each.target.node, 0.0) + size
+            size = profile.layers[each.layer].state_bytes / each.num_parts
+            sent[each.source.node] += size
+            received[each.target.node] += size
     return max((*sent.values(), *received.values()), default=0.0) / profile.network.inter_node_bytes_per_s
 
 
 _Case = tuple[tuple[str, ...], int]
-"""Lost nodes, and how many losses are like it."""
+"""Lost nodes, and the number of losses that are like this one."""
 _Group = list[tuple[str, ...]]
-"""Pipelines of one template, each as its nodes; a spare counts as a pipeline of one node."""
+"""The nodes of each pipeline of one template; a spare counts as a pipeline of one node."""
 
 
 def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
-    by_template: dict[object, _Group] = {}
+    groups: dict[object, _Group] = defaultdict(list)
     for pipeline in plan.pipelines:
-        alike = pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))
-        by_template.setdefault(alike, []).append(pipeline.nodes)
-    spares: dict[str, _Group] = {}
+        groups[pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))].append(pipeline.nodes)
     for node in plan.spares:
-        spares.setdefault(kind_of(node), []).append((node,))
-    return [*by_template.values(), *spares.values()]
+        groups[kind_of(node)].append((node,))
+    return list(groups.values())
 
 
 def _singles(groups: list[_Group]) -> Iterator[_Case]:
@@ -105,7 +109,7 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
         for pair in combinations(group[0], 2):
             yield pair, count
         if count > 1:
-            # Two pipelines of a kind: places (a, b) and (b, a) are alike.
+            # In two pipelines of one template, places (a, b) and (b, a) are alike.
             for a, first in enumerate(group[0]):
                 for b, second in enumerate(group[1][a:], start=a):
                     yield (first, second), count * (count - 1) // (2 if a == b else 1)
@@ -115,19 +119,8 @@ def _pairs(groups: list[_Group]) -> Iterator[_Case]:
                     yield (first, second), count * len(other)
 
 
-def _decide(planner: Planner, plan: ExecutionPlan, lost: tuple[str, ...], num_alike: int) -> LossCase:
-    try:
-        decision = planner.reconfigure(plan, lost=lost)
-    except (PlanningError, Unrecoverable) as error:
-        return LossCase(lost=lost, num_alike=num_alike, decision=None, failure=str(error))
-    return LossCase(lost=lost, num_alike=num_alike, decision=decision)
-
-
 def explain_pipelines(planner: Planner, nodes: Sequence[str], chosen: Decision) -> str:
-    """Say in a sentence what speaks against one pipeline fewer and one more, or against one kind of nodes in each.
-
-    One or two searches.
-    """
+    """Compare a plan in a sentence with one pipeline fewer and one more, or with one kind of nodes in each pipeline."""
     if len(planner.kinds) > 1:
         return _without_mixing(planner, nodes, chosen)
     count = len(chosen.plan.pipelines)

@@ -78,7 +78,8 @@ def deadline(state: states.State, rules: states.Rules) -> float:
     """When `TIME_PASSED` is due; infinity for never."""
     match state:
         case Gathering(since_s=since_s, cause=GenerationCause.START):
-            return min(state.tells_s, since_s + min(rules.waits_for_all_s, rules.waits_for_min_s))
+            timeouts_s = sorted((rules.waits_for_all_s, rules.waits_for_min_s))
+            return min(state.tells_s, since_s + timeouts_s[state.is_late])
         case Gathering(since_s=since_s):
             return min(state.tells_s, since_s + rules.waits_for_min_s)
         case Ending(due_s=due_s) | Asking(due_s=due_s):
@@ -127,13 +128,19 @@ def _form(state: Gathering, now_s: float, roster: states.Roster, rules: states.R
     chosen = roster.candidates[: rules.most_of(len(roster.candidates))]
     waited_s = now_s - state.since_s
     is_start = state.cause is GenerationCause.START
-    is_worth_waiting = is_start and roster.num_expected > 0 and waited_s < rules.waits_for_all_s
+    # Times are compared as `deadline` adds them: a difference of floats may fall short of a deadline that has come.
+    is_after_all, is_after_min = (
+        now_s >= state.since_s + timeout_s for timeout_s in (rules.waits_for_all_s, rules.waits_for_min_s)
+    )
+    is_worth_waiting = is_start and roster.num_expected > 0 and not is_after_all
     are_enough = len(roster.candidates) >= rules.fewest_nodes
     if are_enough and (len(chosen) == rules.most_nodes or not is_worth_waiting):
         return _begin(state, chosen)
     is_hopeless = is_start and not roster.num_expected
-    if not are_enough and (is_hopeless or waited_s >= rules.waits_for_min_s):
+    if not are_enough and (is_hopeless or is_after_min):
         return _over(state, EndRun(reason=_too_few(len(roster.candidates), rules, waited_s)))
+    if is_start and (is_after_all or is_after_min):
+        state = replace(state, is_late=True)  # else the deadline that has passed would be due again and again
     if now_s < state.tells_s:
         return state, ()
     num_missing = rules.fewest_nodes - len(roster.candidates)

@@ -85,6 +85,8 @@ class Gathering:
     since_s: float
     tells_s: float
     """When to report next how many nodes are missing, if any are."""
+    is_late: bool = False
+    """Whether a start waits on after the first of its two timeouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

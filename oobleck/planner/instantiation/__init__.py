@@ -1,4 +1,4 @@
-"""Instantiation: how many pipelines of each size, and how many microbatches for each."""
+"""Instantiation: the number of pipelines of each size, and the microbatches of each."""
 
 from __future__ import annotations
 

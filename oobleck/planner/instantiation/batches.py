@@ -1,4 +1,4 @@
-"""Dealing the microbatches of a step among pipelines, so that the slowest is done as early as possible."""
+"""The distribution of a step's microbatches over pipelines that lets the slowest finish as early as possible."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from oobleck.planner.costs import Timing
 
 
 def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
-    """Return how many microbatches each pipeline takes: at least 1 each, `num_microbatches` in all.
+    """Return the microbatches of each pipeline: at least 1 each, `num_microbatches` in all; ties go to the first.
 
-    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. Giving the next microbatch
-    to the pipeline that would finish it first is optimal, since taking one away from the last to finish and
-    giving it to any other only ends later; all but the last few are given at once, by a step time that the
-    continuous problem cannot beat. O(p log k) for p pipelines with k different timings, whatever the number of
-    microbatches. Ties go to the first pipeline.
+    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. Giving the next microbatch to the
+    pipeline that would finish it first is optimal, since moving one from the last to finish to any other only ends
+    later. O(p log k) for p pipelines with k different timings, whatever the number of microbatches.
     """
     assert 1 <= len(timings) <= num_microbatches, "each pipeline takes a microbatch"
     alike: defaultdict[Timing, list[int]] = defaultdict(list)
     for index, timing in enumerate(timings):
         alike[timing].append(index)
+    # All but the last few are dealt at once, up to a step time that the continuous problem cannot beat.
     target_s = _continuous_step_s([(timing, len(indices)) for timing, indices in alike.items()], num_microbatches)
     counts = [0] * len(timings)
     queue = []
     for timing, indices in alike.items():
-        count = max(1, _taken_within(timing, target_s) - 1)
+        count = max(1, math.floor((target_s - timing.first_s) / timing.next_s))
         for index in indices:
             counts[index] = count
         queue.append((timing.step_s(count + 1), indices[0], 0, timing, indices))
     heapq.heapify(queue)
     for _ in range(num_microbatches - sum(counts)):
-        # Of pipelines that are alike, those that have not had this round's microbatch come one after the other.
+        # Of like pipelines, each takes this round's microbatch before any takes the next one.
         end_s, index, turn, timing, indices = queue[0]
         counts[index] += 1
         turn += 1
@@ -43,15 +42,11 @@ def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) ->
     return tuple(counts)
 
 
-def _taken_within(timing: Timing, step_s: float) -> int:
-    return math.floor((step_s - timing.first_s) / timing.next_s) + 1
-
-
 def _continuous_step_s(timings: Sequence[tuple[Timing, int]], num_microbatches: int) -> float:
-    """Return the least step time if microbatches could be split: each takes max(1, (T - first) / next + 1).
+    """Return the least step time T if microbatches could be split, so that each takes max(1, (T - first) / next + 1).
 
-    The number taken in all is convex in T. With the k pipelines of the shortest first microbatches at more than
-    one and the others at one it is linear, and never above the true number; so the least T of these is the answer.
+    Their sum is convex in T. With the k pipelines of the shortest first microbatches at more than one and the others at
+    one, it is linear and never above the true sum; so the least T of these is the answer.
     """
     slope, constant, least_s = 0.0, 0.0, math.inf
     others = sum(number for _, number in timings)

@@ -1,10 +1,10 @@
-"""Knapsacks with whole sizes and very many items: N nodes dealt out to pipelines of a few sizes.
+"""Knapsacks with whole sizes and very many items: N nodes for pipelines of a few sizes.
 
-An item of size `smallest + i` is worth `values[i]`; -inf forbids a size. Both kinds are solved by halving. Items
-in a row can be cut so that the parts' totals differ by at most the largest size; items dealt in the order of
-their sizes alternately to two hands differ by the range of sizes only. So the best of a total is the best of two
-parts whose totals lie in a window around the half, and each level of halving needs one window about as wide as
-the sizes: O(r² log N) for sizes up to r and a total of N, or O(r² log p) for exactly p items.
+An item of size `smallest + i` is worth `values[i]`; -inf forbids a size. Halving solves both kinds. Items in a row can
+be cut so that the parts' totals differ by at most the largest size; items dealt alternately in the order of their sizes
+differ by the range of sizes only. So the best of a total is the best of two parts whose totals lie in a window around
+the half, and each level needs one window about as wide as the sizes: O(r² log N) for sizes up to r and a total of N, or
+O(r² log p) for exactly p items.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from oobleck.planner.costs import Floats
 Ints = NDArray[np.int64]
 
 _BASE = 4
-"""Totals up to this many times the largest size are not halved any more."""
+"""Totals up to this many times the largest size are not halved further."""
 
 
 class _Fillings:
-    """The values of the best items for totals up to a window's, at [level][total - start]."""
+    """The values of the best items for the totals of each level's window, at [level][total - start]."""
 
     def __init__(self, smallest: int, values: Floats, total: int) -> None:
         self._smallest, self._item_values = smallest, values
@@ -39,8 +39,8 @@ class _Fillings:
             self.values[level] = self._sums(level, np.arange(low, high + 1)).max(axis=1)
 
     def _small(self, total: int) -> Floats:
-        """Fill every total up to the given one, item by item."""
-        # Totals that differ by less than the smallest size do not depend on each other: one block at a time.
+        """Return the best values for every total up to this one."""
+        # Totals that differ by less than the smallest size do not depend on each other: they form a block.
         block, reach, length = self._smallest, self._reach, len(self._item_values)
         filled = np.full(reach + total + block, -np.inf)
         filled[reach] = 0.0
@@ -53,7 +53,7 @@ class _Fillings:
         return filled[reach : reach + total + 1]
 
     def _sums(self, level: int, totals: Ints) -> Floats:
-        """Return the values of all splits: [total, what the first part has beyond the half]."""
+        """Return the values of all splits: [total, excess of the first part over the half]."""
         start, values = self._starts[level + 1], self.values[level + 1]
         firsts = (totals[:, None] + 1) // 2 + np.arange(self._reach // 2 + 1)[None, :]
         others = totals[:, None] - firsts
@@ -94,7 +94,7 @@ class _Fillings:
 
 
 class _Windows:
-    """The values of the best choices of `count` items, for the totals of one window each."""
+    """The values of the best choices of up to `count` items, each number for the totals of one window."""
 
     def __init__(self, smallest: int, values: Floats, count: int, total: int) -> None:
         self._smallest, self._largest = smallest, smallest + len(values) - 1
@@ -121,7 +121,7 @@ class _Windows:
                 self._values[current] = self._sums(current, np.arange(start, start + size)).max(axis=1)
 
     def _first_share(self, count: int, total: int) -> int:
-        """Return the least total that the first (not smaller) part of `count` items needs."""
+        """Return the least total of the first part of `count` items, which is not the smaller one."""
         return (total + (self._smallest if count % 2 else 0) + 1) // 2
 
     def _parts(self, count: int, low: int, high: int) -> list[tuple[int, tuple[int, int]]]:
@@ -133,11 +133,10 @@ class _Windows:
 
     def _sums(self, count: int, totals: Ints) -> Floats:
         """Return the values of all splits in two parts: [total, excess of the first part over its least]."""
-        first, second = (count + 1) // 2, count // 2
         extra = np.arange((self._largest - self._smallest) // 2 + 1)
         least = (totals + (self._smallest if count % 2 else 0) + 1) // 2
         firsts = least[:, None] + extra[None, :]
-        return self._at(first, firsts) + self._at(second, totals[:, None] - firsts)
+        return self._at((count + 1) // 2, firsts) + self._at(count // 2, totals[:, None] - firsts)
 
     def _at(self, count: int, totals: Ints) -> Floats:
         values, positions = self._values[count], totals - self._starts[count]
@@ -161,9 +160,9 @@ class _Windows:
 
 
 def best_filling(smallest: int, values: Floats, *, total: int, enough: float) -> Counter[int] | None:
-    """Return the sizes of items that sum to at most `total` with the largest sum of values.
+    """Return the sizes of items up to `total` in all with the largest sum of values, None if less than `enough`.
 
-    None if that sum is less than `enough`. Values are whole numbers, or -inf.
+    Values are whole numbers, or -inf.
     """
     fillings = _Fillings(smallest, values, total)
     return fillings.items() if fillings.values[0][-1] >= enough else None
@@ -172,8 +171,7 @@ def best_filling(smallest: int, values: Floats, *, total: int, enough: float) ->
 def best_items(smallest: int, values: Floats, *, count: int, total: int, enough: float) -> Counter[int] | None:
     """Return the sizes of exactly `count` items that sum to `total`, with the largest sum of values.
 
-    None if there is no choice, or its sum is less than `enough`. `values[i]` is what an item of size
-    `smallest + i` is worth; -inf forbids the size.
+    Returns None if there is no choice, or its sum is less than `enough`.
     """
     if not count * smallest <= total <= count * (smallest + len(values) - 1):
         return None
@@ -183,9 +181,9 @@ def best_items(smallest: int, values: Floats, *, count: int, total: int, enough:
 
 
 def best_values(smallest: int, values: Floats, *, most: int, total: int) -> Floats:
-    """Return, at [p], the largest sum of values of exactly p items, p up to `most`, that sum to at most `total`.
+    """Return, at [p] up to `most`, the largest sum of values of exactly p items of at most `total` in all.
 
-    For few items: O(most · total · sizes).
+    O(most · total · sizes), for few items.
     """
     length = len(values)
     reach = smallest + length - 1

@@ -1,10 +1,10 @@
-"""Instantiation: how many pipelines of each size make the shortest step.
+"""Instantiation: the number of pipelines of each size that makes the shortest step.
 
-Within a target T a pipeline of n nodes takes m_n(T) microbatches, and whether N nodes take the whole batch is a
-knapsack (see `capacity`). The time to reduce gradients comes on top. It depends on the pipeline with the most
-bytes a node, so the limits on these are enumerated; and it grows with the number of pipelines, so the best of
-any number, p of them, beats all larger numbers. Only smaller ones are tried besides, below the number from which
-on the reduction takes the same time. The search starts from the best pipelines of even sizes.
+Within a target T a pipeline of n nodes takes m_n(T) microbatches; whether N nodes take the whole batch is a knapsack
+(see `capacity`). The time to reduce gradients comes on top. It depends on the pipeline with the most bytes a node, so
+the search enumerates limits on these; and it grows with the number of pipelines, so the best of any number, p, beats
+all larger numbers. Only smaller numbers remain, and only below the one from which the reduction takes constant time.
+The search starts from the best pipelines of even sizes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,30 @@ from .capacity import Capacity, Filled, share_s
 
 _TOLERANCE = 1e-12
 _MANY = 16
-"""From this many pipelines on, a ring's share 2 (p - 1) / p is taken as constant: within 1 / 16 of its limit."""
+"""From this many pipelines on, a ring's share 2 (p - 1) / p counts as constant: it is within 1 / 16 of its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOption:
-    """What a pipeline of one size can do."""
-
     timing: Timing
     reduced_bytes: int
-    """The most gradient bytes that one of its nodes reduces with its peers."""
+    """The most gradient bytes that one node of the pipeline reduces with its peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Pipelines by size, with their microbatches and the step time that results."""
+    """The sizes of pipelines in nodes, largest first, their microbatches, and the step time that results."""
 
     sizes: tuple[int, ...]
-    """Nodes of each pipeline, largest first."""
     num_microbatches: tuple[int, ...]
     step_s: float
 
 
 def reduction_s(network: NetworkProfile, reduced_bytes: int, num_pipelines: int) -> float:
-    """Return the seconds in which owners in `num_pipelines` pipelines reduce their gradients, nothing overlapped.
+    """Return the seconds in which `num_pipelines` pipelines reduce their gradients, nothing overlapped.
 
-    A ring sends 2 (p - 1) / p of the bytes over every link, in 2 (p - 1) messages (Patarasuk and Yuan 2009).
-    From 16 pipelines on its growth is neglected.
+    A ring sends 2 (p - 1) / p of the bytes over every link, in 2 (p - 1) messages (Patarasuk and Yuan 2009); from 16
+    pipelines on this neglects its growth.
     """
     others = min(num_pipelines, _MANY) - 1
     moved = 2 * others / (others + 1) * reduced_bytes
@@ -67,9 +64,7 @@ def sizing_of(
     slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
     reduced_bytes = max(options[size].reduced_bytes for size in ordered)
     return Sizing(
-        sizes=ordered,
-        num_microbatches=counts,
-        step_s=slowest_s + reduction_s(network, reduced_bytes, len(ordered)),
+        sizes=ordered, num_microbatches=counts, step_s=slowest_s + reduction_s(network, reduced_bytes, len(ordered))
     )
 
 
@@ -82,10 +77,10 @@ def choose_sizes(
     fewest: int,
     most: int,
 ) -> Sizing:
-    """Return the sizes with the shortest step, reduction of gradients included: `fewest` to `most` pipelines.
+    """Return the sizes of `fewest` to `most` pipelines with the shortest step, reduction of gradients included.
 
-    Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches,
-    at least one for each pipeline. Nodes left over are spares. Of equal ones the most even is preferred.
+    Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches, at
+    least one for each pipeline. Of equal ones the most even wins; nodes left over are spares.
     """
     best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
@@ -104,7 +99,7 @@ def choose_sizes(
 def _best_even(
     options: Mapping[int, SizeOption], num_nodes: int, num_microbatches: int, network: NetworkProfile, numbers: range
 ) -> _Found:
-    """Return the best pipelines of even sizes, among few of them and the number whose slowest is the fastest."""
+    """Return the best pipelines of even sizes, among the smallest numbers and the one with the fastest slowest."""
     timings = {size: option.timing for size, option in options.items() if size <= num_nodes}
     capacity = Capacity(timings, num_nodes=num_nodes, num_microbatches=num_microbatches)
     evenly_s = capacity.evenly_s(np.array(numbers))
@@ -121,7 +116,7 @@ def _best_even(
 def _limits(
     options: Mapping[int, SizeOption], num_nodes: int, num_microbatches: int, network: NetworkProfile, fewest: int
 ) -> list[tuple[float, int]]:
-    """Return the limits on reduced bytes with a time that no plan within each can beat, the most promising first."""
+    """Return each limit on reduced bytes with a lower bound on the step within it, the most promising first."""
     limits: dict[int, float] = {}
     least_s = math.inf
     for size in sorted((n for n in options if n <= num_nodes), key=lambda n: (options[n].reduced_bytes, n)):
@@ -139,17 +134,17 @@ class _Found:
 
 
 class _Search:
-    """The search under one limit on the bytes to reduce; `reductions_s` is by number of pipelines."""
+    """The search under one limit on the bytes to reduce; `reductions_s` is indexed by the number of pipelines."""
 
     def __init__(self, capacity: Capacity, reductions_s: Sequence[float]) -> None:
         self._capacity = capacity
         self._reductions_s = reductions_s
 
     def improve(self, best: _Found, fewest: int, most: int) -> _Found:
-        """Return the best within the limit, or `best` where that is not beaten."""
+        """Return the best pipelines within the limit, or `best` if none beat it."""
         numbers, least_s = range(fewest, most + 1), self._capacity.least_s
         if fewest < most:
-            # Nothing with more pipelines than the best of any number is better, nor with as many as beat it nowhere.
+            # No larger number than that of the best in any number is better, nor one whose limit nothing meets.
             number = min(len(best.sizes), most)
             limit_s = self._limit_s(best, number)
             if (free := self._capacity.any_number(limit_s)) is None:
@@ -160,7 +155,7 @@ class _Search:
         return self._try(best, list(numbers), least_s)
 
     def _try(self, best: _Found, numbers: list[int], least_s: float) -> _Found:
-        """Search exact numbers of pipelines, from the one that reduces fastest, where they can still be better."""
+        """Search exact numbers of pipelines that can still be better, from the one that reduces fastest."""
         if len(numbers) > 1:
             limit_s = self._limit_s(best, numbers[0])
             enough = self._capacity.fewest_within(limit_s)
@@ -173,7 +168,7 @@ class _Search:
         return best
 
     def _limit_s(self, best: _Found, num_pipelines: int) -> float:
-        """Return what the slowest of so many pipelines may take for the step to beat the best."""
+        """Return the seconds within which the slowest of `num_pipelines` has to finish to beat the best."""
         return best.step_s * (1 - _TOLERANCE) - self._reductions_s[min(num_pipelines, _MANY)]
 
     def _better(self, best: _Found, filled: Filled | None) -> _Found:

@@ -1,4 +1,4 @@
-"""Plans for nodes of several kinds: pipelines over kinds, exactly, and how many of each."""
+"""Plans for nodes of several kinds: an exact search for pipelines over kinds, and the choice among them."""
 
 from __future__ import annotations
 

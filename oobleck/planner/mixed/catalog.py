@@ -1,4 +1,4 @@
-"""The pipelines over several kinds of nodes, by how many nodes of each kind they have."""
+"""The pipelines over several kinds of nodes, by their number of nodes of each kind."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .search import MixedSearch
 
 _FEWEST = 8
 _MOST_TOGETHER = 2_048
-"""With more numbers of nodes than these in a pipeline, pipelines have nodes of one kind each."""
+"""The most combinations of numbers of nodes to search together; beyond, each pipeline has nodes of one kind."""
 
 
 class MixedCatalog(Catalog):
-    """All pipelines for some kinds of nodes."""
+    """The pipelines of nodes of several kinds."""
 
     def __init__(
         self, kinds: Sequence[NodeKind], settings: PlannerSettings, kind_of: Mapping[str, str], *, mixes: bool = True
@@ -54,10 +54,7 @@ class MixedCatalog(Catalog):
         return tuple(numbers[kind] for kind in range(len(self._numbers)))
 
     def timings(self, nodes: Counts, total: Counts | None = None) -> Mapping[Counts, Timing]:
-        """Return the pipelines that so many nodes of each kind can form, by their nodes, with their step times.
-
-        They are of a plan for `total` nodes, if that is another number.
-        """
+        """Return the step times of every pipeline that these nodes can form, in a plan of `total` nodes (`nodes`)."""
         reach = self._reach(total or nodes)
         if reach not in self._timings:
             self._timings[reach] = {
@@ -73,7 +70,7 @@ class MixedCatalog(Catalog):
         return self.forms([counts], total)[counts]
 
     def forms(self, wanted: Collection[Counts], total: Counts) -> dict[Counts, Form]:
-        """Return the pipelines of so many nodes of each kind, in a plan of `total` of them."""
+        """Return the form of each wanted pipeline in a plan of `total` nodes."""
         reach = self._reach(total)
         missing = [counts for counts in wanted if (counts, reach) not in self._forms]
         searches = self._search(reach)
@@ -86,7 +83,7 @@ class MixedCatalog(Catalog):
         fewest, _ = self.num_pipelines(total)
         exactly = self.settings.num_pipelines is not None
         choice = self.choose(total, self.settings.num_microbatches, fewest, exactly=exactly)
-        assert choice is not None, "so many pipelines are possible"
+        assert choice is not None, "the nodes can form the fewest pipelines"
         bytes_of = max(self.reduced_bytes(self.form(counts, total), 0) for counts in choice.pipelines)
         return choice.pipelines, choice.slowest_s + reduction_s(self.costs.network, bytes_of, len(choice.pipelines))
 
@@ -95,17 +92,15 @@ class MixedCatalog(Catalog):
         return Chooser(timings, self.settings.num_microbatches).most_pipelines(total) if timings else 0
 
     def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
-        """A pipeline that is slowed by some of its nodes may be cut for them: how fast it is without says nothing."""
         counts, present = self.counts_of(own), self.timings(total)
+        if counts not in present:
+            return own
         if own.template.num_layers == self.costs.num_layers and self.costs.fits(own):
             own_s = self.timing(own, None, num_microbatches).step_s(num_microbatches)
-            if (
-                counts not in present
-                or speeds is not None
-                or own_s <= STILL_FAST * present[counts].step_s(num_microbatches)
-            ):
+            # A pipeline with slow nodes may be cut for them: its speed without them says nothing.
+            if speeds is not None or own_s <= STILL_FAST * present[counts].step_s(num_microbatches):
                 return own
-        return self.form(counts, total) if counts in present else own
+        return self.form(counts, total)
 
     def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
         counts = self.counts_of(form)
@@ -116,10 +111,7 @@ class MixedCatalog(Catalog):
     def choose(
         self, nodes: Counts, num_microbatches: int, fewest: int, *, exactly: bool = False, total: Counts | None = None
     ) -> Choice | None:
-        """Return the best pipelines of so many nodes for so many microbatches; remembered once found.
-
-        `total` as in `timings`.
-        """
+        """Return the best `fewest` or more pipelines (or exactly as many) of the nodes, in a plan of `total` nodes."""
         key = nodes, num_microbatches, fewest, exactly, self._reach(total or nodes)
         if key not in self._choices:
             timings, reach = self.timings(nodes, total), total or nodes
@@ -141,7 +133,6 @@ class MixedCatalog(Catalog):
         return self._choices[key]
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
-        """Return the step times of a pipeline; its nominal ones are found once."""
         if speeds is not None:
             return self.costs.timing(form, speeds)
         key = id(form.template), form.kinds
@@ -150,14 +141,15 @@ class MixedCatalog(Catalog):
         return self._nominal[key][1]
 
     def _reach(self, nodes: Counts) -> Counts:
-        """Return the most nodes of each kind in a pipeline: powers of two, so that a few nodes more change nothing."""
+        """Return the most nodes of each kind in a pipeline."""
+        # Powers of two, so that a few more nodes need no new search.
         return tuple(
             min(self.costs.num_layers // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
             for number, devices in zip(nodes, self.costs.devices, strict=True)
         )
 
     def _search(self, reach: Counts) -> Mapping[Counts, MixedSearch]:
-        """Return the search that knows each pipeline: one for all, or one for each kind alone."""
+        """Return the search that covers each pipeline: one for all kinds together, or one for each kind alone."""
         if reach not in self._searches:
             limits = [reach]
             if not self._mixes or math.prod(number + 1 for number in reach) > _MOST_TOGETHER:

@@ -1,9 +1,9 @@
-"""How many pipelines of which kinds of nodes make the shortest step, and which nodes are the cheapest for it.
+"""The choice of pipelines over kinds of nodes for the shortest step, and of the cheapest nodes.
 
 Within a target T a pipeline takes `floor((T - first) / next) + 1` microbatches, so T is possible if a knapsack with one
-weight for each kind of node reaches the batch. Bisection brings T close. Then the pipelines found take the batch within
-some exact time, which is the next T to beat, until none beat it. Nodes may be left as spares. Exact for the slowest
-pipeline; the reduction of gradients comes on top.
+weight for each kind of node reaches the batch. Bisection brings T close. Then the exact time of the pipelines found is
+the next T to beat, until none beat it. Nodes may be left as spares. The choice is exact for the slowest pipeline; the
+reduction of gradients comes on top.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MOST_STATES = 1 << 16
 _CLOSE = 1e-3
 _MOST_ROUNDS = 64
 _PRICED_STEPS = 48
-"""Targets at which the cheapest nodes are sought, between the shortest step and 16 times that."""
+"""The number of targets tried for the cheapest nodes, between the shortest step and 16 times that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Pipelines by their nodes of each kind, with their microbatches and the seconds of the slowest."""
+    """The nodes of each pipeline, their microbatches, and the seconds of the slowest."""
 
     pipelines: tuple[Counts, ...]
     num_microbatches: tuple[int, ...]
@@ -44,7 +44,7 @@ class Chooser:
     def __init__(
         self, timings: Mapping[Counts, Timing], num_microbatches: int, *, most_states: int = _MOST_STATES
     ) -> None:
-        """With more numbers of nodes than `most_states`, only pipelines with nodes of one kind each are chosen."""
+        """Take at most `most_states` combinations of numbers of nodes; beyond, each pipeline has nodes of one kind."""
         self._timings = timings
         self._most_states = most_states
         self._total = num_microbatches
@@ -58,17 +58,11 @@ class Chooser:
         return min(self._total, max(0, int(most))) if math.isfinite(most) else 0
 
     def choose(
-        self,
-        nodes: Counts,
-        *,
-        fewest: int,
-        exactly: bool = False,
-        least_s: float = 0.0,
-        below_s: float = math.inf,
+        self, nodes: Counts, *, fewest: int, exactly: bool = False, least_s: float = 0.0, below_s: float = math.inf
     ) -> Choice | None:
-        """Return the fastest pipelines of at most so many nodes of each kind; None where there are too few.
+        """Return the fastest `fewest` or more pipelines (or exactly as many) that these nodes can form.
 
-        At least `fewest` pipelines, or exactly as many. The slowest is known to take `least_s`; None also where it
+        The slowest is known to take at least `least_s`. Returns None where the nodes are too few, or where the slowest
         would take `below_s` or longer.
         """
         high_s = min(float(self._first_s.max() + self._total * self._next_s.max()), math.nextafter(below_s, 0.0))
@@ -91,9 +85,9 @@ class Chooser:
         return best
 
     def cheapest(self, nodes: Counts, prices: Sequence[float], *, fewest: int) -> Counts | None:
-        """Return the nodes, of those that there are, whose step costs least; prices are for a node of each kind.
+        """Return the numbers of nodes whose step costs least; `prices` are for one node of each kind.
 
-        None where they cannot hold the model, or are too many to look at all numbers of them.
+        Returns None where the nodes cannot hold the model, or are too many to try all combinations.
         """
         if not self._together(nodes):
             return None
@@ -113,24 +107,20 @@ class Chooser:
         return None if best is None else best[1]
 
     def _within(self, limit_s: float, nodes: Counts, fewest: int, exactly: bool) -> Choice | None:
-        """Return pipelines that take the batch within the limit, with the time that they need for it."""
+        """Return pipelines that take the batch within the limit, with their time; None where there are none."""
         filling = self._filling(self._taken(limit_s), nodes, fewest, exactly=exactly)
         if not filling.total >= self._total:
             return None
-        pipelines = self._as_many_as_microbatches(filling.items(), fewest)
+        pipelines = filling.items()
+        if len(pipelines) > max(self._total, fewest):  # each pipeline needs a microbatch: keep the quickest
+            pipelines = sorted(pipelines, key=lambda counts: self._timings[counts].first_s)[: self._total]
+        pipelines.sort(key=lambda counts: (-sum(counts), *(-number for number in counts)))
         timings = [self._timings[counts] for counts in pipelines]
         counts = distribute_microbatches(timings, self._total)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
-        return Choice(pipelines=pipelines, num_microbatches=counts, slowest_s=min(slowest_s, limit_s))
-
-    def _as_many_as_microbatches(self, pipelines: list[Counts], fewest: int) -> tuple[Counts, ...]:
-        """Return the pipelines, largest first; the quickest of them where there are more than microbatches."""
-        if len(pipelines) > max(self._total, fewest):
-            pipelines = sorted(pipelines, key=lambda counts: self._timings[counts].first_s)[: self._total]
-        return tuple(sorted(pipelines, key=lambda counts: (-sum(counts), *(-number for number in counts))))
+        return Choice(pipelines=tuple(pipelines), num_microbatches=counts, slowest_s=min(slowest_s, limit_s))
 
     def _together(self, nodes: Counts) -> bool:
-        """Say whether there are few enough nodes to look at all numbers of each kind together."""
         return math.prod(number + 1 for number in nodes) <= self._most_states
 
     def _filling(self, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> _Knapsack | _Apart:
@@ -138,7 +128,7 @@ class Chooser:
         return kind(self._items, values, nodes, most, exactly=exactly)
 
     def _taken(self, limit_s: float) -> Floats:
-        """Return the microbatches that each pipeline takes within the limit; beyond the batch nothing is worth more."""
+        """Return the microbatches that each pipeline takes within the limit, at most the batch."""
         taken: Floats = np.floor((limit_s - self._first_s) / self._next_s) + 1
         # Corrected to agree with Timing.step_s to the last bit.
         taken += self._first_s + taken * self._next_s <= limit_s
@@ -148,7 +138,7 @@ class Chooser:
 
 
 class _Apart:
-    """The most that pipelines of one kind each take: one knapsack for each kind."""
+    """The most microbatches of pipelines with one kind each: one knapsack for each kind."""
 
     def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
         self._parts = []
@@ -162,7 +152,6 @@ class _Apart:
         )
 
     def items(self) -> list[Counts]:
-        """Return the pipelines behind the total."""
         size = len(self._parts)
         return [
             tuple(item[0] if kind == k else 0 for k in range(size))
@@ -172,7 +161,10 @@ class _Apart:
 
 
 class _Knapsack:
-    """The most that pipelines take, at [pipelines, nodes of each kind]: the last stands for as many or more."""
+    """The most microbatches that pipelines take, at [pipelines, nodes of each kind].
+
+    The last number of pipelines stands for as many or more, unless `exactly`.
+    """
 
     def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
         usable = (values >= 1) & (items <= np.array(nodes)).all(axis=1)
@@ -185,7 +177,7 @@ class _Knapsack:
             self._add(item, worth)
 
     def _add(self, item: list[int], worth: float) -> None:
-        """Allow any number of an item: one more, two more, four more, … on top of what is there."""
+        # Any number of an item is a sum of powers of two.
         times = 1
         while all(times * weight <= number for weight, number in zip(item, self._nodes, strict=True)):
             if self._exactly and times > self._most:
@@ -205,11 +197,10 @@ class _Knapsack:
 
     @property
     def total(self) -> float:
-        """What as many pipelines as were asked for take on all nodes."""
         return self.value(self._most)
 
     def value(self, number: int) -> float:
-        """Return what so many pipelines take on all nodes."""
+        """Return the microbatches that `number` pipelines take on all nodes."""
         return float(self.values[(number, *self._nodes)])
 
     def items(self, number: int | None = None) -> list[Counts]:
@@ -230,23 +221,23 @@ class _Knapsack:
             for before in sorted(befores):
                 if before >= 0 and self.values[(before, *rest)] + worth == value:
                     return before, rest, tuple(item)
-        raise AssertionError("a value is that of some pipelines")
+        raise AssertionError("every value belongs to some pipelines")
 
 
 def at(*parts: int | slice) -> tuple[int | slice, ...]:
-    """Return an index of an array whose number of axes is that of the kinds: `array[at(0, *counts)]`."""
+    """Return the index of an array with one axis for each kind: `array[at(0, *counts)]`."""
     return parts
 
 
 def _undominated(items: Ints, values: Floats, nodes: Counts) -> tuple[Ints, Floats]:
-    """Leave out items for which another with at most their weights is worth as much."""
+    """Leave out items if another with at most their weights is worth as much."""
     worth = np.full(tuple(number + 1 for number in nodes), -np.inf)
     worth[tuple(items.T)] = values
     best = worth.copy()
     for axis in range(len(nodes)):
         best = np.maximum.accumulate(best, axis=axis)
+    # The most that an item with fewer nodes of some kind, and no more of any, is worth.
     smaller = np.full_like(best, -np.inf)
-    """The most that an item with fewer nodes of some kind, and no more of any, is worth."""
     for axis in range(len(nodes)):
         one_less = [slice(None)] * len(nodes)
         one_more = one_less.copy()

@@ -1,7 +1,7 @@
 """The moves that make a plan over several kinds of nodes whole again.
 
-They are fewer than for one kind: pipelines go on with spares of a lost node's kind, or with the nodes that they have
-left; nodes outside whole pipelines form new ones; or all nodes are planned again.
+They are fewer than for one kind: pipelines continue with spares of a lost node's kind, or with the nodes left to them;
+nodes outside whole pipelines form new ones; or all nodes are planned again.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from oobleck.planner.reconfiguration import UNCHANGED, LivingNodes, Move
 from .catalog import MixedCatalog
 
 _Pipeline = tuple[int | None, Counts]
-"""The old pipeline that a new one continues, and its nodes."""
+"""The old pipeline that a new one continues, and the new one's nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Situation:
-    """What a move starts from: the nodes that may get a place."""
+    """The nodes that may get a place."""
 
     before: tuple[Counts, ...]
-    """Nodes of each old pipeline."""
     alive: tuple[Counts, ...]
-    """Nodes of each old pipeline that may continue in it."""
+    """The nodes of each old pipeline that may continue in it."""
     free: Counts
     """Spares and joined nodes."""
     total: Counts
-    """All living nodes, with a place or without: what pipelines are found for."""
+    """All living nodes, with a place or without."""
 
     def is_whole(self, index: int) -> bool:
         return self.alive[index] == self.before[index]
@@ -43,7 +42,7 @@ class _Situation:
 def propose_moves(
     catalog: MixedCatalog, living: LivingNodes, continued: Mapping[int, Form], set_aside: frozenset[str]
 ) -> Iterator[Move]:
-    """Yield the possible moves without some nodes, the gentlest first."""
+    """Yield the possible moves that leave some nodes out, the gentlest first."""
     alive: list[list[str]] = [[] for _ in living.plan.pipelines]
     for node, index in living.origins.items():
         if node not in set_aside:
@@ -93,7 +92,6 @@ def _moves(catalog: MixedCatalog, situation: _Situation, continued: Mapping[int,
 
 
 def _reinstantiate(catalog: MixedCatalog, situation: _Situation, continued: Mapping[int, Form]) -> Move | None:
-    """Let every pipeline continue with spares of the kinds that it lost, or with what it has left."""
     free = situation.free
     pipelines: list[_Pipeline] = []
     shrunk, filled = [], False
@@ -103,16 +101,15 @@ def _reinstantiate(catalog: MixedCatalog, situation: _Situation, continued: Mapp
             shrunk.append(f"the other pipelines take the microbatches of pipeline {index}")
             continue
         taken = tuple(min(have, want - left) for have, want, left in zip(free, wanted, counts, strict=True))
+        free = tuple(have - used for have, used in zip(free, taken, strict=True))
         full = _sum([counts, taken])
         if full == wanted:
-            free = tuple(have - used for have, used in zip(free, taken, strict=True))
             filled = filled or any(taken)
             pipelines.append((index, wanted))
             continue
         smaller = _best_within(catalog, full, situation.total, continued[index])
         if smaller is None:
             return None
-        free = tuple(have - used for have, used in zip(free, taken, strict=True))
         pipelines.append((index, smaller))
         shrunk.append(f"pipeline {index} continues with {counted(sum(smaller), 'node')}")
     if not pipelines:
@@ -122,7 +119,7 @@ def _reinstantiate(catalog: MixedCatalog, situation: _Situation, continued: Mapp
 
 
 def _best_within(catalog: MixedCatalog, nodes: Counts, total: Counts, before: Form) -> Counts | None:
-    """Return the fastest pipeline of some of the nodes, for four microbatches for each stage of before."""
+    """Return the fastest pipeline of some of the nodes, at four microbatches for each stage of the old pipeline."""
     num_microbatches = 4 * before.template.num_stages
     steps_s = {
         counts: timing.step_s(num_microbatches)
@@ -133,7 +130,7 @@ def _best_within(catalog: MixedCatalog, nodes: Counts, total: Counts, before: Fo
 
 
 def _place(situation: _Situation, pipelines: Sequence[Counts], *, kept: Collection[int]) -> list[_Pipeline]:
-    """Say which old pipeline each new one continues: one of the same nodes, whole ones first."""
+    """Assign each new pipeline the old one that it continues: one with equal counts, whole ones first."""
     left = [index for index in range(len(situation.before)) if index not in kept and any(situation.alive[index])]
     left.sort(key=lambda index: (not situation.is_whole(index), index))
     placed: list[_Pipeline] = []

@@ -1,11 +1,11 @@
-"""Which pipelines make the shortest step, the reduction of their gradients included.
+"""The pipelines with the shortest step, the reduction of their gradients included.
 
-`Chooser` knows the slowest pipeline alone. What a reduction takes depends on the most bytes that a node of any pipeline
-holds, and on how many pipelines there are. Among as many pipelines, those that are faster than the best found so far
-have less to reduce: so pipelines with as many bytes are left out, and the others are chosen from again, until nothing
-is faster. What a pipeline reduces is known once its stages are; before, as little as if its nodes shared all evenly.
+`Chooser` minimises the slowest pipeline alone. The reduction depends on the most bytes that a node of any pipeline
+holds, and on the number of pipelines. With that number fixed, any faster choice reduces less: so the search leaves out
+pipelines with as many bytes and chooses again, until nothing is faster. A pipeline's bytes are known once its stages
+are; until then they count as if its nodes shared all evenly.
 
-Exact for few nodes, within as many rounds as it takes. For many nodes the number of pipelines is not fixed.
+The search is exact for few nodes; for many nodes it does not fix the number of pipelines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from oobleck.planner.profiles import NetworkProfile
 from .choice import Choice, Chooser
 
 _MOST_CUTS = 12
-"""Times that pipelines are left out, for each number of pipelines."""
+"""The most rounds of leaving pipelines out, for each number of pipelines."""
 _MOST_FIXED = 8
-"""Numbers of pipelines that are looked at one by one, at most: from there on reductions take about the same time."""
+"""The largest number of pipelines to search exactly; from there on reductions take about the same time."""
 _MOST_STATES = 1 << 7
-"""With more numbers of nodes than these, numbers of pipelines are not looked at one by one."""
+"""The most combinations of numbers of nodes for which numbers of pipelines are searched exactly."""
 
 
 def choose_with_reduction(
@@ -39,17 +39,16 @@ def choose_with_reduction(
     fewest: int,
     exactly: bool,
 ) -> Choice | None:
-    """Return the pipelines of at most so many nodes with the shortest step; None where there are too few.
+    """Return the `fewest` or more pipelines (or exactly as many) with the shortest step; None for too few nodes.
 
-    At least `fewest` pipelines, or exactly as many. `bytes_of` are the most that a node of each pipeline reduces, which
-    takes long to find out, and `all_bytes` what the whole model has.
+    `bytes_of` returns the most bytes that a node of each pipeline reduces, and is slow; `all_bytes` are the model's.
     """
     best: Choice | None = None
     best_s = fastest_s = math.inf
     known: dict[Counts, int] = {}
     for number, is_fixed in _numbers(timings, num_microbatches, nodes, fewest, exactly):
         usable, least_s = timings, 0.0 if best is None else fastest_s
-        # Of so many pipelines or more, the smallest has few nodes.
+        # The smallest of `number` or more pipelines has at most the average number of nodes.
         least_reduction_s = reduction_s(network, all_bytes * number // sum(nodes), number)
         for _ in range(_MOST_CUTS):
             chooser, below_s = Chooser(usable, num_microbatches), best_s - least_reduction_s
@@ -75,7 +74,7 @@ def choose_with_reduction(
 def _numbers(
     timings: Mapping[Counts, Timing], num_microbatches: int, nodes: Counts, fewest: int, exactly: bool
 ) -> Iterator[tuple[int, bool]]:
-    """Yield numbers of pipelines, and whether they are to be as many exactly."""
+    """Yield (number of pipelines, whether exactly as many)."""
     yield fewest, exactly
     if exactly or math.prod(number + 1 for number in nodes) > _MOST_STATES:
         return

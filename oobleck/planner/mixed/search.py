@@ -1,13 +1,12 @@
-"""The search for pipelines over several kinds of nodes: the best for all numbers of nodes of each kind at once.
+"""The search for pipelines over several kinds of nodes, for all numbers of nodes of each kind at once.
 
-The objective is the planner's own, `sum(w) + (m - 1) * max(w)`, with w the seconds of a stage on its own kind. Fix a
-bound on max(w); then a dynamic programme from the right gives the least sum(w) for every (a, b, …) nodes of each kind:
-a stage before a suffix adds its device to a node of its kind, and each order of kinds is a path. So it is exact over
-all orders and all cuts. A suffix is full, or has a node of some kind of which j devices are in use.
+The objective is the planner's `sum(w) + (m - 1) * max(w)`, with w the seconds of a stage on its own kind. Under a bound
+on max(w), a dynamic programme from the right gives the least sum(w) for every (a, b, …) nodes of each kind: a stage
+before a suffix adds its device to a node of its kind, and each order of kinds is a path. So it is exact over all orders
+and all cuts. A suffix is full, or has j devices of a node of some kind in use.
 
-Which bounds have to be tried follows as for one kind. Below a bound that was tried, with its least sum, no better
-pipeline has a slower stage than `(best - least sum) / (m - 1)`. Bounds that are left, for any numbers of nodes, are
-tried for all numbers at once, until none are left.
+The bounds to try follow as for one kind: below a bound that was tried, with its least sum, no better pipeline has a
+slower stage than `(best - least sum) / (m - 1)`. Each remaining bound is tried for all numbers of nodes at once.
 """
 
 from __future__ import annotations
@@ -26,25 +25,23 @@ from oobleck.planner.kinds import Counts, Form, KindCosts
 from .choice import Ints, at
 
 _COARSE = 24
-"""Bounds that are tried first, to know a good pipeline for all numbers of nodes."""
+"""The number of bounds tried first, to know a good pipeline for all numbers of nodes."""
 _CHUNK = 64
 _EQUAL = 1e-12
 
 _Flags = NDArray[np.bool_]
 _Mode = tuple[int, int]
-"""A kind and how many devices of its first node a suffix uses; (0, 0) where all its nodes are full."""
+"""A kind, and the devices of its first node that a suffix uses; (0, 0) where all nodes are full."""
 _FULL: _Mode = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What a search chooses from."""
-
     costs: KindCosts
     depth: Ints
-    """Stages of a full suffix, by its nodes of each kind."""
+    """The stages of a full suffix, at [nodes of each kind]."""
     tables: dict[tuple[int, bool, bool], Floats]
-    """Seconds of each stage, by kind and whether its left and right neighbours are on the same node."""
+    """The seconds of each stage, by kind and whether its left and right neighbours are on the same node."""
     least: tuple[Floats, ...]
     """For each kind, at [i, j] the least seconds of a stage that starts at layer i and ends at j or later."""
 
@@ -58,9 +55,7 @@ class MixedSearch:
         depth = np.tensordot(np.array(costs.devices), np.indices(self._shape), axes=1)
         tables = {
             (kind, left, right): costs.of[kind].seconds(1, left_same_node=left, right_same_node=right)
-            for kind in range(len(most))
-            for left in (False, True)
-            for right in (False, True)
+            for kind, left, right in product(range(len(most)), (False, True), (False, True))
         }
         least = (
             np.min([table for key, table in tables.items() if key[0] == kind], axis=0) for kind in range(len(most))
@@ -75,22 +70,20 @@ class MixedSearch:
         self._find()
 
     def counts(self) -> list[Counts]:
-        """Return the numbers of nodes of each kind for which there is a pipeline, sorted."""
+        """Return the numbers of nodes of each kind that can form a pipeline, sorted."""
         return [tuple(int(number) for number in counts) for counts in np.argwhere(np.isfinite(self._best))]
 
     def timing(self, counts: Counts) -> Timing:
-        """Return the step times of the pipeline for so many nodes of each kind."""
         bound, rounds = float(self._bound[counts]), int(self._rounds[counts])
         if not rounds:
             return self._costs.timing(self.template(counts))
         return Timing(first_s=float(self._best[counts]) - rounds * bound, next_s=bound)
 
     def template(self, counts: Counts) -> Form:
-        """Return the pipeline for so many nodes of each kind."""
         return self.templates([counts])[counts]
 
     def templates(self, wanted: Sequence[Counts]) -> dict[Counts, Form]:
-        """Return the pipelines for so many nodes of each kind: several take little longer than one."""
+        """Return the pipelines of these nodes; several take little longer than one."""
         bounds = np.unique([self._bound[counts] for counts in wanted])
         run = _Run(self._stages, bounds)
         return {counts: run.template(counts, int(np.searchsorted(bounds, self._bound[counts]))) for counts in wanted}
@@ -104,23 +97,22 @@ class MixedSearch:
         values = self._values()
         tried: list[tuple[int, Floats]] = []
         first = np.unique(np.searchsorted(values, tightest[possible] * (1 - _EQUAL)))
-        # A single microbatch is taken best by the least sum, whatever the slowest stage.
+        # For a single microbatch the least sum is best, whatever the slowest stage.
         indices = {*first[:: max(1, len(first) // _COARSE)].tolist(), int(first[-1]), len(values) - 1}
         while indices:
-            for chunk in _chunks(sorted(indices)):
+            untried = sorted(indices)
+            for start in range(0, len(untried), _CHUNK):
+                chunk = untried[start : start + _CHUNK]
                 tried += zip(chunk, self._try(values[chunk]), strict=True)
             tried.sort(key=lambda pair: pair[0])
             indices = self._wanted(values, tried, possible & (self._rounds.ravel() > 0))
 
     def _wanted(self, values: Floats, tried: list[tuple[int, Floats]], open_: _Flags) -> set[int]:
-        """Return bounds that may still be better, some of each range between two that were tried.
-
-        Sums only grow towards tighter bounds. So below one that was tried, no pipeline is better whose slowest stage is
-        slower than what the best leaves for it beside that one's sum.
-        """
+        """Return bounds that may still be better, some of each range between two that were tried."""
         wanted: list[int] = []
         before = -1
         for index, sums in tried:
+            # Sums grow towards tighter bounds, so this sum limits the slowest stage of every better pipeline below.
             room = (self._best.ravel()[open_] - sums[open_]) / self._rounds.ravel()[open_]
             limit_s = float(room.max(where=np.isfinite(room), initial=0.0)) * (1 - _EQUAL)
             wanted += range(before + 1, min(index, int(np.searchsorted(values, limit_s))))
@@ -128,14 +120,14 @@ class MixedSearch:
         return set(wanted[:: max(1, -(-len(wanted) // _CHUNK))])
 
     def _values(self) -> Floats:
-        """Return the seconds that a stage can take, in order; of almost equal ones the largest."""
+        """Return the possible seconds of a stage in order, the largest of almost equal ones."""
         values = np.unique(np.concatenate([table[np.isfinite(table)] for table in self._stages.tables.values()]))
         last_of_group: _Flags = np.append(values[1:] > values[:-1] * (1 + _EQUAL), True)
         distinct: Floats = values[last_of_group]
         return distinct
 
     def _try(self, bounds: Floats) -> list[Floats]:
-        """Try bounds, and keep what is better; return the least sums under each."""
+        """Try bounds and keep better pipelines; return the least sums under each bound."""
         sums = self._run(bounds)
         sums[at(slice(None), *(0,) * len(self._shape))] = np.inf
         steps = sums + self._rounds[None] * bounds.reshape(-1, *(1,) * len(self._shape))
@@ -150,13 +142,8 @@ class MixedSearch:
         return sums
 
 
-def _chunks(indices: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(indices), _CHUNK):
-        yield indices[start : start + _CHUNK]
-
-
 class _Run:
-    """The programme for some bounds, ascending; suffixes by mode as [first layer, bound, nodes of each kind …]."""
+    """The programme for ascending bounds; suffixes by mode as [first layer, bound, nodes of each kind …]."""
 
     def __init__(self, stages: _Stages, bounds: Floats, combine: np.ufunc = np.add) -> None:
         costs, depth = stages.costs, stages.depth
@@ -180,7 +167,7 @@ class _Run:
                 yield kind, source, target, used + 1 < devices, used > 0
 
     def _parts(self, kind: int, target: _Mode) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return where suffixes are read and written: a stage that completes a node counts it."""
+        """Return the slices to read and to write suffixes: a stage that completes a node counts that node."""
         everything = [slice(None)] * self._depth.ndim
         source, written = everything.copy(), everything.copy()
         if target == _FULL:
@@ -208,13 +195,13 @@ class _Run:
         return bool(most >= self._costs.of[kind].in_flight(self._deepest))
 
     def _fits(self, kind: int, source: _Mode, first: int, stop: int) -> _Flags:
-        """Return for which suffixes a stage before them holds the microbatches that it has in flight."""
+        """Return for each suffix whether a stage before it holds its microbatches in flight."""
         in_flight = np.minimum(self._depth + source[1] + 1, self._costs.of[kind].max_in_flight)
         fits: _Flags = in_flight <= self._costs.of[kind].most_in_flight(1)[first, stop]
         return fits
 
     def template(self, counts: Counts, bound: int) -> Form:
-        """Return the pipeline behind the least sum under the bound of an index, from the first stage to the last."""
+        """Return the pipeline behind the least sum under the bound with this index."""
         stages: list[StageTemplate] = []
         kinds: list[int] = []
         first, mode, left = 0, _FULL, counts
@@ -230,7 +217,7 @@ class _Run:
         return Form(template=PipelineTemplate(stages=tuple(stages)), kinds=tuple(kinds))
 
     def _step_back(self, first: int, mode: _Mode, counts: Counts, bound: int) -> tuple[int, int, _Mode, Counts]:
-        """Return the stage that makes the best suffix, and the suffix after it; the longest stage of equal ones."""
+        """Return the stage that makes the best suffix, the longest of equal ones, and the suffix after it."""
         value = self.suffixes[mode][at(first, bound, *counts)]
         for stop, step in product(range(self._costs.num_layers, first, -1), self._steps):
             kind, source, target, left, right = step[:5]
@@ -238,7 +225,7 @@ class _Run:
             before = tuple(number - (target == _FULL and k == kind) for k, number in enumerate(counts))
             if target != mode or min(before) < 0 or seconds > self._limits[bound]:
                 continue
-            # The sum that was kept, to the last bit.
+            # The same additions in the same order: equal to the last bit.
             is_it = self.suffixes[source][at(stop, bound, *before)] + seconds == value
             if is_it and self._fits(kind, source, first, stop)[before]:
                 return stop, kind, source, before

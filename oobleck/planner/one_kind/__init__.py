@@ -1,4 +1,4 @@
-"""Plans for nodes that are all alike: pipelines of some sizes, with any devices a stage, and all moves between them."""
+"""Plans for nodes that are all alike: pipelines of several sizes, any devices a stage, and the moves between them."""
 
 from __future__ import annotations
 

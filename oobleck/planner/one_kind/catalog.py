@@ -1,4 +1,4 @@
-"""The pipelines of nodes that are all alike, by their size: the templates of one profile."""
+"""The templates of one profile, by size: the pipelines of nodes that are all alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from .fastest import ExactTimes
 
 
 class OneKindCatalog(Catalog):
-    """All templates up to the most nodes asked for so far."""
+    """The templates up to the most nodes of any call so far; `make_cutter` makes the cutter of a plan's templates."""
 
     def __init__(
         self, profile: Profile, settings: PlannerSettings, *, make_cutter: Callable[[Profile], Cutter] | None = None
     ) -> None:
-        """Templates are those of `find_templates`; `make_cutter` makes what cuts those of plans again, where wanted."""
         kind = NodeKind(name=profile.device.name, profile=profile, devices_per_node=settings.devices_per_node)
         super().__init__(KindCosts([kind], settings))
         self.profile = profile
@@ -32,8 +31,7 @@ class OneKindCatalog(Catalog):
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
-        self._forms: dict[int, Form] = {}
-        """By the identity of their template."""
+        self._forms: dict[int, Form] = {}  # keyed by the identity of the template
         self._exact = ExactTimes(self._costs)
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
@@ -50,7 +48,6 @@ class OneKindCatalog(Catalog):
         return {(size,): option.timing for size, option in self.options(*nodes).items()}
 
     def form(self, counts: Counts, total: Counts) -> Form:
-        """Return the template of a size, cut for its share of the batch."""
         (size,) = counts
         if size not in self._templates:
             self.options(*total)
@@ -67,13 +64,13 @@ class OneKindCatalog(Catalog):
         return tuple((size,) for size in sizing.sizes), sizing.step_s
 
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
-        """Return the templates as they are found, as they are cut once their microbatches are known."""
         sizing, (fewest, most) = self._best(*total), self.num_pipelines(total)
         options, templates = self.options(*total), self.templates(*total)
         if not is_slowed and (
             faster := self._exact.faster(templates, options, sizing, num_nodes=total[0], fewest=fewest, most=most)
         ):
             return [self._form(template) for template in faster.templates], faster.num_microbatches
+        # Not cut into chunks yet: `cut_plan` does that once their microbatches are known.
         return [self._form(self._templates[size]) for size in sizing.sizes], None
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
@@ -86,11 +83,11 @@ class OneKindCatalog(Catalog):
 
     @property
     def most_nodes(self) -> int:
-        """The most nodes that a pipeline can have: every stage needs a layer."""
+        """The most nodes that a pipeline can have, since every stage needs a layer."""
         return self._costs.num_layers * self._costs.device_counts[-1] // self.settings.devices_per_node
 
     def options(self, num_nodes: int) -> Mapping[int, SizeOption]:
-        """Return the sizes of pipelines up to `num_nodes` nodes that hold the model, smallest first."""
+        """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first."""
         limit = min(num_nodes, self.most_nodes)
         if limit > self._searched:
             found = find_templates(
@@ -117,11 +114,9 @@ class OneKindCatalog(Catalog):
         return self._forms[id(template)]
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template for a pipeline that takes so many microbatches."""
         return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose pipelines are cut for their microbatches."""
         if self._cutter is None:
             return plan
         pipelines = (replace(each, template=self._cut(each.template, each.num_microbatches)) for each in plan.pipelines)
@@ -135,7 +130,6 @@ class OneKindCatalog(Catalog):
         return self.form((template.num_nodes,), total)
 
     def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
-        """A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is still fast."""
         template, size = own.template, own.template.num_nodes
         if size not in self.options(*total):
             return None
@@ -150,20 +144,18 @@ class OneKindCatalog(Catalog):
         if not is_possible:
             return present
         if speeds is None:
-            own_s, present_s = self._step_s(template, share), self._step_s(present.template, share)
+            times = self._cutter or self._exact
+            own_s, present_s = times.step_s(template, share), times.step_s(present.template, share)
         else:
             own_s, present_s = (self.timing(each, speeds, share).step_s(share) for each in (own, present))
+        # A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is fast enough.
         return own if own_s <= STILL_FAST * present_s else present
-
-    def _step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        times = self._exact if self._cutter is None else self._cutter
-        return times.step_s(template, num_microbatches)
 
     def _best(self, num_nodes: int) -> Sizing:
         return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
 
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
-        """Return the best pipelines of `num_nodes` nodes for so many microbatches; remembered once found."""
+        """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
         key = num_nodes, num_microbatches, fewest, most
         if key not in self._sizings:
             self._sizings[key] = choose_sizes(
@@ -177,7 +169,7 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: the bound on it, or the event-exact ones of interleaved pipelines."""
+        """Return the seconds of a plan's step: `bound_s`, or the event-exact time of interleaved pipelines."""
         if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
             return bound_s
         exact_s: dict[tuple[int, int], float] = {}
@@ -185,19 +177,18 @@ class OneKindCatalog(Catalog):
         for pipeline in plan.pipelines:
             template, count = pipeline.template, pipeline.num_microbatches
             if (slowed := speeds_among(pipeline.nodes, speeds)) is not None:
-                slowest_s = max(slowest_s, self._cutter.step_s(template, count, slowed))
-                continue
-            if (id(template), count) not in exact_s:
-                exact_s[id(template), count] = self._cutter.step_s(template, count)
-            slowest_s = max(slowest_s, exact_s[id(template), count])
+                own_s = self._cutter.step_s(template, count, slowed)
+            elif (own_s := exact_s.get((id(template), count), 0.0)) == 0.0:
+                own_s = exact_s[id(template), count] = self._cutter.step_s(template, count)
+            slowest_s = max(slowest_s, own_s)
         reduced_bytes = max(self._costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
 
-        One that was cut by its event-exact time has that of its size, and one that was cut for slow nodes its own. One
-        with several chunks a stage takes what the event-exact time says for `share` microbatches.
+        A pipeline that was cut by its event-exact time has the bound of its size, one that was cut for slow nodes its
+        own; with several chunks a stage, the bound is scaled to the event-exact time of `share` microbatches.
         """
         template = form.template
         bound = self.options(template.num_nodes)[template.num_nodes].timing
@@ -213,30 +204,29 @@ class OneKindCatalog(Catalog):
         own = self._costs.timing(template)
         slowed = own if speeds is None else self._costs.timing(template, speeds)
         if excess == 1.0:
-            return Timing(
-                first_s=bound.first_s * slowed.first_s / own.first_s, next_s=bound.next_s * slowed.next_s / own.next_s
-            )
+            first_s, next_s = bound.first_s * slowed.first_s / own.first_s, bound.next_s * slowed.next_s / own.next_s
+            return Timing(first_s=first_s, next_s=next_s)
         scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))
         return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
 
     def _excess(self, template: PipelineTemplate, share: int) -> float:
-        """Return how many times as long a pipeline takes as that of its size, without slow nodes: 1 for about as long.
+        """Return the step time relative to the size's usual template, without slow nodes; at least about 1.
 
-        More is the price of a cut for slow nodes, or for another share of the batch.
+        The excess is the price of a cut for slow nodes, or for another share of the batch.
         """
         usual = self._templates[template.num_nodes]
         if template.num_chunks > 1:
             return 1.0
-        if template.num_stages > MOST_STAGES:  # the event-exact time has cut none of these
+        if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
             return self._costs.timing(template).step_s(share) / self._costs.timing(usual).step_s(share)
         return max(1.0, self._exact.step_s(template, share) / self._exact.step_s(usual, share))
 
     def reduced_bytes(self, form: Form, share: int) -> int:
-        """Return the most gradient bytes that a node reduces; those of its size, but after a cut for slow nodes."""
         template = form.template
         usual = self._templates[template.num_nodes]
         if template is usual or self._excess(template, share) <= STILL_FAST:
             return self._options[template.num_nodes].reduced_bytes
+        # A cut for slow nodes may leave far more layers on one node.
         return self._costs.reduced_bytes(template)
 
     def explain(self, total: Counts) -> str:

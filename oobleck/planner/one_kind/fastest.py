@@ -1,9 +1,9 @@
-"""The plan that is truly fastest: pipelines compared by their event-exact time, where bounds choose too coarsely.
+"""Faster pipelines by their event-exact time, where bounds choose too coarsely.
 
-A bound may be far from the time of the step where messages take long, or stages are uneven. So the pipelines that the
-bounds choose are cut again for their microbatches; and sizes are chosen once more, with each size's time as the
-event-exact time says, at its share of the batch and at twice that. Of these the fastest is taken, if the step is truly
-shorter. Measured by tools/bench/fastest_plan.py.
+A bound may be far from the step time where messages are slow or stages uneven. So the search cuts the pipelines that
+the bounds choose again for their microbatches; it also chooses the sizes once more, with each size's event-exact time
+at its share of the batch and at twice that share. The fastest wins, if its step is truly shorter.
+tools/bench/fastest_plan.py measures this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from oobleck.planner.makespan import PassTimes
 from oobleck.planner.templates import MOST_STAGES, Recut
 
 _LEAST_GAIN = 0.005
-"""Other pipelines have to save this share of a step: a plan should not hang on the last digits of a profile."""
+"""Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPipelines:
-    """Pipelines as templates with their microbatches, and the event-exact time of their step, reduction included."""
+    """Pipelines with their microbatches, and the event-exact time of their step, reduction included."""
 
     templates: tuple[PipelineTemplate, ...]
     num_microbatches: tuple[int, ...]
@@ -31,7 +31,7 @@ class FastPipelines:
 
 
 class ExactTimes:
-    """Event-exact times of the templates of one cost table, each found once."""
+    """Cached event-exact times of the templates of one cost table."""
 
     def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
@@ -64,10 +64,7 @@ class ExactTimes:
         fewest: int,
         most: int,
     ) -> FastPipelines | None:
-        """Return pipelines whose step is shorter than that of the chosen sizes, or None.
-
-        `templates` and `options` are those of all sizes. O(sizes of up to 12 stages), once for like shares.
-        """
+        """Return pipelines with a shorter step than the chosen sizes, or None; O(sizes of up to 12 stages)."""
         total = sum(chosen.num_microbatches)
         as_chosen = self._pipelines(templates, chosen, again=False)
         measured = {
@@ -87,7 +84,6 @@ class ExactTimes:
         return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
 
     def _option(self, template: PipelineTemplate, option: SizeOption, num_microbatches: int) -> SizeOption:
-        """Return what pipelines of one size can do, as the event-exact times say."""
         if template.num_stages > MOST_STAGES:
             return option
         best = self.cut_again(template, num_microbatches)
@@ -97,7 +93,7 @@ class ExactTimes:
         return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
-        """Return pipelines of some sizes, of the templates as they are or cut again for their microbatches."""
+        """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""
         pairs = list(zip(sizing.sizes, sizing.num_microbatches, strict=True))
         found = {
             (size, count): self.cut_again(templates[size], count) if again else templates[size]

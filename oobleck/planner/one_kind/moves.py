@@ -1,7 +1,7 @@
-"""The moves that make a plan whole again: which sizes the new pipelines could have.
+"""The moves that make a plan whole again: the sizes that the new pipelines could have.
 
-A move decides sizes alone, and which old pipeline each new one continues; nodes are matched to positions
-afterwards. Any of the moves may be impossible; a rebuild is possible whenever a plan is.
+A move decides the sizes, and which old pipeline each new one continues; nodes are matched to positions afterwards. Any
+move may be impossible, but a rebuild is possible whenever a plan is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.kinds import Form
@@ -21,21 +22,19 @@ from .catalog import OneKindCatalog
 Choose = Callable[[int, int], tuple[int, ...]]
 
 _MOST_COMPANY = 2
-"""Slow nodes' own pipelines are tried with up to this many other nodes."""
+"""The most other nodes that the pipelines of slow nodes are tried with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a move starts from."""
+    """The nodes of the old pipelines, and the sizes that have a template, increasing."""
 
     before: tuple[int, ...]
-    """Nodes of each old pipeline."""
     alive: tuple[int, ...]
-    """Nodes of each old pipeline that may continue in it."""
+    """How many nodes of each old pipeline may continue in it."""
     num_free: int
     """Spares and joined nodes."""
     sizes: tuple[int, ...]
-    """Sizes that have a template, increasing."""
 
     @property
     def num_nodes(self) -> int:
@@ -46,7 +45,7 @@ class Situation:
         return tuple(index for index, count in enumerate(self.before) if self.alive[index] < count)
 
     def fit(self, num_nodes: int) -> int:
-        """Return the largest size that `num_nodes` nodes can have, 0 for none."""
+        """Return the largest size up to `num_nodes` that has a template, 0 for none."""
         position = bisect_right(self.sizes, num_nodes)
         return self.sizes[position - 1] if position else 0
 
@@ -54,7 +53,7 @@ class Situation:
 def propose_moves(
     catalog: OneKindCatalog, living: LivingNodes, continued: Mapping[int, Form], set_aside: frozenset[str]
 ) -> Iterator[Move]:
-    """Yield the possible moves without some nodes, the gentlest first."""
+    """Yield the possible moves that leave some nodes out, the gentlest first."""
     alive = Counter(living.origins.values())
     alive.subtract(living.origins[node] for node in set_aside if node in living.origins)
     num_free = sum(node not in set_aside for node in living.free)
@@ -72,8 +71,7 @@ def propose_moves(
 def all_moves(situation: Situation, choose: Choose) -> list[Move]:
     """Return the possible moves, the gentlest first.
 
-    `choose(nodes, kept)` gives the best sizes for a number of nodes when `kept` pipelines of others stay as they
-    are, or no sizes.
+    `choose(nodes, kept)` returns the best sizes for `nodes` nodes while `kept` other pipelines stay, or no sizes.
     """
     moves = [
         _reinstantiate(situation),
@@ -96,7 +94,7 @@ def _of_sizes(action: str, pipelines: Sequence[tuple[int | None, int]], detail: 
 
 
 def _refill(situation: Situation) -> tuple[list[int], int]:
-    """Return the survivors of each pipeline with free nodes in the lost ones' stead, and the free nodes left."""
+    """Return the nodes of each pipeline after free nodes have replaced lost ones, and the number of free nodes left."""
     counts, free = list(situation.alive), situation.num_free
     for index in situation.broken:
         taken = min(free, situation.before[index] - counts[index])
@@ -106,7 +104,7 @@ def _refill(situation: Situation) -> tuple[list[int], int]:
 
 
 def _move(action: str, counts: Sequence[int], situation: Situation, detail: str) -> Move | None:
-    """Make a move of node counts; None if some count has no template. Counts of 0 are pipelines given up."""
+    """Return the move to these counts of nodes, 0 for a dissolved pipeline; None where a count has no template."""
     sizes = [(index, situation.fit(count)) for index, count in enumerate(counts) if count]
     if not sizes or not all(size for _, size in sizes):
         return None
@@ -114,7 +112,6 @@ def _move(action: str, counts: Sequence[int], situation: Situation, detail: str)
 
 
 def _reinstantiate(situation: Situation) -> Move | None:
-    """Let every pipeline continue with the nodes it has left."""
     counts, _ = _refill(situation)
     shrunk = [index for index in situation.broken if counts[index] < situation.before[index]]
     if any(counts[index] for index in shrunk):
@@ -133,7 +130,7 @@ def _reinstantiate(situation: Situation) -> Move | None:
 
 
 def _borrow(situation: Situation) -> Move | None:
-    """Bring every undersized pipeline to the smallest size with nodes of the largest pipelines."""
+    """Fill every undersized pipeline up to the smallest size with nodes of the largest pipelines."""
     counts, _ = _refill(situation)
     smallest = situation.sizes[0]
     borrowers = [index for index, count in enumerate(counts) if 0 < count < smallest]
@@ -156,7 +153,7 @@ def _borrow(situation: Situation) -> Move | None:
 
 
 def _merge(situation: Situation) -> Move | None:
-    """Join undersized pipelines with each other, and a last one with the smallest of the others."""
+    """Merge undersized pipelines with each other, and a last one into the smallest of the others."""
     counts, _ = _refill(situation)
     smallest = situation.sizes[0]
     merged: list[str] = []
@@ -190,7 +187,7 @@ def _absorb(situation: Situation) -> Move | None:
 
 
 def _regroup(situation: Situation, choose: Choose) -> Move | None:
-    """Keep whole pipelines as they are and make the best of all other nodes."""
+    """Keep whole pipelines and form the best pipelines of all other nodes."""
     whole = [(i, count) for i, count in enumerate(situation.alive) if count == situation.before[i]]
     pool = situation.num_nodes - sum(count for _, count in whole)
     if not whole or not pool or not all(count in situation.sizes for _, count in whole):
@@ -217,20 +214,19 @@ def _rebuild(situation: Situation, choose: Choose) -> Move | None:
 def _continue_pipelines(
     sizes: Sequence[int], situation: Situation, *, among: Sequence[int]
 ) -> tuple[tuple[int | None, int], ...]:
-    """Say which old pipeline each new one continues: the one of the same size first, then by survivors."""
-    left = sorted(sizes, reverse=True)
+    """Assign each new size the old pipeline that it continues: whole ones of that size first, then by survivors."""
+    alive = situation.alive
     placed: list[tuple[int | None, int]] = []
-    old = sorted(among, key=lambda i: (-situation.alive[i], i))
-    available = Counter(left)
-    for index in [i for i in old if situation.alive[i]]:
-        if situation.alive[index] == situation.before[index] and available[situation.alive[index]]:
-            available[situation.alive[index]] -= 1
-            placed.append((index, situation.alive[index]))
-    taken = {index for index, _ in placed}
+    others: list[int] = []
+    available = Counter(sizes)
+    for index in sorted(among, key=lambda i: (-alive[i], i)):
+        if alive[index] == situation.before[index] and available[alive[index]]:
+            available[alive[index]] -= 1
+            placed.append((index, alive[index]))
+        elif alive[index]:
+            others.append(index)
     rest = sorted(available.elements(), reverse=True)
-    others = [index for index in old if index not in taken and situation.alive[index]]
-    for position, size in enumerate(rest):
-        placed.append((others[position] if position < len(others) else None, size))
+    placed += zip_longest(others[: len(rest)], rest)
     return tuple(sorted(placed, key=_by_origin))
 
 
@@ -240,7 +236,6 @@ def _by_origin(pipeline: tuple[int | None, int]) -> tuple[bool, int, int]:
 
 
 def _described(sizes: Sequence[int]) -> str:
-    """Return pipelines of these sizes in words: "2 pipelines of 3 nodes"."""
     return listed(
         f"{counted(times, 'pipeline')} of {counted(size, 'node')}"
         for size, times in sorted(Counter(sizes).items(), reverse=True)
@@ -250,7 +245,7 @@ def _described(sizes: Sequence[int]) -> str:
 def _separate(
     catalog: OneKindCatalog, living: LivingNodes, situation: Situation, set_aside: frozenset[str]
 ) -> Iterator[Move]:
-    """Yield moves that give slow nodes pipelines of their own, with none or a few of the other nodes."""
+    """Yield moves that give slow nodes separate pipelines, with none or a few of the other nodes."""
     slow = [living.speeds[node] for node in sorted(living.slow - set_aside)]
     if not slow:
         return
@@ -259,7 +254,7 @@ def _separate(
     least = max(len(slow), smallest)
     for number in range(least, min(least + _MOST_COMPANY, situation.num_nodes - smallest) + 1):
         rest = situation.num_nodes - number
-        # Nodes that wait for the slowest of them are as slow.
+        # The other nodes of these pipelines wait for the slowest, and count as equally slow.
         share = max(1, round(total * number * min(slow) / (number * min(slow) + rest)))
         most_apart = min(most - 1, number // smallest, share)
         if most_apart < 1 or share == total:
@@ -273,7 +268,6 @@ def _separate(
 
 
 def _choose(catalog: OneKindCatalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
-    """Return the best sizes for some of the nodes, when `num_kept` pipelines of the others stay as they are."""
     wanted = catalog.settings.num_pipelines
     num_microbatches = catalog.settings.num_microbatches
     fewest, most = catalog.num_pipelines((situation.num_nodes,))

@@ -1,4 +1,4 @@
-"""Profiles: what one microbatch costs in each layer, measured or estimated."""
+"""Profiles: the cost of one microbatch in each layer, measured or estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sheets of devices: peak rates and memory, as their makers publish them. Dense rates, without sparsity."""
+"""Data sheets of devices: the makers' published peak rates, dense, and memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from oobleck.json_table import JsonTable, parse_json
 from .profile import NetworkProfile
 
 _CHANNEL_BYTES = 4_194_304 + 524_288 + 4_915_200
-"""NCCL's buffers towards one neighbour, of three protocols: Simple, LL and LL128, by the defaults in its init.cc and
-device.h."""
+"""NCCL's buffers for one neighbour, of its protocols Simple, LL and LL128: the defaults in its init.cc and device.h."""
 _SUM_BYTES = 2 * 2 * 16 * _CHANNEL_BYTES
-"""Two communicators (of gradients, and of what other pipelines cut elsewhere, as a tied table), each towards two
+"""Two communicators (gradients, and layers that other pipelines cut elsewhere, such as a tied table), each with two
 neighbours in a ring over 16 channels."""
 _EDGE_BYTES = 2 * 2 * 2 * _CHANNEL_BYTES
-"""Two communicators, one for each direction, with each of the stages before and after, over 2 channels each."""
+"""Two communicators, one for each direction, with each of the two neighbouring stages, over 2 channels each."""
 ASSUMED_COMMUNICATION_BYTES = _SUM_BYTES + _EDGE_BYTES
-"""Of NCCL, on each GPU that has stages beside it on both sides. How many channels there are for sums depends on the
-links; this was not measured."""
+"""NCCL's bytes on a GPU with neighbouring stages on both sides. This was not measured: the number of channels for sums
+depends on the links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSheet:
-    """What a data sheet says of a device, and the links that it usually comes with."""
+    """A device's data sheet, with the links that usually come with it."""
 
     name: str
     memory_bytes: int
     memory_bytes_per_s: float
     float32_flops: float
-    """Matrix products in float32 a second, without reduced-precision formats."""
+    """Operations of matrix products in float32 a second, without reduced-precision formats."""
     bfloat16_flops: float
     intra_node_bytes_per_s: float
-    """Between devices of one node, one way."""
+    """One way."""
     intra_node_latency_s: float = 5e-6
     inter_node_bytes_per_s: float = 2.5e10
-    """Between nodes, one way: 200 Gb/s."""
+    """One way; the default is 200 Gb/s."""
     inter_node_latency_s: float = 1e-5
     is_host: bool = False
-    """Whether it computes in the host's own memory; no file says so."""
+    """Whether the device computes in the host's own memory; no file can set this."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -90,7 +89,6 @@ _SHEETS = (
     replace(_sheet("CPU", 8, 1e10, 96e9, 96e9, 5e9, 1.25e9), inter_node_latency_s=5e-5, is_host=True),
 )
 KNOWN_DEVICES: Mapping[str, DeviceSheet] = {sheet.name.lower(): sheet for sheet in _SHEETS}
-"""Keyed by lower-case name."""
 
 
 def device_sheet(name: str) -> DeviceSheet:
@@ -104,10 +102,7 @@ def device_sheet(name: str) -> DeviceSheet:
 
 
 def sheet_of_product(name: str) -> DeviceSheet | None:
-    """Return the data sheet of a GPU by the name that its driver gives it; None for one that is not known.
-
-    Parts of a GPU (MIG) have none.
-    """
+    """Return the data sheet of a GPU by its driver's name; None for an unknown GPU or a part of one (MIG)."""
     if "MIG" in name:
         return None
     return next((sheet for pattern, sheet in _PRODUCTS if re.search(rf"\b{pattern}", name)), None)
@@ -123,7 +118,7 @@ _PRODUCTS = (
     (r"H100(?!\w)", _H100),
     (r"H200(?!\w)", device_sheet("H200")),
 )
-"""By a part of the driver's name, which tells apart what we have one name for."""
+"""Sheets by a pattern in the driver's name, which distinguishes variants of one device."""
 
 
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
@@ -136,7 +131,7 @@ def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:
         table.check_keys(required, names)
         for key in table.items:
             (table.text if key == "name" else table.number)(key)
-        assert isinstance(document, dict), "a table is made of nothing else"
+        assert isinstance(document, dict), "JsonTable takes nothing else"
         return DeviceSheet(**document)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

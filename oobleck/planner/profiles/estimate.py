@@ -1,16 +1,14 @@
-"""Profiles for hardware that one does not have: a model's shape and a device's data sheet in, a profile out.
+"""Profiles without the hardware: a model's shape and a device's data sheet in, a profile out.
 
-The times are a roofline: operations at a share of the data sheet's peak, or bytes at its memory rate, whichever
-takes longer. Operations of a block count its matrix products, 2 for each parameter and token, and attention's
-4 · length · hidden for each token (Narayanan et al. 2021, appendix; causal masks are not exploited); the backward
-pass takes twice as many, and once more the forward ones where activations are recomputed. Stages of several
-devices share a block as Megatron-LM does (Shoeybi et al. 2019): two all-reduces of its output in each pass.
-Bytes of activations are those of Korthikanti et al. 2022, section 4.1: 34 a token and hidden unit, and 5 a pair of
-tokens and head where the attention scores are kept, in 16 bit.
+The times are a roofline: operations at a share of the data sheet's peak, or bytes at its memory rate, whichever takes
+longer. A block's operations are its matrix products, 2 for each parameter and token, and attention's 4 · length ·
+hidden for each token (Narayanan et al. 2021, appendix; causal masks are not exploited); the backward pass takes twice
+as many, plus the forward ones again where activations are recomputed. Stages of several devices share a block as in
+Megatron-LM (Shoeybi et al. 2019): two all-reduces of its output in each pass. Activation bytes are those of Korthikanti
+et al. 2022, section 4.1, in 16 bit: 34 for each token and hidden unit, and 5 for each pair of tokens and head.
 
-Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast. On a GPU
-come copies (gradients that are summed, weights that autocast has cast), what passes take for a moment, messages, and
-NCCL's own buffers.
+Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast. A GPU also
+holds copies (gradients being summed, weights cast by autocast), the transients of passes, messages, and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile
 from .shapes import ModelShape
 
 ASSUMED_SHARE_OF_PEAK = 0.45
-"""Of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
+"""The share of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
 
 _PARAM_BYTES = 4
 _OPTIMIZER_BYTES = 8
@@ -35,8 +33,6 @@ _CAST_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
-    """What the layers of one estimate have in common."""
-
     shape: ModelShape
     device: DeviceSheet
     network: NetworkProfile
@@ -60,12 +56,12 @@ class _Setting:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of hidden states in memory, where they have the parameters' type: autocast leaves residual sums in it."""
+        """Bytes of hidden states, which have the parameters' type: autocast leaves residual sums in it."""
         return self.tokens * self.shape.hidden_size * _PARAM_BYTES
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a number's gradient in a backward pass: with autocast in the type that is computed in, then in float32."""
+        """Bytes of one value's gradient in a backward pass: with autocast in the computing type, then in float32."""
         return _PARAM_BYTES + (_CAST_BYTES if self.is_half else 0)
 
 
@@ -115,17 +111,15 @@ def estimate_profile(
 
 
 def _embedding(setting: _Setting) -> LayerProfile:
-    """A lookup: bytes alone. Its backward pass adds to a gradient as large as the table."""
-    moved = 2 * setting.output_bytes
+    # A lookup moves bytes and computes nothing, in either pass.
+    seconds = dict.fromkeys(setting.device_counts, _seconds(setting, 0, 2 * setting.output_bytes))
     params = setting.shape.embedding_params
-    forward = {count: _seconds(setting, 0, moved) for count in setting.device_counts}
-    backward = {count: _seconds(setting, 0, moved) for count in setting.device_counts}
     # Kept: the tokens, 8 bytes each, and a dropout mask of 1 byte a value.
     kept = setting.tokens * (8 + setting.shape.hidden_size)
+    # The backward pass adds to a gradient as large as the table.
     gradients = (setting.shape.vocab_size + setting.tokens) * setting.shape.hidden_size
-    return _layer(
-        setting, "embedding", forward, backward, params, kept, transient_bytes=_PARAM_BYTES * gradients, is_cast=False
-    )
+    transient_bytes = _PARAM_BYTES * gradients
+    return _layer(setting, "embedding", seconds, seconds, params, kept, transient_bytes=transient_bytes, is_cast=False)
 
 
 def _block(setting: _Setting) -> LayerProfile:
@@ -165,9 +159,9 @@ def _head(setting: _Setting) -> LayerProfile:
         forward,
         backward,
         shape.head_params,
-        # Kept: the logarithms of probabilities, in float32, and what the norm and the matrix have received.
+        # Kept: the log-probabilities, in float32, and the inputs of the norm and the matrix.
         logits + setting.hidden_bytes + setting.output_bytes,
-        # The loss has gradients of these logarithms and of the logits at once.
+        # The loss has gradients of the log-probabilities and of the logits at once.
         transient_bytes=2 * logits + setting.gradient_bytes * shape.vocab_size * shape.hidden_size,
         last=True,
     )
@@ -185,12 +179,8 @@ def _layer(
     is_cast: bool = True,
     last: bool = False,
 ) -> LayerProfile:
-    """Describe a layer.
-
-    Arguments:
-        transient_bytes: gradients of its widest tensor and of its largest matrix, and what is computed again.
-        is_cast: whether autocast casts its weights. The few of norms are counted as well.
-    """
+    """Return a layer; `transient_bytes` are gradients of its widest tensor and largest matrix, and recomputations."""
+    # Autocast does not cast the few weights of norms, which this counts as well.
     cast_bytes = _CAST_BYTES if is_cast and setting.is_half else 0
     layer = LayerProfile(
         name=name,

@@ -1,4 +1,4 @@
-"""How fast a link is, from the seconds that messages of several sizes took on it."""
+"""The speed of a link, fitted to the seconds of messages of several sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from oobleck.errors import ConfigError, shown
 from oobleck.json_table import JsonTable, parse_json
 
 LINKS = ("inter_node", "intra_node")
-"""What a network has: links between nodes, and those between the devices of one node."""
 LINKS_IN_WORDS = {"inter_node": "between nodes", "intra_node": "between the devices of a node"}
 
 _MOST_BYTES_PER_S = 1e15
-"""Of a fit: times that do not grow with the size say no more."""
+"""The result of a fit where the times do not grow with the size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +30,12 @@ class LinkSpeed:
 
 
 def fit_link(seconds: Mapping[int, float]) -> LinkSpeed:
-    """Fit a link to seconds, greater than 0, by bytes of a message; at least two sizes.
+    """Fit a link to the seconds, above 0, of messages by their bytes, of at least two sizes.
 
-    Least squares of the relative error: the plain one would be that of the largest message alone, and leave the latency
-    to chance. Where the line begins below 0 there is no latency, and the largest message says how fast the link is.
+    Where the fitted latency is below 0, it is 0, and the largest message gives the rate.
     """
     assert len(seconds) > 1, "a line needs two points"
+    # Least squares of the relative error: the absolute one depends on the largest message alone, the latency on chance.
     points = sorted(seconds.items())
     rise = run = 0.0
     for (size, time_s), (larger, later_s) in combinations(points, 2):
@@ -56,7 +55,7 @@ def fit_link(seconds: Mapping[int, float]) -> LinkSpeed:
 
 
 def median_link(links: Sequence[LinkSpeed]) -> LinkSpeed:
-    """Return the median of links' speeds, and that of their latencies; of two, the slower."""
+    """Return the median rate and the median latency of links; of two, the slower."""
     assert links
     return LinkSpeed(
         bytes_per_s=statistics.median_low(link.bytes_per_s for link in links),
@@ -65,12 +64,12 @@ def median_link(links: Sequence[LinkSpeed]) -> LinkSpeed:
 
 
 def link_to_json(link: str, speed: LinkSpeed) -> str:
-    """Return the text of a file about one of `LINKS`; `link_from_json` is the inverse."""
+    """Return a speed of one of `LINKS` as the text of a file; `link_from_json` is the inverse."""
     return json.dumps({"link": link, "bytes_per_s": speed.bytes_per_s, "latency_s": speed.latency_s}) + "\n"
 
 
 def link_from_json(text: str) -> tuple[str, LinkSpeed]:
-    """Read a file's text. Raises ConfigError."""
+    """Read the text of a file from `link_to_json`. Raises ConfigError."""
     table = JsonTable(parse_json(text), "the file")
     table.check_keys(("link", "bytes_per_s", "latency_s"))
     if (link := table.text("link")) not in LINKS:

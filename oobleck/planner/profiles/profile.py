@@ -1,7 +1,7 @@
-"""Profiles: what one microbatch costs in each layer, and what the cluster offers.
+"""Profiles: the cost of one microbatch in each layer, and the device and network.
 
-A profile is measured on a device or estimated from data sheets; the planner cannot tell which, it only
-carries the label (`estimated`). Units are in the names; the file form is JSON with the same names.
+A profile is measured on a device or estimated from data sheets; the planner treats both alike and passes on the label
+(`estimated`). Units are in the names; the file form is JSON with the same names.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _check_number(where: str, value: float, *, least: float = 0, most: float) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """One layer and one microbatch on one device where the backward pass is taken in two parts."""
+    """One layer and one microbatch on one device, with the backward pass in two parts."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     kept_bytes: int
-    """Of activations and gradients, between the two parts."""
+    """Bytes of activations and gradients kept between the two parts."""
 
     def __post_init__(self) -> None:
         for field_name in _SPLIT_KEYS:
@@ -62,20 +62,20 @@ class LayerProfile:
     param_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Kept from the forward to the backward pass of one microbatch."""
+    """Bytes kept from the forward to the backward pass of one microbatch."""
     output_bytes: int
-    """Sent on to the next layer; its gradient of the same size comes back."""
+    """Bytes sent to the next layer; a gradient of the same size comes back."""
     split: SplitBackward | None = None
-    """None where it was not measured."""
+    """None if not measured."""
     copy_bytes: int = 0
-    """Held beside the state, however many microbatches are in flight: weights that autocast has cast, and on a GPU
-    gradients on their way to be summed. On a host, these and the next two are not counted."""
+    """Bytes held on top of the state for any number of microbatches: weights cast by autocast, and on a GPU gradients
+    being summed. A host counts neither these nor the next two."""
     transient_bytes: int = 0
-    """Taken at the fullest moment of a pass, on top of what is kept; the layers of a stage take it one at a time."""
+    """The peak of a pass on top of kept bytes; the layers of a stage take it one at a time."""
     message_bytes: int = 0
-    """Of its output as it lies in the memory of the device that sends it, or receives it; the gradient has as many."""
+    """Bytes of the output in the memory of the sending or receiving device; the gradient has as many."""
     frozen_bytes: int = 0
-    """Of `param_bytes`, those of parameters that are not trained: they have no gradients and no optimizer state."""
+    """The share of `param_bytes` that is not trained: without gradients and optimizer state."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -97,12 +97,12 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
-        """Of the parameters that are trained, and so of the gradients that are summed."""
+        """Bytes of trained parameters, and so of the gradients that are summed."""
         return self.param_bytes - self.frozen_bytes
 
     @property
     def state_bytes(self) -> int:
-        """What a worker must be sent to take the layer over: parameters and optimizer state."""
+        """Bytes that a worker needs to take the layer over: parameters and optimizer state."""
         return self.param_bytes + self.optimizer_bytes
 
 
@@ -113,7 +113,7 @@ class DeviceProfile:
     name: str
     memory_bytes: int
     communication_bytes: int = 0
-    """What the library that sums gradients keeps of it for itself; 0 where `memory_bytes` is without that."""
+    """Memory that the communication library takes; 0 where `memory_bytes` excludes it."""
 
     def __post_init__(self) -> None:
         _check_number("device: memory_bytes", self.memory_bytes, least=1, most=_MAX_BYTES)
@@ -129,7 +129,7 @@ class NetworkProfile:
     intra_node_bytes_per_s: float
     intra_node_latency_s: float
     assumed: tuple[str, ...] = ()
-    """Which of `LINKS` nobody has measured or estimated."""
+    """The `LINKS` that are neither measured nor estimated."""
 
     def __post_init__(self) -> None:
         if unknown := [link for link in self.assumed if link not in LINKS]:
@@ -140,7 +140,7 @@ class NetworkProfile:
             _check_number(f"network: {key}", getattr(self, key), most=_MAX_SECONDS)
 
     def with_link(self, link: str, speed: LinkSpeed) -> NetworkProfile:
-        """Return it with one of `LINKS` as it was measured, if that is assumed."""
+        """Return the network with a measured speed for one of `LINKS`, if that is only assumed so far."""
         if link not in self.assumed:
             return self
         return replace(
@@ -150,7 +150,6 @@ class NetworkProfile:
         )
 
     def speed_of(self, link: str) -> LinkSpeed:
-        """Return the speed of one of `LINKS`."""
         return LinkSpeed(bytes_per_s=getattr(self, f"{link}_bytes_per_s"), latency_s=getattr(self, f"{link}_latency_s"))
 
 
@@ -160,9 +159,9 @@ class Profile:
 
     model: str
     microbatch_size: int
-    """Samples."""
+    """In samples."""
     sequence_length: int
-    """Tokens."""
+    """In tokens."""
     layers: tuple[LayerProfile, ...]
     device: DeviceProfile
     network: NetworkProfile
@@ -175,18 +174,18 @@ class Profile:
             raise ConfigError(
                 f"profile version {shown(self.version)} is not known; this program reads {PROFILE_VERSION}"
             )
-        if not self.layers:
-            raise ConfigError(f"profile of {self.model!r} has 0 layers; it needs at least 1")
-        if self.num_layers > _MAX_LAYERS:
-            raise ConfigError(f"profile of {self.model!r} has {self.num_layers} layers; it may have {_MAX_LAYERS}")
         where = f"profile of {self.model!r}"
+        if not self.layers:
+            raise ConfigError(f"{where} has 0 layers; it needs at least 1")
+        if self.num_layers > _MAX_LAYERS:
+            raise ConfigError(f"{where} has {self.num_layers} layers; it may have {_MAX_LAYERS}")
         _check_number(f"{where}: microbatch_size", self.microbatch_size, least=1, most=1_000_000)
         _check_number(f"{where}: sequence_length", self.sequence_length, least=1, most=1 << 24)
         for count in sorted(set.intersection(*(set(layer.forward_s) for layer in self.layers))):
             seconds = sum(layer.forward_s[count] + layer.backward_s[count] for layer in self.layers)
             if seconds < _LEAST_SECONDS:
                 raise ConfigError(
-                    f"profile of {self.model!r}: no layer takes any time on {count} device{'' if count == 1 else 's'}; "
+                    f"{where}: no layer takes any time on {count} device{'' if count == 1 else 's'}; "
                     f"forward_s and backward_s must be at least {_LEAST_SECONDS:g} in all"
                 )
 
@@ -196,31 +195,26 @@ class Profile:
 
 
 def with_speed(profile: Profile, speed: float) -> Profile:
-    """Return the profile of a node that computes at another speed: 0.5 takes twice as long, also in split passes."""
-    return replace(
-        profile,
-        layers=tuple(
-            replace(
-                layer,
-                forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
-                backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
-                split=layer.split
-                and replace(
-                    layer.split, **{key: getattr(layer.split, key) / speed for key in _SPLIT_KEYS if key.endswith("_s")}
-                ),
-            )
-            for layer in profile.layers
-        ),
-    )
+    """Return the profile of a node that computes at another speed: 0.5 takes twice as long."""
+
+    def at_speed(layer: LayerProfile) -> LayerProfile:
+        split = layer.split
+        if split is not None:
+            split = replace(split, **{key: getattr(split, key) / speed for key in _SPLIT_KEYS if key.endswith("_s")})
+        return replace(
+            layer,
+            forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
+            backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
+            split=split,
+        )
+
+    return replace(profile, layers=tuple(map(at_speed, profile.layers)))
 
 
 def profile_to_json(profile: Profile) -> str:
     """Return the profile as the text of a profile file; `profile_from_json` is the inverse."""
     document = {
-        **{
-            key: getattr(profile, key)
-            for key in ("version", "model", "microbatch_size", "sequence_length", "estimated")
-        },
+        **{key: getattr(profile, key) for key in _PLAIN_KEYS},
         "layers": [
             {
                 "name": layer.name,
@@ -239,10 +233,10 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def profile_from_json(text: str, *, source: str = "profile") -> Profile:
-    """Read a profile file's text.
+    """Read a profile file's text; `source` names the file in errors.
 
-    `source` names the file in errors. Raises ConfigError that names the layer, the field and what was
-    expected; an unknown key is an error that suggests the nearest known one.
+    Raises ConfigError that names the layer, the field and the expectation; for an unknown key it suggests the nearest
+    known one.
     """
     try:
         return _read_profile(JsonTable(parse_json(text), "the file"))
@@ -252,11 +246,11 @@ def profile_from_json(text: str, *, source: str = "profile") -> Profile:
 
 _LAYER_KEYS = ("name", "forward_s", "backward_s", *_BYTES_KEYS)
 _NETWORK_KEYS = tuple(f"{link}_{what}" for link in LINKS for what in ("bytes_per_s", "latency_s"))
-_PROFILE_KEYS = ("version", "model", "microbatch_size", "sequence_length", "layers", "device", "network")
+_PLAIN_KEYS = ("version", "model", "microbatch_size", "sequence_length", "estimated")
 
 
 def _read_profile(table: JsonTable) -> Profile:
-    table.check_keys(_PROFILE_KEYS, optional=("estimated",))
+    table.check_keys((*_PLAIN_KEYS[:-1], "layers", "device", "network"), optional=("estimated",))
     layers = table.list("layers")
     device, network = table.table("device"), table.table("network")
     device.check_keys(("name", "memory_bytes"), optional=("communication_bytes",))

@@ -1,4 +1,4 @@
-"""The shapes of transformer models: what an estimate needs to know, by name or from a transformers configuration."""
+"""The shapes of transformer models for estimates, by name or from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelShape:
 
     @property
     def block_params(self) -> int:
-        """Parameters of one block: matrices, biases and norms."""
+        """Parameters of one block's matrices, biases and norms."""
         attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
         matrices = attention + (3 if self.is_gated else 2) * self.hidden_size * self.feed_forward_size
         if self.is_gated:
@@ -46,7 +46,7 @@ class ModelShape:
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys, and of the values."""
+        """The width of the keys, and of the values."""
         return self.hidden_size // self.num_heads * self.num_kv_heads
 
     @property
@@ -55,7 +55,7 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """Parameters of the last layer: the final norm and the head's matrix, a copy where it is tied."""
+        """Parameters of the last layer: the final norm and the head's matrix, a copy if it is tied."""
         return (self.vocab_size + (1 if self.is_gated else 2)) * self.hidden_size
 
     @property
@@ -66,11 +66,11 @@ class ModelShape:
 
 
 def training_flops(shape: ModelShape, *, num_samples: int, sequence_length: int) -> float:
-    """Count the operations of forward and backward passes over so many samples, none of them done twice.
+    """Count the operations of forward and backward passes over `num_samples` samples.
 
     Matrix products take 2 operations a parameter and token, attention 4 · length · hidden a token and block; the
-    backward pass takes twice as many (Narayanan et al. 2021, appendix; causal masks are not exploited).
-    Recomputed activations do not count, so that the share of a device's peak is one of useful work.
+    backward pass takes twice as many (Narayanan et al. 2021, appendix; causal masks are not exploited). Recomputed
+    activations do not count, so a share of a device's peak is a share of useful work.
     """
     tokens = num_samples * sequence_length
     block = 2 * shape.block_params + 4 * sequence_length * shape.hidden_size
@@ -133,9 +133,9 @@ def model_shape(name: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
-    """Return the shape that a transformers configuration describes, given as its plain dictionary.
+    """Return the shape that a transformers configuration, as a plain dictionary, describes.
 
-    Understands the names of GPT-2's, BERT's and Llama's kin; others raise ConfigError that names the key missing.
+    This reads the keys of GPT-2, BERT, Llama and their relatives; others raise ConfigError that names the missing key.
     """
     check_model_numbers({key: config[key] for keys in _ALIASES.values() for key in keys if key in config})
     kind = str(config.get("model_type", ""))

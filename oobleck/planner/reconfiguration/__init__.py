@@ -1,4 +1,4 @@
-"""Reconfiguration: the moves that make a plan whole again are weighed, and cost the fewest bytes that they can."""
+"""Reconfiguration: the weighing of moves that make a plan whole again, for the fewest bytes."""
 
 from __future__ import annotations
 

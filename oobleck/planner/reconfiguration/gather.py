@@ -1,4 +1,4 @@
-"""Gathering slow nodes: several pipelines with one slow node each wait more than one pipeline with all of them."""
+"""Gathering of slow nodes: several pipelines with one slow node each wait more than one pipeline with all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from oobleck.planner.inventory import Holding, missing_bytes
 
 _MOST_GATHERED = 32
-"""More slow nodes than this are left where they are."""
+"""The most slow nodes to move; more stay where they are."""
 
 _Spot = tuple[int, int]
 """A pipeline, and a node's position in it."""
@@ -20,11 +20,11 @@ def gather_slow_nodes(
     holdings: Mapping[str, Holding],
     layer_bytes: Sequence[int],
 ) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the pipelines with slow nodes swapped into as few of them as hold all, where they are not already.
+    """Yield proposals: the pipelines with all slow nodes swapped into as few of them as possible.
 
-    The pipelines that have most of them take the others, or the smallest pipelines do; each for the node whose swap
-    moves the fewest bytes, which is none between equal positions of equal templates. `needed` is what each position
-    has to hold. Proposals only: whether they repay the bytes is for the caller to weigh. O(slow · host nodes).
+    The hosts are the pipelines with the most slow nodes, or the smallest ones. Each slow node takes the place whose
+    swap moves the fewest bytes (none between equal positions of equal templates); `needed` is what each position has to
+    hold. The caller weighs the bytes. O(slow · host nodes).
     """
     if not slow:
         return
@@ -56,10 +56,9 @@ def gather_slow_nodes(
 def _hosts(order: Sequence[int], pipelines: Sequence[Sequence[str]], num_slow: int) -> set[int]:
     """Return the first pipelines that together have room for all slow nodes."""
     hosts: set[int] = set()
-    room = 0
     for index in order:
-        if room >= num_slow:
+        if num_slow <= 0:
             break
         hosts.add(index)
-        room += len(pipelines[index])
+        num_slow -= len(pipelines[index])
     return hosts

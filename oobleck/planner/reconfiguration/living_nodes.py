@@ -1,4 +1,4 @@
-"""What has happened to the nodes of a plan, and what is left of them."""
+"""The changes to the nodes of a plan, and the nodes that are left."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_
 from oobleck.planner.profiles import NetworkProfile
 
 _SLOW_VARIANTS = 3
-"""Leaving out the slowest nodes is tried for this many lowest speeds."""
+"""The number of lowest speeds at or below which nodes are left out on trial."""
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a plan is reconfigured for; see `Planner.reconfigure`."""
+    """The changes that a plan is reconfigured for; see `Planner.reconfigure`."""
 
     lost: Collection[str]
     joined: Collection[str]
     leaving: Collection[str]
     resting: Collection[str]
     speeds: Mapping[str, float]
-    """0.5 for a node that takes twice as long as in the profile; 1.0 for those not named."""
+    """The speeds of nodes relative to the profile (0.5 takes twice as long); 1.0 for nodes not named."""
     held: Mapping[WorkerId, frozenset[int]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingNodes:
-    """The living nodes: those of the old pipelines, in their order, and the free ones, spares and joined."""
+    """The nodes of the old pipelines that live, and the free ones."""
 
     plan: ExecutionPlan
     free: tuple[str, ...]
+    """Spares, then joined nodes."""
     origins: Mapping[str, int]
     """The old pipeline of each node that had one."""
     inventory: Inventory
     speeds: Mapping[str, float]
     resting: tuple[str, ...]
-    """Nodes that get no place although they could take one; they are read from."""
+    """Nodes that get no place although they could take one, but serve as sources."""
 
     @property
     def holdings(self) -> Mapping[str, Holding]:
-        """What each living node holds."""
         return self.inventory.holdings
 
     @property
     def slow(self) -> frozenset[str]:
-        """The living nodes that are slower than the profile says."""
+        """The living nodes that are slower than the profile."""
         return frozenset(node for node, speed in self.speeds.items() if speed < 1.0 and node in self.holdings)
 
     def without_slowest(self) -> list[frozenset[str]]:
-        """Return the sets of slow nodes to try without: none, then all up to each of the lowest speeds."""
+        """Return the sets of nodes to leave out on trial: none, then all up to each of the lowest speeds."""
         slow = sorted({self.speeds[node] for node in self.slow})
         limits = [0.0, *slow[:_SLOW_VARIANTS]]
         return [frozenset(node for node in self.speeds if self.speeds[node] <= limit) for limit in limits]
@@ -60,9 +60,9 @@ class LivingNodes:
     def transition_s(
         self, network: NetworkProfile, layer_bytes: Sequence[int], arrivals: Sequence[tuple[str, Holding]]
     ) -> float:
-        """Return the seconds until nodes, given with what they have to hold, hold it.
+        """Return the seconds until nodes, given as (node, needed), hold what they need.
 
-        Those of the busiest link, in or out, with reads spread over all holders.
+        These are the seconds of the busiest link, in or out, with reads spread over all holders.
         """
         if not arrivals:
             return 0.0
@@ -80,16 +80,12 @@ class LivingNodes:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes of the old pipelines are there."""
+        """Whether all nodes of the old pipelines live."""
         return len(self.origins) == len(self.plan.nodes)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.inventory.holdings)
 
 
 def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> LivingNodes:
-    """Return who lives and holds what. Raises Unrecoverable with the layers that no living worker holds."""
+    """Apply changes to a plan's nodes. Raises Unrecoverable with the layers that no living worker holds."""
     lost, leaving = frozenset(changes.lost), frozenset(changes.leaving) | frozenset(changes.resting)
     gone = lost | leaving
     origins = dict(plan.pipeline_of)
@@ -99,12 +95,12 @@ def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> 
     arrived = sorted(set(changes.joined) - set(origins) - set(spares))
     free = (*spares, *arrived)
     expected = _expected(plan, devices_per_node)
-    nobody: Holding = (_NOTHING,) * devices_per_node
-    holdings = {node: expected[node] for node in origins} | dict.fromkeys(free, nobody)
-    departing = {node: expected.get(node, nobody) for node in sorted(leaving - lost)}
+    empty: Holding = (_NOTHING,) * devices_per_node
+    holdings = {node: expected[node] for node in origins} | dict.fromkeys(free, empty)
+    departing = {node: expected.get(node, empty) for node in sorted(leaving - lost)}
     if changes.held is not None:
-        holdings = _told(holdings, changes.held, gone, devices_per_node)
-        departing = _told(departing, changes.held, lost, devices_per_node)
+        holdings = _reported(holdings, changes.held, gone, empty)
+        departing = _reported(departing, changes.held, lost, empty)
     living = LivingNodes(
         plan=plan,
         free=free,
@@ -127,24 +123,15 @@ def _expected(plan: ExecutionPlan, devices_per_node: int) -> dict[str, Holding]:
     return expected
 
 
-def _with(holding: Holding, device: int, layers: frozenset[int]) -> Holding:
-    """Return a node's holding with these layers on a device of it."""
-    holding += (_NOTHING,) * (device + 1 - len(holding))
-    return (*holding[:device], layers, *holding[device + 1 :])
-
-
-def _told(
-    holdings: Mapping[str, Holding],
-    held: Mapping[WorkerId, frozenset[int]],
-    gone: frozenset[str],
-    devices_per_node: int,
+def _reported(
+    holdings: Mapping[str, Holding], held: Mapping[WorkerId, frozenset[int]], gone: frozenset[str], empty: Holding
 ) -> dict[str, Holding]:
-    """Return holdings as `held` says; equal ones share their objects with the expected."""
+    """Return the holdings that workers report in `held`; where equal, the objects of the expected ones."""
     if not holdings:
         return {}
-    nobody: Holding = (_NOTHING,) * devices_per_node
-    told = dict.fromkeys(holdings, nobody)
+    found = dict.fromkeys(holdings, empty)
     for (node, device), layers in held.items():
-        if layers and node in told and node not in gone:
-            told[node] = (layers,) if devices_per_node == 1 and not device else _with(told[node], device, layers)
-    return {node: expected if told[node] == expected else told[node] for node, expected in holdings.items()}
+        if layers and node in found and node not in gone:
+            before = found[node] + (_NOTHING,) * (device + 1 - len(found[node]))
+            found[node] = (*before[:device], layers, *before[device + 1 :])
+    return {node: expected if found[node] == expected else found[node] for node, expected in holdings.items()}

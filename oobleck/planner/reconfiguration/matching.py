@@ -1,9 +1,8 @@
-"""Matching nodes to the positions of new pipelines, so that the fewest bytes have to move.
+"""The matching of nodes to the positions of new pipelines that moves the fewest bytes: an assignment problem.
 
-An assignment problem. Most nodes already hold exactly what some position needs; such pairs may be fixed
-beforehand, because the bytes to make one set of layers into another obey the triangle inequality: if an optimal
-matching separates an exact pair, swapping the partners costs no more. What remains has few kinds of nodes and
-positions, and is solved exactly (see `transport`).
+Most nodes already hold exactly what some position needs. Such pairs may be fixed beforehand, because the bytes that
+turn one set of layers into another obey the triangle inequality: if an optimal matching separates an exact pair,
+swapping the partners costs no more. The rest has few kinds of nodes and positions, and `transport` solves it exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Position:
 
     needed: Holding
     origin: int
-    """The old pipeline that it continues, -1 for none; equal matchings are settled by who stays in theirs."""
+    """The old pipeline that the new one continues, -1 for none; of equal matchings, the one where nodes stay wins."""
 
 
 def match_nodes(
@@ -36,14 +35,14 @@ def match_nodes(
 ) -> tuple[str, ...]:
     """Return the node for each position, with the fewest bytes to move in all.
 
-    `holdings` names the candidates, at least as many as positions, and what they hold; `origins` the old
-    pipelines of those that had one. Of equal choices, nodes stay in their pipelines as far as possible, then the
-    order of `holdings` decides. O(p + n) beside the transport of what changes.
+    `holdings` are those of the candidates, at least as many as positions; `origins` the old pipelines of nodes that had
+    one. Of equal choices, nodes stay in their pipelines as far as possible, then the order of `holdings` decides.
+    O(p + n), plus the transport of what changes.
     """
     assert len(holdings) >= len(positions), "every position gets a node"
     chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
-    # Dictionaries stand for ordered sets.
+    # The inner dictionaries are ordered sets.
     nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
     for node, holding in holdings.items():
         if node not in taken:
@@ -53,7 +52,7 @@ def match_nodes(
         if index not in chosen:
             waiting[position.needed][index] = None
     if waiting:
-        # In an order of their own, so that which pipelines they come from does not settle equal costs.
+        # Sorted by layers, so that the order of pipelines does not decide between equal costs.
         rows, columns = sorted(waiting, key=_by_layers), sorted(nodes, key=_by_layers)
         costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in columns] for needed in rows])
         flows = transport(costs, [len(waiting[needed]) for needed in rows], [len(nodes[held]) for held in columns])
@@ -75,7 +74,7 @@ def _pair(
     origins: Mapping[str, int],
     chosen: dict[int, str],
 ) -> None:
-    """Take so many of the positions and nodes and match them, those of one pipeline first."""
+    """Match `number` of the positions and nodes, and remove them; nodes that stay in their pipeline first."""
     for stay in (True, False):
         if not number:
             return
@@ -93,7 +92,7 @@ def _pair(
 def _exact_pairs(
     positions: Sequence[Position], holdings: Mapping[str, Holding], origins: Mapping[str, int]
 ) -> dict[int, str]:
-    """Return nodes for positions that need exactly what they hold, those in their own pipeline first."""
+    """Return nodes that hold exactly what a position needs, by position; nodes of the same pipeline first."""
     chosen: dict[int, str] = {}
     taken: set[str] = set()
     for stay in (True, False):

@@ -1,8 +1,7 @@
-"""Reconfiguration: a plan and what happened to its nodes in, the plan that serves best from there on out.
+"""Reconfiguration: a plan and the changes to its nodes in, the best next plan out.
 
-Each move is weighed by `step_s * (1 + transition_s / horizon_s)`: the seconds that a step costs when the time until the
-next change has to pay for one transition. The number of pipelines asked for comes before that: redundancy is not for
-sale.
+A move weighs `step_s * (1 + transition_s / horizon_s)`: the seconds of a step if the time until the next change pays
+for one transition. The wanted number of pipelines takes precedence: redundancy is not for sale.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from .wording import describe, detail_of
 _TOLERANCE = 1e-9
 """A move has to be better than a gentler one by more than this share."""
 _WORTH = 0.01
-"""Where nodes are lost, pipelines that lost none are changed if that makes steps shorter by more than this share.
+"""After a loss, whole pipelines change only if that makes steps shorter by more than this share.
 
-All wait for it, and predictions are hardly better than that.
+Training waits for the change, and predictions are hardly more exact.
 """
 
 _Score = tuple[int, float]
@@ -37,43 +36,39 @@ _Score = tuple[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A proposal: the new pipelines by their nodes of each kind, and the old one that each continues."""
+    """The nodes of each new pipeline, and the old one that it continues."""
 
     action: str
     pipelines: tuple[tuple[int | None, Counts], ...]
     detail: str
-    """Completes the sentence of the decision."""
+    """A clause for the sentence of the decision."""
 
 
 Propose = Callable[[LivingNodes, Mapping[int, Form], frozenset[str]], Iterator[Move]]
-"""Yields the moves without some nodes, the gentlest first, from the forms in which old pipelines go on if they do."""
+"""Yields moves that leave some nodes out, the gentlest first, given the forms in which old pipelines can continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proposal:
-    """A move, without the nodes that it sets aside."""
-
     move: Move
     set_aside: frozenset[str]
     least: _Score
-    """No way to carry it out scores better."""
+    """A lower bound on the score of every way to carry the move out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """Where a move leads."""
-
     action: str
     detail: str
     plan: ExecutionPlan
     step_s: float
     score: _Score
     arrivals: tuple[tuple[str, Holding], ...]
-    """Nodes that have to receive layers, and what they have to hold."""
+    """Nodes that receive layers, with all that they have to hold."""
 
 
 def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes: Changes) -> Decision:
-    """Decide; see `Planner.reconfigure`."""
+    """Decide the plan that follows changes; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.most_devices)
     best = _Search(catalog, propose, living).best()
     transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
@@ -88,8 +83,6 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
 
 
 class _Search:
-    """The search for what follows a plan, among moves, ways to gather slow nodes, and new cuts of the stages."""
-
     def __init__(self, catalog: Catalog, propose: Propose, living: LivingNodes) -> None:
         self._catalog, self._propose, self._living = catalog, propose, living
         self._slow = living.slow
@@ -101,7 +94,7 @@ class _Search:
         """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
         proposals = list(self._proposals())
         best: _Outcome | None = None
-        # Gentler moves come first among those of equal promise, and stay unless a later one is truly better.
+        # Of moves with equal bounds the gentler come first, and stay unless a later one is truly better.
         for proposal in sorted(proposals, key=lambda proposal: proposal.least):
             if best is None or _beats(proposal.least, best.score):
                 outcome = self._carry_out(proposal)
@@ -109,7 +102,7 @@ class _Search:
                     best, chosen = outcome, proposal
         if best is None:
             raise PlanningError("the nodes left cannot hold the model")
-        if self._living.is_whole or len(self._total) > 1:  # over several kinds the weight alone decides
+        if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
             return best
         astray, weighed_s = best.score
         enough = astray, weighed_s * (1 + _WORTH)
@@ -121,7 +114,6 @@ class _Search:
         return best
 
     def _num_kept(self, outcome: _Outcome) -> int:
-        """Return how many of the old pipelines are as they were."""
         before, after = (
             {(pipeline.nodes, pipeline.template.stages) for pipeline in plan.pipelines}
             for plan in (self._living.plan, outcome.plan)
@@ -142,7 +134,7 @@ class _Search:
                 yield _Proposal(move=move, set_aside=set_aside, least=(astray, least_s / quickest))
 
     def _go_on(self) -> dict[int, Form]:
-        """Return the form in which each old pipeline goes on, if it goes on with as many nodes of each kind."""
+        """Return the form in which each old pipeline continues with unchanged numbers of nodes of each kind."""
         living = self._living
         known: dict[tuple[object, ...], Form | None] = {}
         found: dict[int, Form] = {}
@@ -159,7 +151,7 @@ class _Search:
         return found
 
     def _untouched(self) -> frozenset[int]:
-        """Return the old pipelines that are as their template wants them: all alive, and holding what they need."""
+        """Return the old pipelines whose nodes all live and hold exactly what their template needs."""
         origins, holdings = self._living.origins, self._living.holdings
         return frozenset(
             index
@@ -171,7 +163,10 @@ class _Search:
 
     def _carry_out(self, proposal: _Proposal) -> _Outcome:
         living, catalog = self._living, self._catalog
-        forms = [self._form(origin, counts) for origin, counts in proposal.move.pipelines]
+        forms = []
+        for origin, counts in proposal.move.pipelines:
+            own = None if origin is None else self._continued.get(origin)
+            forms.append(own if own and catalog.counts_of(own) == counts else catalog.form(counts, self._total))
         nodes = self._assign_nodes(proposal, forms)
         gathered: Iterator[Sequence[Sequence[str]]] = iter(())
         if len(self._total) == 1:  # any node may be swapped for any other
@@ -186,21 +181,14 @@ class _Search:
                 outcome = self._weigh(proposal, cut, grouped, usual=forms)
                 if _beats(outcome.score, best.score):
                     best = outcome
-        assert best is not None, "the nodes as they are assigned are weighed first"
+        assert best is not None, "the assigned nodes were weighed"
         return best
 
-    def _form(self, origin: int | None, counts: Counts) -> Form:
-        """Return the form of a pipeline of a move."""
-        own = None if origin is None else self._continued.get(origin)
-        return own if own and self._catalog.counts_of(own) == counts else self._catalog.form(counts, self._total)
-
     def _cut_again(self, forms: Sequence[Form], plan: ExecutionPlan) -> Iterator[list[Form]]:
-        """Yield the forms of a plan's pipelines with some of them cut again, where there is something to cut.
+        """Yield proposals: the forms of a plan's pipelines with some of them cut again; the caller weighs the bytes.
 
-        First the pipelines with slow nodes are, for the speeds of these; then also those whose usual form is faster:
-        they were cut for nodes that are slow no longer, or for another share of the batch. Where nodes are lost, the
-        latter keep their forms: no more layers than necessary are to move then. Proposals only: whether they repay the
-        bytes is for the caller to weigh.
+        First those with slow nodes, for their speeds. Then also those whose usual form is faster, since they were cut
+        for nodes that are slow no longer, or for another share of the batch.
         """
         slowed = list(forms)
         for index, pipeline in enumerate(plan.pipelines if self._slow else ()):
@@ -210,6 +198,7 @@ class _Search:
                 slowed[index] = self._catalog.cut_for(forms[index], speeds, holdings, pipeline.num_microbatches)
         if _others(slowed, forms):
             yield slowed
+        # After a loss the other pipelines keep their forms, so that no more layers move than necessary.
         if not self._living.is_whole:
             return
         known: dict[int, Form] = {}
@@ -224,20 +213,15 @@ class _Search:
             yield all_cut
 
     def _weigh(
-        self,
-        proposal: _Proposal,
-        forms: Sequence[Form],
-        nodes: Sequence[Sequence[str]],
-        *,
-        usual: Sequence[Form] = (),
+        self, proposal: _Proposal, forms: Sequence[Form], nodes: Sequence[Sequence[str]], *, usual: Sequence[Form] = ()
     ) -> _Outcome:
-        """Weigh a move whose pipelines have the given forms and nodes; `usual` are those before some were cut again."""
+        """Weigh a move with the given forms and nodes; `usual` are the forms before some were cut again."""
         move, living, catalog = proposal.move, self._living, self._catalog
         others = _others(forms, usual)
         holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
         unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
         idle = tuple(node for node in unused if node not in used)
-        # Where nodes are lost, others are not to wait for layers to move that make a step shorter by little.
+        # After a loss, training should not wait for layers whose move makes a step only a little shorter.
         still_fast = 1.0 if living.is_whole else STILL_FAST
         pipelines = list(zip(forms, nodes, strict=True))
         plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan, still_fast=still_fast)
@@ -260,10 +244,7 @@ class _Search:
         )
 
     def _assign_nodes(self, proposal: _Proposal, forms: Sequence[Form]) -> list[tuple[str, ...]]:
-        """Return the nodes of each new pipeline, each in the place of a node of its kind.
-
-        Pipelines that continue whole keep theirs, as exact pairs may.
-        """
+        """Return the nodes of each new pipeline, matched by kind; pipelines that continue whole keep their nodes."""
         living, catalog = self._living, self._catalog
         old = living.plan.pipelines
         nodes: list[tuple[str, ...] | None] = []
@@ -293,10 +274,8 @@ class _Search:
 
 
 def _beats(score: _Score, other: _Score) -> bool:
-    """Return whether a score is truly better than that of a gentler move."""
     return score < (other[0], other[1] * (1 - _TOLERANCE))
 
 
 def _others(forms: Sequence[Form], before: Sequence[Form]) -> list[int]:
-    """Return where forms are others than before, if there were any before."""
     return [index for index, (own, usual) in enumerate(zip(forms, before, strict=False)) if own is not usual]

@@ -1,11 +1,11 @@
-"""The transportation problem, exactly: demands of a few kinds are met from supplies of a few kinds, for the least cost.
+"""The transportation problem: an exact assignment in which many rows and columns are alike.
 
-An assignment in which many rows and columns are alike. Successive shortest paths with prices (Ahuja, Magnanti and
-Orlin 1993, section 9.7): each path is a Dijkstra search over the kinds, vectorised over the supplies, and carries as
-many units as it can. O(paths · demands · supplies), with about as many paths as there are kinds.
+Successive shortest paths with prices (Ahuja, Magnanti and Orlin 1993, section 9.7): each path is a Dijkstra search over
+the kinds, vectorised over the supplies, and carries as many units as it can. O(paths · demands · supplies), with about
+one path for each kind.
 
-scipy's `linear_sum_assignment` is not used: it wants a row for each node, which at 4096 nodes takes 5 s and 144 MB
-where this takes 1 ms, and 0.7 s to import. The tests compare with it.
+scipy's `linear_sum_assignment` needs a row for each node: at 4096 nodes it takes 5 s and 144 MB where this takes 1 ms,
+and 0.7 s to import. The tests compare with it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Flows = NDArray[np.int64]
 
 
 def transport(costs: Floats, demands: Sequence[int], supplies: Sequence[int]) -> Flows:
-    """Return the units that each supply gives each demand: [demand, supply].
+    """Return the units from each supply to each demand, [demand, supply], for the least cost.
 
-    Costs, [demand, supply], are at least 0; the supplies suffice.
+    `costs`, [demand, supply], are at least 0; the supplies suffice.
     """
     assert sum(demands) <= sum(supplies), "the supplies suffice"
     solver = _Solver(costs, supplies)
@@ -34,7 +34,7 @@ def transport(costs: Floats, demands: Sequence[int], supplies: Sequence[int]) ->
 
 
 class _Solver:
-    """Flows so far, and prices under which no open way has a negative cost."""
+    """The flows so far, and prices under which no open path has a negative cost."""
 
     def __init__(self, costs: Floats, supplies: Sequence[int]) -> None:
         self._costs = costs
@@ -43,7 +43,7 @@ class _Solver:
         self.flows: Flows = np.zeros(costs.shape, dtype=np.int64)
 
     def send(self, start: int, units: int) -> int:
-        """Send up to `units` more to a demand by the cheapest way; return how many."""
+        """Send up to `units` more to a demand along the cheapest path; return how many."""
         num_rows, num_columns = self._costs.shape
         column_distance, column_from = np.full(num_columns, np.inf), np.full(num_columns, start)
         row_distance, row_from = np.full(num_rows, np.inf), np.full(num_rows, -1)
@@ -61,7 +61,7 @@ class _Solver:
             done[column] = True
             if self._room[column]:
                 break
-            # A supply that is used up can be had from the demands that it serves.
+            # The demands that an exhausted supply serves may give its units up.
             fresh = [row for row in np.flatnonzero(self.flows[:, column]).tolist() if row_distance[row] == np.inf]
             row_distance[fresh] = distance
             row_from[fresh] = column
@@ -72,15 +72,15 @@ class _Solver:
     def _carry(
         self, start: int, end: int, units: int, column_from: NDArray[np.int64], row_from: NDArray[np.int64]
     ) -> int:
-        """Move as many units as possible along the way from `start` to the supply `end`."""
-        way = [(int(column_from[end]), end)]
-        while (row := way[-1][0]) != start:
+        """Move as many units as possible along the path from `start` to the supply `end`."""
+        path = [(int(column_from[end]), end)]
+        while (row := path[-1][0]) != start:
             column = int(row_from[row])
-            way.append((int(column_from[column]), column))
-        # Each demand on the way but the first gives up its next supply for the one before.
-        given_up = [(row, way[index + 1][1]) for index, (row, _) in enumerate(way[:-1])]
+            path.append((int(column_from[column]), column))
+        # Each demand on the path but the first gives up its next supply for the previous one.
+        given_up = [(row, path[index + 1][1]) for index, (row, _) in enumerate(path[:-1])]
         units = min(units, int(self._room[end]), *(int(self.flows[pair]) for pair in given_up))
-        for pair in way:
+        for pair in path:
             self.flows[pair] += units
         for pair in given_up:
             self.flows[pair] -= units

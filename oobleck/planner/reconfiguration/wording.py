@@ -1,4 +1,4 @@
-"""Why a plan is the next one, in plain words."""
+"""The reason for the next plan, in plain words."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from oobleck.planner.formatting import counted, listed, named
 from .living_nodes import Changes, LivingNodes
 
 UNCHANGED = "the pipelines stay as they are"
-"""What a move does that changes none of them."""
 
 
 def describe(
-    living: LivingNodes,
-    changes: Changes,
-    detail: str,
-    plan: ExecutionPlan,
-    transfers: Sequence[LayerTransfer],
+    living: LivingNodes, changes: Changes, detail: str, plan: ExecutionPlan, transfers: Sequence[LayerTransfer]
 ) -> str:
-    """Say in a sentence what happened and what is done: `detail` is the move's, `plan` the new one."""
+    """Describe in a sentence what happened, and the move to the new plan; `detail` is the move's."""
     slow = sorted(living.slow)
     lost, joined = set(changes.lost), set(changes.joined)
     back = lost & joined
@@ -45,7 +40,7 @@ def describe(
 
 
 def detail_of(detail: str, cut_again: Sequence[int]) -> str:
-    """Return a move's detail where some of its pipelines, by their index, are cut again for their nodes' speeds."""
+    """Return a move's detail, extended by the pipelines that are cut again."""
     if not cut_again:
         return detail
     cut = f"the stages of {pipelines_named(cut_again)} are cut again"
@@ -53,12 +48,12 @@ def detail_of(detail: str, cut_again: Sequence[int]) -> str:
 
 
 def pipelines_named(indices: Sequence[int]) -> str:
-    """Return pipelines in words: "pipelines 0 and 2"."""
+    """Return "pipeline 3" or "pipelines 0 and 2"."""
     return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"
 
 
 def _fewer_microbatches(before: ExecutionPlan, after: ExecutionPlan) -> int:
-    """Return how many pipelines take fewer microbatches than before, where the pipelines are the same."""
+    """Return how many pipelines take fewer microbatches than before; 0 where their nodes changed."""
     if [pipeline.nodes for pipeline in before.pipelines] != [pipeline.nodes for pipeline in after.pipelines]:
         return 0
     return sum(

@@ -1,9 +1,9 @@
-"""Templates cut for nodes of given speeds: the best stages on named nodes, in their order, where some are slow.
+"""Templates cut for nodes of given speeds: the best stages on named nodes in their order, where some are slow.
 
-The objective is that of all templates, `sum(w) + (m - 1) * max(w)`, with what a node's stages compute divided by its
+The objective is that of all templates, `sum(w) + (m - 1) * max(w)`, with the compute of a node's stages divided by its
 speed. The search is exact for the given order of nodes: under a bound on max(w), a dynamic programme over (stages,
 layers) finds the least sum(w), and few bounds need trying (see `templates`). Of equal cuts, the one that moves the
-fewest bytes is taken.
+fewest bytes wins.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import Floats, StageCosts
+from oobleck.planner.costs import Floats, StageCosts, prefix_sums
 from oobleck.planner.inventory import Holding
 
 from .recut import with_stops
 
 _LEAST_MOVED = 1e-7
-"""Of sums that are equal up to this share, the one that moves the fewest bytes wins."""
+"""Sums within this share of each other count as equal, and the one that moves the fewest bytes wins."""
 _TOLERANCE = 1e-6
-"""A cut has to be better than another by more than this share."""
+"""A better cut has to save more than this share."""
 
 
 def cut_for_speeds(
@@ -33,30 +33,30 @@ def cut_for_speeds(
     holdings: Sequence[Holding],
     num_microbatches: int,
 ) -> PipelineTemplate:
-    """Return the template's devices with the best cut for steps of so many microbatches, or the object that it is.
+    """Return the template's devices with the best cut for steps of `num_microbatches`, or `template` itself.
 
-    Of the pipeline's nodes, `costs` are those of the kind of each, `speeds` 0.5 for one that takes twice as long, and
-    `holdings` what they hold. The template has one chunk a stage. All stages fit their memory; where no cut does, the
-    template stays. O(bounds · S · L²) for S stages and L layers, with few bounds.
+    `costs`, `speeds` (0.5 takes twice as long) and `holdings` are by node of the pipeline; the template has one chunk a
+    stage. All stages fit their memory; where no cut does, the template stays. O(bounds · S · L²) for S stages and L
+    layers, with few bounds.
     """
     search = _Search(costs, template, speeds, holdings)
     loosest = search.least_sum(math.inf)
     if loosest is None:
         return template
     rounds, tightest_s = num_microbatches - 1, search.tightest_s()
-    best, least_sum_s, bound_s = loosest, loosest.sum_s, _below(loosest)
+    best, least_sum_s, bound_s = loosest, loosest.sum_s, math.nextafter(loosest.slowest_s, 0.0)
     found = search.least_sum(tightest_s)
     while found is not None:
         best = min(best, found, key=lambda cut: cut.sum_s + rounds * cut.slowest_s)
         best_s = best.sum_s + rounds * best.slowest_s
-        # A better cut has its slowest stage within this bound, and no smaller sum than the least under it.
+        # The slowest stage of a better cut is within this bound, and its sum at least the least sum under it.
         if rounds:
             bound_s = min(bound_s, (best_s - least_sum_s) / rounds)
         if not rounds or bound_s <= tightest_s or least_sum_s + rounds * tightest_s >= best_s * (1 - _TOLERANCE):
             break
         found = search.least_sum(bound_s)
         if found is not None:
-            least_sum_s, bound_s = found.sum_s, _below(found)
+            least_sum_s, bound_s = found.sum_s, math.nextafter(found.slowest_s, 0.0)
     return template if best.stops == search.own_stops else with_stops(template, best.stops)
 
 
@@ -68,13 +68,7 @@ class _Cut:
     slowest_s: float
 
 
-def _below(cut: _Cut) -> float:
-    return math.nextafter(cut.slowest_s, 0.0)
-
-
 class _Search:
-    """The seconds of every stage of one pipeline: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1."""
-
     def __init__(
         self,
         costs: Sequence[StageCosts],
@@ -84,9 +78,10 @@ class _Search:
     ) -> None:
         stages = template.stages
         self.own_stops = [0, *(stage.stop_layer for stage in stages)]
+        # For every stage `[L + 1, L + 1]`, at [i, j] for layers i to j - 1: its seconds, and the share of all bytes
+        # that it would have to receive.
         self._seconds: list[Floats] = []
         self._moved: list[Floats] = []
-        """The share of all bytes that a stage would have to receive."""
         layer_bytes = [layer.state_bytes for layer in costs[0].profile.layers]
         total = max(1, sum(layer_bytes)) * len(stages)
         for index, stage in enumerate(stages):
@@ -102,11 +97,11 @@ class _Search:
             held = holdings[stage.node_index]
             layers = held[stage.first_device] if stage.first_device < len(held) else frozenset()
             missing = [0 if layer in layers else size for layer, size in enumerate(layer_bytes)]
-            sums = np.concatenate([[0.0], np.cumsum(np.array(missing, dtype=np.float64))]) / total
+            sums = prefix_sums(missing) / total
             self._moved.append(sums[None, :] - sums[:, None])
 
     def tightest_s(self) -> float:
-        """Return the least slowest stage of all cuts."""
+        """Return the seconds of the slowest stage in the cut where it is fastest."""
         best = np.full(len(self._seconds[0]), np.inf)
         best[0] = -np.inf
         for seconds in self._seconds:
@@ -114,7 +109,7 @@ class _Search:
         return float(best[-1])
 
     def least_sum(self, bound_s: float) -> _Cut | None:
-        """Return the cut of the least sum whose stages take no more than `bound_s` each; None where there is none."""
+        """Return the cut of the least sum whose stages each take at most `bound_s`, or None."""
         best = np.full(len(self._seconds[0]), np.inf)
         best[0] = 0.0
         scale_s = 0.0

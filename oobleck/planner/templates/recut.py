@@ -1,38 +1,38 @@
-"""Templates cut again by their event-exact time: from the best cut under the bound to the best one around it.
+"""Templates cut again by their event-exact time, in a descent from the best cut under the bound.
 
-A descent: of all cuts that move one layer from any stage to any other, or two boundaries by one or two layers each, the
-fastest is the next to start from, until none is faster.
+Of all cuts that move one layer from any stage to any other, or two boundaries by one or two layers each, the fastest is
+the next start, until none is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
 
-from oobleck.plan import PipelineTemplate, StageTemplate
+from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 
 MOST_STAGES = 12
-"""Pipelines of more stages are left as they are: what it takes grows with the fourth power."""
+"""Pipelines of more stages keep their cut: the cost grows with the fourth power."""
 _MOST_MOVES = 16
 _LEAST_GAIN = 1e-6
-"""A cut has to be faster by more than this share."""
+"""A faster cut has to save more than this share."""
 
 
 class Recut:
-    """Cuts templates of one cost table again."""
+    """Cuts the templates of one cost table again."""
 
     def __init__(self, costs: StageCosts, times: PassTimes) -> None:
         self._costs, self._times = costs, times
 
     def best(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the fastest template that the descent finds for steps of so many microbatches.
+        """Return the fastest template that the descent finds, with the same devices, or `template` itself.
 
-        It has the same devices and fits their memory; a template that is the fastest itself, or has too many stages,
-        is returned as the object that it is. O(moves · S³ · m) for S stages and m microbatches.
+        O(moves · S³ · m) for S stages and m microbatches.
         """
         if not 1 < template.num_stages <= MOST_STAGES:
             return template
@@ -59,7 +59,6 @@ class Recut:
 
 
 def _around(stops: Stops) -> Stops:
-    """Return the cuts next to one, some of them impossible."""
     size = stops.shape[1] - 1
     moves = []
     for first in range(1, size):
@@ -76,16 +75,9 @@ def _around(stops: Stops) -> Stops:
 
 
 def with_stops(template: PipelineTemplate, stops: Sequence[int]) -> PipelineTemplate:
-    """Return a template's devices with stages that stop at other layers: 0, and where each stage stops."""
-    return PipelineTemplate(
-        stages=tuple(
-            StageTemplate(
-                first_layer=first,
-                stop_layer=stop,
-                node_index=stage.node_index,
-                first_device=stage.first_device,
-                num_devices=stage.num_devices,
-            )
-            for stage, first, stop in zip(template.stages, stops, stops[1:], strict=False)
-        )
+    """Return the template's devices cut at other layers; `stops` are 0 and where each stage stops."""
+    stages = (
+        replace(stage, first_layer=first, stop_layer=stop)
+        for stage, first, stop in zip(template.stages, stops, stops[1:], strict=False)
     )
+    return PipelineTemplate(stages=tuple(stages))

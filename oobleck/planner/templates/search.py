@@ -1,14 +1,14 @@
-"""The dynamic programme under the template search: the best ways to cut layers into stages, for all sizes at once.
+"""The dynamic programme of the template search: the best cuts of layers into stages, for all sizes at once.
 
-A partial pipeline is a suffix: layers [i, L) on the last v devices. The programme goes from the right because
-1F1B keeps as many microbatches in flight at a stage as there are stages from it to the end. One step adds a
-stage of d devices before a suffix of v - d devices:
+A partial pipeline is a suffix: layers [i, L) on the last v devices. The programme goes from the right because 1F1B
+keeps as many microbatches in flight at a stage as there are stages from it to the end. One step adds a stage of d
+devices before a suffix of v - d devices:
 
     best[v][i] = min over d, j > i of  cost(i, j, d) ∘ best[v - d][j]
 
-with ∘ = max for the tightest bound on the slowest stage, and ∘ = + under such a bound for the least sum.
-Many bounds are asked at once, as one more axis of the arrays, and layers beyond the longest stage that a bound
-allows are left out. O(Q·V·L·W·D) for Q bounds, V devices, L layers, stages of at most W layers, D device counts.
+with ∘ = max for the tightest bound on the slowest stage, and ∘ = + under such a bound for the least sum. Several bounds
+share one run as another axis of the arrays. O(Q·V·L·W·D) for Q bounds, V devices, L layers, stages of at most W layers,
+D device counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +27,16 @@ from oobleck.planner.costs import Floats, StageCosts, Timing
 _EVENNESS = 1e-9
 """Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
 _LEFTMOST = 1e-13
-"""Of these, the longest stages come first: what a slow stage keeps waiting is the warm-up and drain of those before."""
+"""Of those, the longest stages come first: a slow stage delays the warm-up and drain of the stages before it."""
 _CHUNK = 32
 
 _Key = tuple[int, bool, bool]
-"""A kind of stage: its devices, and whether its left and its right neighbour are on the same node."""
+"""A kind of stage: its devices, and whether its left and right neighbours are on the same node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A way to cut the layers: where each stage stops, and its devices, from the first stage to the last."""
+    """A cut of the layers: where each stage stops, and its number of devices, from the first stage to the last."""
 
     stops: tuple[int, ...]
     num_devices: tuple[int, ...]
@@ -51,7 +52,7 @@ class Cut:
 
 
 class _Table:
-    """The stages of one kind: seconds, cost and memory by [stage's layers - 1, first layer]."""
+    """The stages of one kind: seconds, cost and memory at [stage's layers - 1, first layer]."""
 
     def __init__(self, seconds: Floats, most_in_flight: Floats, scale_s: float) -> None:
         size = seconds.shape[0] - 1
@@ -65,22 +66,20 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What a search chooses from."""
-
     costs: StageCosts
     tables: dict[_Key, _Table]
     scale_s: float
-    """Seconds of the whole model."""
+    """The seconds of the whole model."""
     counted: bool
-    """Whether the number of stages is carried along."""
+    """Whether runs carry the number of stages along."""
 
 
 class StageSearch:
     """Searches the cuts of one cost table.
 
-    With stages of one device, a suffix of v devices has v stages. With larger stages it has at least
-    v / largest; the search then takes that least number (`counted=False`), and who finds that a result breaks
-    the memory limit asks again with `counted=True`, which carries the number of stages along at L times the cost.
+    A suffix of v devices has v stages if stages have one device; with larger stages it has at least v / largest. The
+    search assumes that least number, so a result may break the memory limit; `counted=True` carries the number of
+    stages along, at L times the cost.
     """
 
     def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
@@ -90,32 +89,26 @@ class StageSearch:
         ]
         scale_s = max(whole) or 1.0
         neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
-        tables = {
-            (count, left, right): _Table(
-                costs.seconds(count, left_same_node=left, right_same_node=right),
-                costs.most_in_flight(count),
-                scale_s,
-            )
-            for count in costs.device_counts
-            for left in neighbours
-            for right in neighbours
-        }
+        tables = {}
+        for count, left, right in product(costs.device_counts, neighbours, neighbours):
+            seconds = costs.seconds(count, left_same_node=left, right_same_node=right)
+            tables[count, left, right] = _Table(seconds, costs.most_in_flight(count), scale_s)
         self._stages = _Stages(costs, tables, scale_s, counted)
         self._quickest = np.min([table.seconds.min(axis=1) for table in tables.values()], axis=0)
 
     def tightest(self, num_devices: int) -> Floats:
-        """Return the least possible seconds of the slowest stage, at [v] for pipelines of v devices."""
+        """Return, at [v], the least possible seconds of the slowest stage of a pipeline of v devices."""
         run = self._run(np.array([np.inf]), num_devices, np.maximum)
         values: Floats = run.best[:, 0, :, 0].min(axis=1)
         return values
 
     def least_sums(self, devices: Sequence[int]) -> list[Cut]:
-        """Return, for each number of devices, the pipeline of the least sum of the stages' seconds."""
+        """Return, for each number of devices, the cut with the least sum of the stages' seconds."""
         run = self._run(np.array([np.inf]), max(devices), np.add)
         return run.trace([0] * len(devices), devices)
 
     def least_sums_within(self, bounds: Sequence[float], devices: Sequence[int]) -> list[Cut]:
-        """Return, for each (bound, devices), the pipeline of the least sum whose stages all stay within the bound."""
+        """Return, for each (bound, devices), the cut of the least sum whose stages all stay within the bound."""
         answers: dict[int, Cut] = {}
         limits, totals = np.array(bounds), np.array(devices)
         for chunk in _chunks(totals):
@@ -124,6 +117,7 @@ class StageSearch:
         return [answers[query] for query in range(len(bounds))]
 
     def _run(self, bounds: Floats, num_devices: int, combine: np.ufunc) -> _Run:
+        # Stages with more layers than the loosest bound allows are left out.
         allowed = np.nonzero(self._quickest <= bounds.max())[0]
         width = int(allowed[-1]) + 1 if len(allowed) else 1
         return _Run(self._stages, bounds, num_devices, width, combine)
@@ -141,9 +135,9 @@ def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
 
 
 class _Run:
-    """One evaluation of the programme; `best` is [devices, query, stages, first layer].
+    """One evaluation of the programme; `best` is [devices, query, stages, first layer], padded with infinities.
 
-    The axis of stages has length 1 unless they are counted; the axis of layers is padded with infinities.
+    The axis of stages has length 1 unless they are counted.
     """
 
     def __init__(self, stages: _Stages, bounds: Floats, num_devices: int, width: int, combine: np.ufunc) -> None:
@@ -163,7 +157,7 @@ class _Run:
         depth = min(num_devices, size) + 1 if counted else 1
         self.best = np.full((num_devices + 1, len(bounds), depth, size + width), np.inf)
         self.best[0, :, 0, size] = 0.0
-        # Which kind of stage, times the width, plus its layers less one.
+        # The index of the kind of stage, times the width, plus its layers less one.
         self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
         self._bias = -_LEFTMOST * stages.scale_s * np.arange(width, dtype=np.float64)[:, None, None]
         self._keys = list(tables)
@@ -173,17 +167,13 @@ class _Run:
                 self._extend(key, rest, total)
 
     def _steps(self, total: int) -> list[tuple[_Key, int]]:
-        """Return the kinds of stage that a suffix of `total` devices may start with, and the devices that follow."""
+        """Return the kinds of stage that a suffix of `total` devices may start with, and the devices after it."""
         per_node = self._costs.devices_per_node
         return [
             ((count, total % per_node != 0, (total - count) % per_node != 0), total - count)
             for count in self._costs.device_counts
             if count <= total and (total - count) % per_node + count <= per_node
         ]
-
-    def _least_in_flight(self, total: int) -> int:
-        """Return the least number of microbatches in flight at the first stage of a suffix of `total` devices."""
-        return self._costs.in_flight(-(-total // self._costs.device_counts[-1]))
 
     def _stage_costs(self, key: _Key, in_flight: int, firsts: slice) -> Floats:
         """Return the costs of the stages that fit: [stage's layers - 1, query, first layer]."""
@@ -196,12 +186,11 @@ class _Run:
     def _extend(self, key: _Key, rest: int, total: int) -> None:
         size, width = self._size, self._width
         # A suffix of v devices starts at most v stages' widths before the end, and leaves a layer to each stage.
-        low = max(0, size - total * width)
-        high = size - -(-total // self._costs.device_counts[-1]) + 1
-        firsts = slice(low, high)
+        low, least_stages = max(0, size - total * width), -(-total // self._costs.device_counts[-1])
+        firsts = slice(low, size - least_stages + 1)
         kind = self._keys.index(key)
         if not self._counted:
-            costs = self._stage_costs(key, self._least_in_flight(total), firsts)
+            costs = self._stage_costs(key, self._costs.in_flight(least_stages), firsts)
             self._improve(costs, kind, (rest, 0), (total, 0), firsts)
             return
         for num_stages in range(1, self.best.shape[2]):
@@ -211,7 +200,7 @@ class _Run:
     def _improve(
         self, costs: Floats, kind: int, source: tuple[int, int], target: tuple[int, int], firsts: slice
     ) -> None:
-        """Put a stage of one kind before the suffixes of `source`, where that makes better ones of `target`."""
+        """Put a stage of one kind before the suffixes of `source`, where that improves those of `target`."""
         sums = self._combine(costs, self._windows(*source, firsts))
         found, best = sums.min(axis=0), self.best[target[0], :, target[1], firsts]
         if self._combine is np.maximum:
@@ -239,7 +228,7 @@ class _Run:
 
     def _trace(self, query: int, total: int) -> Cut:
         num_stages = int(self.best[total, query, :, 0].argmin())
-        assert np.isfinite(self.best[total, query, num_stages, 0]), "bounds no tighter than the tightest are met"
+        assert np.isfinite(self.best[total, query, num_stages, 0]), "no bound is tighter than the tightest possible"
         stops, counts, seconds = [], [], []
         first, left = 0, total
         while left:

@@ -1,10 +1,9 @@
 """Pipeline templates: for each number of nodes, the stages with the shortest step.
 
-The objective is the bound of 1F1B, `sum(w) + (m - 1) * max(w)` with w the seconds of a stage. The search is
-exact. Fix a bound on max(w); the dynamic programme then gives the least sum(w) under it (see `search`). Without
-a bound, and under the tightest that any cut meets, it gives the first two pipelines. A better one has a max(w) of
-at most (value - least sum) / (m - 1): the bounds left to try lie between those two, each answer excludes all
-bounds down to its own max(w), and where all cuts cost the same nothing is left to try at all.
+The objective is the bound of 1F1B, `sum(w) + (m - 1) * max(w)` with w the seconds of a stage, and the search is exact.
+Under a bound on max(w), the dynamic programme of `search` gives the least sum(w). It starts with no bound, and with the
+tightest that any cut meets. A better pipeline has a max(w) of at most (value - least sum) / (m - 1): the bounds left to
+try lie between those two, and each result excludes all bounds down to its own max(w).
 """
 
 from __future__ import annotations
@@ -24,27 +23,25 @@ _TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class _Query:
-    """The search for one number of nodes: what is known so far."""
-
     num_nodes: int
     num_devices: int
     num_microbatches: int
     tightest_s: float
     """No pipeline's slowest stage is faster."""
     least_sum_s: float = 0.0
-    """No pipeline with the slowest stage within `bound_s` has a smaller sum."""
+    """No pipeline whose slowest stage is within `bound_s` has a smaller sum."""
     bound_s: float = math.inf
     best: Cut | None = None
     best_s: float = math.inf
     is_exact: bool = True
-    """False once an answer broke the memory limit, which then has to be searched with stages counted."""
+    """False once a result broke the memory limit: this size needs a search that counts stages."""
 
     def narrow(self, found: Timing | None) -> None:
-        """Exclude what cannot beat the best pipeline; `found` is the least sum within the bound, if that was asked."""
+        """Exclude bounds that cannot beat the best; `found` is the result under the bound, None if not run."""
         if found is not None:
             self.least_sum_s = found.first_s
             self.bound_s = math.nextafter(found.next_s, 0.0)
-        # With a single microbatch the least sum is best, and nothing is left to narrow.
+        # Never reached with one microbatch: the least sum is best, and the query done.
         self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / (self.num_microbatches - 1))
 
     @property
@@ -58,9 +55,9 @@ def find_templates(
 ) -> dict[int, PipelineTemplate]:
     """Return the best template for each number of nodes that can hold the model at all.
 
-    A pipeline of v devices is searched for `microbatches_per_device * v` microbatches, at most
-    `costs.max_in_flight`: with 4, that is the paper's Nb = 4S where stages have one device. Ties, up to one part
-    in 10⁹, go to the most even stages. O(V·L·W) for all counts together plus O(V·L·W) for each bound tried.
+    A template of v devices is optimised for `microbatches_per_device * v` microbatches, at most `costs.max_in_flight`:
+    with 4, that is the paper's Nb = 4S where stages have one device. Ties, up to one part in 10⁹, go to the most even
+    stages. O(V·L·W) for all counts together plus O(V·L·W) for each bound tried.
     """
     per_node = costs.devices_per_node
     largest = costs.device_counts[-1]
@@ -104,7 +101,7 @@ def _search(costs: StageCosts, node_counts: list[int], per_device: int, search: 
 
 
 def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query], *, tightest: bool) -> None:
-    """Search each query under its bound, keep what is better, and exclude what cannot beat that any more."""
+    """Run each query under its bound, or the tightest, keep better cuts, and narrow the bound."""
     if not queries:
         return
     bounds = [query.tightest_s if tightest else query.bound_s for query in queries]
@@ -115,6 +112,7 @@ def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query], *, tight
 
 
 def _keep(costs: StageCosts, query: _Query, cut: Cut) -> Timing:
+    """Make a cut the query's best if it is better; return its timing."""
     if costs.device_counts[-1] > 1:
         query.is_exact = query.is_exact and costs.fits(cut.template(costs))
     if cut.timing.step_s(query.num_microbatches) < query.best_s:

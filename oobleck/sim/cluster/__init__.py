@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .determinism import VirtualTime
+from .gate import Gate
 from .run import ClusterRun, run_cluster
 from .tempo import Delays, Tempo
 from .workers import VirtualWorkerHost, WorkerProcess
-from .world import Gate, World
+from .world import World
 
 __all__ = [
     "ClusterRun",

@@ -1,4 +1,4 @@
-"""What all of a committee agree on, over virtual links: carries out what `control.commit.agreement` wants sent."""
+"""Agreements of a committee over virtual links: sends the messages of `control.steps.Agreements`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VirtualAgreements:
         self._fabric, self._carry = ports.fabric, ports.carry
 
     def hear(self, source: WorkerId, message: CommitMessage) -> None:
-        """Take another worker's message, and pass on what follows from it."""
+        """Handle another worker's message, and send those that follow."""
         self._send(self._agreements.receive(source, message))
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
@@ -33,12 +33,12 @@ class VirtualAgreements:
         return self._agreements.is_here(committee, subject)
 
     def arrival(self, committee: Committee, subject: Subject, *, takes_s: float = 0.0) -> Wait:
-        """The wait for what all have brought, which takes so long once it is here."""
+        """Return the wait for the total, which takes `takes_s` once it is here."""
         return Wait(
             f"all who agree on {subject.topic} {subject.step} of generation {committee.generation}",
             lambda: self.is_here(committee, subject),
             self._commit_state.is_fenced,
-            lambda: self._lacks_one(committee, subject),
+            lambda: self._lacks_a_sender(committee, subject),
             touches_network=len(committee.members) > 1,
             takes_s=takes_s,
         )
@@ -52,13 +52,13 @@ class VirtualAgreements:
     def total(
         self, committee: Committee, subject: Subject, part: Totals, *, takes_s: float = 0.0
     ) -> Generator[Wait, None, Totals]:
-        """Bring a part, and wait for what all have brought."""
+        """Post a part, and wait for the total."""
         self.bring(committee, subject, part)
         yield self.arrival(committee, subject, takes_s=takes_s)
         return self.take(committee, subject)
 
-    def _lacks_one(self, committee: Committee, subject: Subject) -> bool:
-        """Return whether one is gone that has to send something next."""
+    def _lacks_a_sender(self, committee: Committee, subject: Subject) -> bool:
+        """Return whether a worker has ended whose message is awaited."""
         awaited = self._agreements.awaited(committee, subject)
         return any(self._fabric.is_gone(worker_id, committee.generation) for worker_id in awaited)
 

@@ -1,12 +1,12 @@
-"""Virtual nodes: the twin of `runtime.cluster`, and what faults do to them.
+"""Virtual nodes: the twin of `runtime.cluster`, with the faults that strike them.
 
-A node is a machine that is there or not, its agent (the real coroutine, on virtual ports), and its workers. The
-master reaches it over a link that carries real frames.
+A node is a machine that is up or down, its agent (the real coroutine, on virtual ports), and its workers. The master
+reaches it over a link that carries real frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -23,19 +23,22 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
+from .gate import Gate
 from .links import VirtualLink
+from .ranks import VirtualRankHost
 from .relays import VirtualRelays
 from .workers import VirtualWorkerHost
-from .world import Gate, World
+from .world import World
 
 PYTHON_VERSION = "3.11.0"
-"""What virtual nodes run, whatever runs the simulation: journals must not depend on it."""
+"""The version on virtual nodes, constant so that journals do not depend on the simulation's own."""
+NewRankHost = Callable[..., VirtualRankHost]
 _CONNECT_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 15.0
-"""After so long without an answer a connection is given up by the master's side, as SSH does."""
+"""The master's side abandons a connection after this silence, as SSH does."""
 _CONNECTION_OUTLIVES_S = 6.0
-"""So long a connection is silent, and up to twice as long, before one of its ends finds that it is cut."""
+"""A cut connection stays silent for once to twice this long before one of its ends finds that it failed."""
 _CLOCKS_APART_S = 1000.0
 _MEMORY_BYTES = 1 << 40
 _NUM_CORES = 8
@@ -52,7 +55,7 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
         self.address = address
 
     def rest(self, is_resting: bool) -> None:
-        """An idle link costs nothing here."""
+        """Do nothing: an idle virtual link costs nothing."""
 
     async def receive(self) -> FromAgent:
         try:
@@ -64,23 +67,26 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
 
 
 class _AgentProcess:
-    """An agent and its workers: they end together."""
+    """An agent and its workers or ranks, which end together."""
 
-    def __init__(self, machine: _Machine, tag: str, world: World, relays: VirtualRelays) -> None:
+    def __init__(
+        self, machine: _Machine, tag: str, world: World, relays: VirtualRelays, new_rank_host: NewRankHost | None
+    ) -> None:
         self.pid = machine.next_pid()
         self.links: list[VirtualLink] = []
         self.frozen_until_s = 0.0
         self.agent: Agent | None = None
-        self.host: VirtualWorkerHost | None = None
+        self.host: VirtualWorkerHost | VirtualRankHost | None = None
         self._machine = machine
         self._tag = tag
         self._world = world
         self._relays = relays
+        self._new_rank_host = new_rank_host
         self._scope = trio.CancelScope()
         self._connections, self._accepting = trio.open_memory_channel[MasterConnection](16)
 
     def connect(self) -> VirtualLink:
-        """Open a link from the master."""
+        """Return a new link from the master."""
         link = VirtualLink(self._world.time, latency_s=self._world.delays.link_latency_s)
         if self._machine.is_cut_off:
             link.hold()
@@ -91,28 +97,37 @@ class _AgentProcess:
         return link
 
     async def run(self) -> None:
+        machine = self._machine
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    await self._serve(nursery)
+                    workers = ranks = None
+                    if self._new_rank_host is not None:
+                        self.host = ranks = self._new_rank_host(
+                            gate=machine.gate, nursery=nursery, node=machine.name, new_pid=machine.next_pid
+                        )
+                    else:
+                        self.host = workers = VirtualWorkerHost(
+                            self._world,
+                            machine.gate,
+                            nursery,
+                            pids=machine.next_pid,
+                            clock=machine.clock,
+                            warm_up=machine.warm_up,
+                        )
+                    self.agent = Agent(
+                        tag=self._tag,
+                        accept=self._accepting.receive,
+                        workers=workers,
+                        ranks=ranks,
+                        hello=self._hello,
+                        cache_dir=Path("/virtual"),
+                        relays=self._relays.of(machine.name),
+                    )
+                    await self.agent.run()
                     nursery.cancel_scope.cancel()
         finally:
             self.end()
-
-    async def _serve(self, nursery: trio.Nursery) -> None:
-        machine = self._machine
-        self.host = VirtualWorkerHost(
-            self._world, machine.gate, nursery, pids=machine.next_pid, clock=machine.clock, warm_up=machine.warm_up
-        )
-        self.agent = agent = Agent(
-            tag=self._tag,
-            accept=self._accepting.receive,
-            workers=self.host,
-            hello=self._hello,
-            cache_dir=Path("/virtual"),
-            relays=self._relays.of(machine.name),
-        )
-        await agent.run()
 
     def _hello(self, generation: int, workers: tuple[WorkerStarted, ...]) -> Hello:
         return Hello(
@@ -129,7 +144,7 @@ class _AgentProcess:
         )
 
     def end(self, *, loses_words: bool = False) -> None:
-        """End it here and now; its connections are closed. With `loses_words`, what is under way on them is lost."""
+        """End the process at once and close its connections; with `loses_words`, messages in flight are lost."""
         self._scope.cancel()
         if self.host is not None:
             self.host.end_all()
@@ -144,17 +159,14 @@ class _AgentProcess:
 
 
 class _Machine:
-    """One node's machine."""
-
     def __init__(self, name: str, world: World, pids: Iterable[int]) -> None:
         self.name = name
         self.is_up = False
-        self.is_cut_off = False
-        """The master does not reach it."""
+        self.is_cut_off = False  # from the master
         self.gate = Gate()
         self.agent: _AgentProcess | None = None
+        # Held during the start and the cleaning of its agent: the master may reach a node that is still being cleaned.
         self.tending = trio.Lock()
-        """Held while its agent is started or cleaned up after: it may be reached while it is still cleaned."""
         self._pids = iter(pids)
         self._world = world
         self._clock_offset_s = world.up_to(_CLOCKS_APART_S)
@@ -162,41 +174,41 @@ class _Machine:
         self._heard = trio.lowlevel.ParkingLot()
 
     def clock(self) -> float:
-        """Its own monotonic clock."""
+        """Return the machine's monotonic time."""
         return self._world.time.now_s + self._clock_offset_s
 
     def next_pid(self) -> int:
         return next(self._pids)
 
     def warm_up(self) -> float:
-        """Seconds until it can fork workers; counted from the first time it is asked."""
+        """Return the seconds until the machine can fork workers; the first call starts the fork server."""
         if self._warm_s is None:
             self._warm_s = self._world.time.now_s + self._world.delays.warm_up_s
         return max(0.0, self._warm_s - self._world.time.now_s)
 
     def end_fork_server(self) -> None:
-        """The process that forks workers ends, if there is one; the next one is begun at once."""
+        """End the fork server, if there is one, and start the next one."""
         if self._warm_s is not None and self.agent is not None and self.agent.host is not None:
             self._warm_s = self._world.time.now_s + self._world.delays.warm_up_s
             self.agent.host.end_server()
 
     @property
     def links(self) -> list[VirtualLink]:
-        """From the master to its agent."""
+        """The links from the master to the agent."""
         return [] if self.agent is None else self.agent.links
 
     @property
     def is_silent(self) -> bool:
-        """Nothing comes back from it, not even that it is gone."""
+        """Whether nothing comes back, not even an error."""
         return self.is_up and (self.is_cut_off or self.gate.is_closed)
 
     async def answers(self) -> None:
-        """Wait until something comes back from it."""
+        """Wait until the machine is no longer silent."""
         while self.is_silent:
             await self._heard.park()
 
     def wake(self) -> None:
-        """Something about it has changed: let those who wait for it look again."""
+        """Let waiting tasks check the machine's state again."""
         self._heard.unpark_all()
         if self.agent is not None and self.agent.host is not None:
             self.agent.host.wake()
@@ -211,10 +223,21 @@ class _Machine:
 
 
 class VirtualCluster:
-    """Implements `roles.master_ports.Cluster`; the methods below `clean` are the faults."""
+    """Implements `roles.master_ports.Cluster`, and the faults of traces."""
 
-    def __init__(self, tag: str, names: Iterable[str], world: World, nursery: trio.Nursery) -> None:
-        """`names` are all nodes that will ever be there; `join` brings them up."""
+    def __init__(
+        self,
+        tag: str,
+        names: Iterable[str],
+        world: World,
+        nursery: trio.Nursery,
+        new_rank_host: NewRankHost | None = None,
+    ) -> None:
+        """Take the names of all nodes that ever join; `join` brings them up.
+
+        With `new_rank_host`, agents start the ranks of a script, else the workers of a job.
+        """
+        self._new_rank_host = new_rank_host
         self._tag = tag
         self._world = world
         self._nursery = nursery
@@ -235,7 +258,7 @@ class VirtualCluster:
             if attach and machine.agent is None:
                 raise AgentGone(node.name, "its agent is gone")
             if machine.agent is None:
-                machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays)
+                machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays, self._new_rank_host)
                 self._nursery.start_soon(machine.agent.run)
             link = machine.agent.connect()
             if self._world.time.now_s < self._master_frozen_until_s:
@@ -256,14 +279,14 @@ class VirtualCluster:
                 await self.kill(node)
 
     def end_all(self) -> None:
-        """End all agents, those out of reach too: a run that starts again finds nothing of the one before."""
+        """End all agents, also unreachable ones, so that a restarted run finds nothing of the previous one."""
         for machine in self._machines.values():
             if machine.agent is not None:
                 machine.agent.end()
         self._world.fabric.forget()
 
     def is_alive(self, node: NodeSpec) -> bool:
-        """Return whether an agent lives on a node that can be reached."""
+        """Return whether an agent lives on a reachable node."""
         machine = self._machine(node)
         return machine.agent is not None and not machine.is_silent
 
@@ -282,83 +305,71 @@ class VirtualCluster:
             raise NodeUnreachable(machine.name, "no route to host")
 
     def join(self, name: str) -> None:
-        """A machine comes up, with nothing on it."""
         self._machines[name].is_up = True
 
     def lose(self, name: str) -> None:
-        """A machine goes down. Its last words may be lost with it, or still arrive."""
+        """Switch a machine off; its last messages may be lost, or still arrive."""
         self._machines[name].lose_power(loses_words=self._world.rng.random() < 0.5)
 
     def freeze(self, name: str) -> None:
-        """Nothing moves on a node any more, and nothing says so."""
+        """Freeze all processes of a node, with its connections open."""
         machine = self._machines[name]
         machine.gate.close()
-        self._note_frost(machine)
-        self._nursery.start_soon(self._give_up_links, machine)
+        self._settle(machine)
+        self._nursery.start_soon(self._abandon_links, machine)
 
     def thaw(self, name: str) -> None:
-        """A frozen node continues where it stood."""
         machine = self._machines[name]
         machine.gate.open()
-        self._note_frost(machine)
+        self._settle(machine)
 
     def freeze_agent(self, name: str, frozen_s: float) -> None:
-        """The agent of a node is stopped for a while; its workers continue."""
+        """Freeze a node's agent for a while; its workers continue."""
         machine = self._machines[name]
         if (process := machine.agent) is not None:
             process.frozen_until_s = max(process.frozen_until_s, self._world.time.now_s + frozen_s)
-            self._note_frost(machine)
+            self._settle(machine)
             self._nursery.start_soon(self._thaw_agent, machine)
 
     async def _thaw_agent(self, machine: _Machine) -> None:
         if machine.agent is not None:
             await trio.sleep_until(machine.agent.frozen_until_s)
-            self._note_frost(machine)
+            self._settle(machine)
 
     def freeze_master(self, until_s: float) -> None:
-        """The master is stopped: it reads nothing and says nothing, until it is thawed."""
+        """Let the master neither read nor write until then, or until it thaws; 0 thaws it, or a successor."""
         self._master_frozen_until_s = until_s
-        for link in self._links():
-            link.near.freeze()
-
-    def thaw_master(self) -> None:
-        """It continues where it stood, or another has taken its place."""
-        self._master_frozen_until_s = 0.0
-        for link in self._links():
-            link.near.thaw()
-
-    def _links(self) -> list[VirtualLink]:
-        return [link for machine in self._machines.values() for link in machine.links]
+        for machine in self._machines.values():
+            for link in machine.links:
+                link.near.freeze(until_s > 0)
 
     def notice(self, name: str) -> None:
-        """The agent of a node learns that the node will be taken away."""
+        """Tell a node's agent that the node will be taken away."""
         process = self._machines[name].agent
         if process is not None and process.agent is not None:
             process.agent.request_leave("its provider takes it away")
 
     def slow_down(self, name: str, factor: float) -> None:
-        """A node's programs take so many times as long as usual."""
+        """Let a node's programs take `factor` times as long as usual."""
         self._world.tempo.set_factor(name, factor)
 
     def crash_worker(self, name: str, device: int) -> None:
         agent = self._machines[name].agent
         if agent is not None and agent.host is not None:
-            for process in agent.host.processes:
-                if process.worker_id.device == device:
-                    process.kill()
+            agent.host.crash(device)
 
     def crash_fork_server(self, name: str) -> None:
-        """What forks a node's workers ends by a signal: those that live continue, others wait for the next one."""
+        """Kill a node's fork server: living workers continue, new ones wait for the next fork server."""
         self._machines[name].end_fork_server()
 
     def crash_agent(self, name: str) -> None:
-        """An agent ends, and its workers with it; the machine is well."""
+        """Kill a node's agent with its workers; the machine stays up."""
         agent = self._machines[name].agent
         if agent is not None:
             agent.end(loses_words=self._world.rng.random() < 0.5)
 
     def separate(self, names: Iterable[str]) -> None:
-        """From now on these nodes reach one another, but neither the others nor the master."""
+        """Let these nodes reach one another, but neither the others nor the master."""
         nodes = tuple(names)
         self._world.fabric.separate(nodes)
         self._relays.settle()
@@ -367,13 +378,10 @@ class VirtualCluster:
             machine.is_cut_off = True
             for link in machine.links:
                 link.hold()
-            self._nursery.start_soon(self._give_up_links, machine)
+            self._nursery.start_soon(self._abandon_links, machine)
 
     def cut_links(self, names: Iterable[str]) -> None:
-        """From now on these nodes reach one another and the master, but no other nodes.
-
-        Connections outlive that for a while, and then fail.
-        """
+        """Let these nodes reach one another and the master, but no other nodes; connections fail after a while."""
         self._world.fabric.separate(names)
         self._relays.settle()
         fails_s = self._world.time.now_s + _CONNECTION_OUTLIVES_S + self._world.up_to(_CONNECTION_OUTLIVES_S)
@@ -388,8 +396,8 @@ class VirtualCluster:
                 link.release()
             machine.wake()
 
-    async def _give_up_links(self, machine: _Machine) -> None:
-        """Nothing has come from a machine: the master's side of its connections ends."""
+    async def _abandon_links(self, machine: _Machine) -> None:
+        """End the master's side of a machine's connections if the machine stays silent."""
         silent = tuple(machine.links)
         with trio.move_on_after(_KEEPALIVE_S):
             await machine.answers()
@@ -402,12 +410,10 @@ class VirtualCluster:
         is_stopped = machine.agent is not None and self._world.time.now_s < machine.agent.frozen_until_s
         return machine.gate.is_closed or is_stopped
 
-    def _note_frost(self, machine: _Machine) -> None:
+    def _settle(self, machine: _Machine) -> None:
+        """Let a machine's links behave as its agent does now, frozen or not."""
         is_frozen = self._is_agent_frozen(machine.name)
         for link in machine.links:
-            if is_frozen:
-                link.far.freeze()
-            else:
-                link.far.thaw()
+            link.far.freeze(is_frozen)
         self._relays.settle()
         machine.wake()

@@ -1,8 +1,8 @@
-"""Virtual time, and one order of events for one seed.
+"""Virtual time, and one order of events for each seed.
 
-Trio shuffles the tasks that are ready together, on purpose, and has two private knobs that make the shuffle
-repeatable; and only privately does it tell whether somebody waits for all others to be blocked. These three are touched
-here alone, and a test fails as soon as they move.
+Trio deliberately shuffles the tasks that are ready together, and has two private knobs that make the shuffle
+repeatable; a third private attribute tells whether a task waits for all others to block. Only this module touches these
+three, and a test fails as soon as they move.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import trio._core._run as _scheduler
 T = TypeVar("T")
 
 _PATIENCE = 20_000
-"""Turns of the scheduler in one and the same instant, after which nothing will ever change."""
+"""More turns of the scheduler than this in one instant are a livelock."""
 _KNOBS = ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r", "GLOBAL_RUN_CONTEXT")
-_SOME_S = 1.0
-"""What trio is told that it may sleep for where it has something else to do first."""
 
 
 class VirtualTime(trio.abc.Clock):
-    """Stands still while any task can run, and then jumps to what is due next.
+    """A clock that stands still while any task can run, and then jumps to the next deadline or call.
 
-    It makes calls as well, which takes a fraction of what a task takes that sleeps until then. A call that is not
-    wanted any more is made all the same: let it do no harm.
+    Calls cost a fraction of a task that sleeps. They cannot be cancelled, so an obsolete one must do no harm.
     """
 
     def __init__(self) -> None:
@@ -39,22 +36,22 @@ class VirtualTime(trio.abc.Clock):
         self._numbers = count()
 
     def call_at(self, t_s: float, wake: Callable[[], None]) -> None:
-        """Call `wake` at a time; if it has passed, as soon as no task can run. Calls of one time are made in order.
+        """Call `wake` at a time, or as soon as no task can run if that has passed; calls of one time keep their order.
 
-        It is called by trio's scheduler, not by a task: let it wake tasks, and do nothing else.
+        Trio's scheduler makes the call, not a task: `wake` may wake tasks, and nothing else.
         """
         heappush(self._calls, (t_s, next(self._numbers), wake))
 
     def start_clock(self) -> None:
-        """Nothing runs before that."""
+        """Do nothing: virtual time needs no start."""
 
     def current_time(self) -> float:
         return self.now_s
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Go on to the deadline, or to the calls before it: trio asks only when no task can run."""
+        """Advance to the deadline, or to the calls before it: trio asks only when no task can run."""
         if _scheduler.GLOBAL_RUN_CONTEXT.runner.waiting_for_idle:
-            return _SOME_S  # a task that waits for all others to be blocked continues now, before time does
+            return 1.0  # any positive time: a task that waits for all others to block continues before time does
         calls = self._calls
         due_s = min(calls[0][0], deadline) if calls else deadline
         if due_s == math.inf:
@@ -68,8 +65,8 @@ class VirtualTime(trio.abc.Clock):
 def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float, time: VirtualTime | None = None) -> T:
     """Run `main` in virtual time; the same seed gives the same order of events, in any process.
 
-    Raises trio.TooSlowError at `horizon_s` virtual seconds: without it, tasks that wait for one another would wait for
-    ever. Raises Livelock when tasks keep one another busy and time cannot continue.
+    Raises trio.TooSlowError at `horizon_s` virtual seconds, and Livelock when tasks keep one another busy and time
+    cannot continue.
     """
     time = time or VirtualTime()
     watch = _Watch(time)
@@ -85,11 +82,11 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
 
 
 class Livelock(AssertionError):
-    """Tasks that wake one another without end, in one instant."""
+    """Tasks wake one another endlessly in one instant."""
 
 
 class _Watch(trio.abc.Instrument):
-    """Counts the scheduler's turns in one instant, and ends the run when there are too many."""
+    """Ends the run after too many turns of the scheduler in one instant."""
 
     def __init__(self, time: VirtualTime) -> None:
         self.scope = trio.CancelScope()
@@ -109,7 +106,7 @@ class _Watch(trio.abc.Instrument):
 def _scheduling(seed: int) -> Iterator[None]:
     missing = [name for name in _KNOBS if not hasattr(_scheduler, name)]
     if missing:
-        raise RuntimeError(f"trio {trio.__version__} has no {missing[0]} any more; look for what took its place")
+        raise RuntimeError(f"trio {trio.__version__} has no {missing[0]} any more; look for its replacement")
     before, state = _scheduler._ALLOW_DETERMINISTIC_SCHEDULING, _scheduler._r.getstate()
     _scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]  # Final for everyone else
     _scheduler._r.seed(seed)

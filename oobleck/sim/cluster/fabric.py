@@ -1,7 +1,7 @@
-"""The virtual data plane: what process groups do, without tensors, as far as the commit protocol can tell.
+"""The virtual data plane: process groups without tensors, as far as the commit protocol can tell.
 
-Deliberately unkind where the real one may be: a message that was sent may be lost with its sender or survive it,
-and an all-reduce that all have posted may complete on some members and fail on others.
+It fails deliberately where the real one may: a sent message may be lost with its sender or survive it, and an
+all-reduce that all have posted may complete on some members and fail on others.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from oobleck.control.steps import Committee, GroupKey
 from oobleck.planner import WorkerId
 
 _AGREEMENTS = 64
-"""As many are remembered, which is far more than are under way at a time."""
+"""The number of agreements to remember, far more than are in progress at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one member brings to an all-reduce."""
+    """One member's contribution to an all-reduce."""
 
     step: int
     numbers: tuple[int, ...]
     versions: tuple[int, ...] = ()
-    """Digests of the layers that it is about; equal for all members, or they would train different models."""
+    """Digests of the summed layers; equal for all members, or they would train different models."""
 
 
 class Violation(AssertionError):
-    """A promise of the protocol was broken."""
+    """A broken promise of the protocol."""
 
 
 @lru_cache(maxsize=4096)
 def label(key: GroupKey) -> str:
-    """A group's name with all its members, for people."""
+    """Return a group's name with all its members, for people."""
     return f"{key.generation}/{key.purpose}/{','.join(map(str, key.members))}"
 
 
@@ -46,62 +46,58 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a training thread is waiting for; a plain preemption point is ready at once."""
+    """A wait of the training thread; a plain preemption point is ready at once."""
 
     what: str
     ready: Callable[[], bool]
     interrupted: Callable[[], bool] = _never
     can_fail: Callable[[], bool] = _never
-    """A peer that it needs is gone: the environment may end the wait with an error at any time."""
+    """Whether a peer is lost, so that the environment may end the wait with an error at any time."""
     touches_network: bool = False
-    """The environment may end it with an error although no worker is gone."""
+    """The environment may end the wait with an error although no worker is lost."""
     takes_s: float = 0.0
-    """How long it takes once it is ready, where there is a clock."""
+    """The seconds of the awaited work once it is ready, where there is a clock."""
 
 
 class Fabric:
-    """Mail between the stages of pipelines and between holders of layers, all-reduces, and who has agreed to what.
+    """Mail between stages and between holders of layers, all-reduces, and agreements.
 
-    Whatever a change concerns is notified through what it gave to `watch`.
+    Changes notify the workers that they concern, through their call of `watch`.
     """
 
     def __init__(self) -> None:
-        self.newest = 0
-        """The newest generation of which anything was heard."""
+        self.newest = 0  # the newest generation of any traffic
+        # The newest generation in which an ended worker of a place may have been in a group.
         self._ended: dict[WorkerId, int] = {}
-        """The newest generation in which an ended worker of a place may have been in a group."""
-        self._newest_end = 0
-        """The greatest of these: most groups are newer."""
+        self._newest_end = 0  # their maximum: most groups are newer
         self._mail: defaultdict[tuple[GroupKey, WorkerId, WorkerId, int], deque[object]] = defaultdict(deque)
         self._reductions: defaultdict[tuple[GroupKey, int], dict[WorkerId, Contribution]] = defaultdict(dict)
+        # The newest (sequence, sum) of each group, which all members take.
         self._totals: dict[GroupKey, tuple[int, tuple[int, ...]]] = {}
-        """The newest (sequence, sum) of each group: all its members ask for the same."""
+        # The workers that have posted their part of recent agreements, by generation and subject.
         self._brought: dict[tuple[int, Subject], set[WorkerId]] = {}
-        """Who has brought a part to the latest agreements, of a generation each."""
-        self._islands: dict[str, int] = {}
-        """Nodes that are cut off from the others; those with the same number reach one another."""
-        self._breaks = False
-        """Connections from island to island have failed."""
+        self._islands: dict[str, int] = {}  # nodes that are cut off; equal numbers reach one another
+        self._breaks = False  # connections between islands have failed
         self._watchers: dict[WorkerId, Callable[[], None]] = {}
+        # The workers that are ready to form a group, until all have formed it.
         self._met: defaultdict[GroupKey, set[WorkerAddress]] = defaultdict(set)
-        """Who has come to form a group, of those that are not formed by all yet."""
         self._num_formed: Counter[GroupKey] = Counter()
         self._num_addresses = 0
 
     def address(self, worker_id: WorkerId) -> WorkerAddress:
-        """Where the process that begins now at a place listens; no other ever did."""
+        """Return a unique address for a process that starts in a place."""
         self._num_addresses += 1
         return WorkerAddress(worker_id=worker_id, host=worker_id.node, port=self._num_addresses)
 
     def meet(self, key: GroupKey, address: WorkerAddress) -> None:
-        """Tell the members of a group that one of them is there to form it."""
+        """Note that one of a group's members is ready to form it."""
         if address in self._met[key]:
             raise Violation(f"{address.worker_id} forms {label(key)} twice")
         self._met[key].add(address)
         self._note(key, key.members)
 
     def have_met(self, key: GroupKey, addresses: Iterable[WorkerAddress]) -> bool:
-        """Return whether all are there to form a group, and reach one another."""
+        """Return whether all are ready to form a group, and reach one another."""
         return self._met[key].issuperset(addresses) and self.is_whole(key.members)
 
     def note_formed(self, key: GroupKey) -> None:
@@ -110,11 +106,11 @@ class Fabric:
             del self._num_formed[key], self._met[key]
 
     def watch(self, worker_id: WorkerId, announce: Callable[[], None]) -> None:
-        """Have `announce` called whenever something changes that the worker of a place may wait for."""
+        """Call `announce` whenever something changes that the worker of a place may wait for."""
         self._watchers[worker_id] = announce
 
     def forget(self) -> None:
-        """All is gone: what comes next counts generations from the beginning."""
+        """Forget all traffic: the next run counts generations from the beginning."""
         self.newest = 0
         self._ended.clear()
         self._newest_end = 0
@@ -126,7 +122,7 @@ class Fabric:
         self._brought.clear()
 
     def separate(self, nodes: Iterable[str]) -> None:
-        """From now on these nodes reach one another, and no others."""
+        """Let these nodes reach one another, and no others."""
         number = 1 + max(self._islands.values(), default=0)
         self._islands.update(dict.fromkeys(nodes, number))
 
@@ -136,7 +132,7 @@ class Fabric:
         self._tell(self._watchers)
 
     def break_connections(self) -> None:
-        """Have connections fail that are cut, if any still is."""
+        """Let cut connections fail, if any still are."""
         if self._islands:
             self._breaks = True
             self._tell(self._watchers)
@@ -155,11 +151,11 @@ class Fabric:
         return any(self.is_gone(member, key.generation) for member in key.members)
 
     def is_gone(self, worker_id: WorkerId, generation: int) -> bool:
-        """Return whether the worker of a place has ended that took part in a generation."""
+        """Return whether the worker that took part in a generation in this place has ended."""
         return self._ended.get(worker_id, 0) >= generation
 
     def end(self, worker_id: WorkerId, generation: int) -> None:
-        """The worker of a place is no more; one that comes after it is in groups of newer generations."""
+        """End the worker of a place; a successor is in groups of newer generations."""
         self._ended[worker_id] = generation
         self._newest_end = max(self._newest_end, generation)
         self._watchers.pop(worker_id, None)
@@ -179,12 +175,12 @@ class Fabric:
         return value
 
     def post(self, key: GroupKey, sequence: int, worker_id: WorkerId, value: Contribution) -> None:
-        """Contribute to the group's all-reduce number `sequence`."""
+        """Contribute to a group's all-reduce number `sequence`."""
         contributions = self._reductions[key, sequence]
         if worker_id in contributions:
             raise Violation(f"{worker_id} posts all-reduce {sequence} of {label(key)} twice")
         contributions[worker_id] = value
-        # A worker that posts a reduction has completed the one two before it, so none asks for that any more.
+        # A worker that posts a reduction has completed the one two before it, so no worker needs older ones.
         self._reductions.pop((key, sequence - 3), None)
         if len(contributions) == len(key.members):
             self._note(key, key.members)
@@ -193,7 +189,7 @@ class Fabric:
         return len(self._reductions[key, sequence]) == len(key.members) and self.is_whole(key.members)
 
     def total(self, key: GroupKey, sequence: int, step: int) -> tuple[int, ...]:
-        """What all members brought to a complete all-reduce, put together and sorted."""
+        """Return the sorted numbers of all contributions to a complete all-reduce."""
         found = self._reductions[key, sequence]
         if key not in self._totals or self._totals[key][0] != sequence:
             agreed = {(each.step, each.versions) for each in found.values()}
@@ -204,13 +200,13 @@ class Fabric:
         return self._totals[key][1]
 
     def bring(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
-        """Note that a worker brings its part to an agreement: the messages are its own concern."""
+        """Note that a worker posts its part of an agreement; its messages take another path."""
         self._brought.setdefault((committee.generation, subject), set()).add(worker_id)
         if len(self._brought) > _AGREEMENTS:
             del self._brought[next(iter(self._brought))]
 
     def check_brought(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
-        """Hold a worker that takes a total to what that means. Raises Violation where somebody's part is not in it."""
+        """Check the total that a worker takes. Raises Violation if a member's part is not in it."""
         brought = self._brought[committee.generation, subject]
         if missing := sorted(set(committee.members) - brought):
             raise Violation(f"{worker_id} agrees on {subject} in generation {committee.generation} without {missing}")

@@ -1,6 +1,6 @@
-"""The groups that a virtual worker has formed, and the all-reduces in them: the twin of `training.comm.groups`.
+"""The groups of a virtual worker, and the all-reduces in them: the twin of `training.comm.groups`.
 
-Whose gradients are summed with whose, without parameters, as in `training.step.reduction`.
+The groups that sum gradients follow from the plan as in `training.step.reduction`, without parameters.
 """
 
 from __future__ import annotations
@@ -22,33 +22,30 @@ Bucket = tuple[GroupKey, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Forming:
-    """Groups that are being formed."""
-
     awaited: Mapping[GroupKey, Sequence[WorkerAddress]]
     until_s: float
-    """When they are formed, if all others came when this worker did."""
+    """When they are formed, if all other members began with this worker."""
 
 
 class GroupTable:
-    """The groups of one worker. Its members find each other by the addresses that their plan updates have told."""
+    """The groups of one worker; members find each other by the addresses in plan orders."""
 
     def __init__(self, ports: WorkerPorts, commit_state: CommitState) -> None:
         self._worker_id = commit_state.worker_id
         self._fabric, self._tempo, self._clock = ports.fabric, ports.tempo, ports.clock
         self._commit_state = commit_state
         self._formed: set[GroupKey] = set()
-        self._forming: _Forming | None = None
-        """What is formed beside what is computed."""
+        self._forming: _Forming | None = None  # groups that form while the worker computes
         self._posted: Counter[GroupKey] = Counter()
         self.address = self._fabric.address(self._worker_id)
         self._addresses = {self._worker_id: self.address}
 
     def know(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Take in where peers listen."""
+        """Note the addresses of peers."""
         self._addresses.update((each.worker_id, each) for each in addresses if each.worker_id != self._worker_id)
 
     def form(self, keys: Sequence[GroupKey], *, beside: Sequence[GroupKey]) -> Generator[Wait, None, bool]:
-        """Form those groups that are not yet. Returns whether some are formed `beside` what follows."""
+        """Form missing groups; return whether some of `beside` keep forming while the worker continues."""
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
         if not self._tempo.forms_beside:
@@ -62,14 +59,13 @@ class GroupTable:
         return bool(later)
 
     def await_formed(self) -> Moves:
-        """Wait for those that are formed beside what is computed."""
+        """Wait for the groups that form while the worker computes."""
         forming, self._forming = self._forming, None
         if forming is None:
             raise Violation(f"{self._worker_id} waits for groups that it does not form")
         yield from self._finish(forming)
 
     def abandon_forming(self) -> None:
-        """Give up what is being formed, if anything is."""
         self._forming = None
 
     def _missing(self, keys: Sequence[GroupKey]) -> list[GroupKey]:
@@ -77,10 +73,10 @@ class GroupTable:
 
     def _begin(self, keys: Sequence[GroupKey]) -> _Forming:
         if unknown := {member for key in keys for member in key.members} - self._addresses.keys():
-            raise Violation(f"{self._worker_id} is to form groups with {unknown}, and was not told where they listen")
+            raise Violation(f"{self._worker_id} is to form groups with {unknown}, whose addresses it does not know")
         for key in keys:
             self._fabric.meet(key, self.address)
-        until_s = self._clock() + self._tempo.forming_s([len(key.members) for key in keys])
+        until_s = self._clock() + self._tempo.costs.forming_s([len(key.members) for key in keys])
         return _Forming({key: [self._addresses[member] for member in key.members] for key in keys}, until_s)
 
     def _finish(self, forming: _Forming) -> Moves:
@@ -104,7 +100,7 @@ class GroupTable:
         self._formed.difference_update(keys)
 
     def post(self, key: GroupKey, value: Contribution) -> int:
-        """Take part in a group's next all-reduce; returns its number."""
+        """Contribute to a group's next all-reduce; return its sequence number."""
         if len(key.members) > 1 and key not in self._formed:
             raise Violation(f"{self._worker_id} has not formed {label(key)}")
         sequence = self._posted[key]
@@ -115,7 +111,7 @@ class GroupTable:
     def sum(
         self, key: GroupKey, sequence: int, step: int, *, takes_s: float = 0.0
     ) -> Generator[Wait, None, tuple[int, ...]]:
-        """Wait for what all brought to an all-reduce of a step, put together."""
+        """Wait for an all-reduce of a step, and return its total."""
         yield Wait(
             f"all-reduce {sequence} of {label(key)} in step {step}",
             lambda: self._fabric.is_complete(key, sequence),
@@ -128,14 +124,12 @@ class GroupTable:
 
 
 def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
-    """The layers of one worker by their owners in a committee, in an order that all owners share."""
+    """Return a worker's layers by their owners in a committee, in an order that all owners share."""
     located = committee.plan.locate(worker_id)
     assert located is not None
     pipeline, stage = located
     by_owners: dict[tuple[WorkerId, ...], list[int]] = {}
     for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
-        living = tuple(
-            worker_id for worker_id in committee.plan.owners_of(layer) if worker_id.node not in committee.lost
-        )
+        living = tuple(owner for owner in committee.plan.owners_of(layer) if owner.node not in committee.lost)
         by_owners.setdefault(living, []).append(layer)
     return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

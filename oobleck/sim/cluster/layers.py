@@ -1,11 +1,11 @@
-"""The layers that a virtual worker holds: of each, the history of what was applied to it.
+"""The layers that a virtual worker holds, each as the history of the steps applied to it.
 
 Losses and tensors have no part in the protocol. What must never happen to a layer raises `Violation` on the spot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import CommitRecord, SectionRecord
@@ -16,23 +16,23 @@ from .fabric import Violation
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """The state of a layer, as far as the protocol can tell: what was applied to its initial values."""
+    """The state of a layer, as far as the protocol can tell."""
 
     step: int
     generation: int
-    """Of the commit of that step."""
+    """The generation of that step's commit."""
     digest: int
     """Equal for equal histories."""
     partial: tuple[int, ...] = ()
-    """The microbatches whose gradients are committed beside it, sorted."""
+    """The sorted microbatches of committed sections of the next step."""
 
     def with_section(self, microbatches: Sequence[int], record: SectionRecord) -> Version:
-        """The version after one more section of the step in flight."""
+        """Return the version after one more section of the step in flight."""
         digest = hash((self.digest, record.step, record.generation, record.number))
         return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
-        """The version after one more step."""
+        """Return the version after one more step."""
         return Version(record.step, record.generation, hash((self.digest, record.step, record.generation)))
 
 
@@ -40,10 +40,9 @@ INITIAL = Version(0, 0, 0)
 
 
 class HeldLayers:
-    """The layers of one worker, and those of the plan before that it keeps until all have adopted."""
+    """The layers of one worker, with those of the previous plan that it keeps until all have adopted the new one."""
 
     def __init__(self, worker_id: WorkerId, *, num_microbatches: int) -> None:
-        """`num_microbatches` make a whole step."""
         self.held: dict[int, Version] = {}
         self.kept: dict[int, Version] = {}
         self._worker_id = worker_id
@@ -53,33 +52,32 @@ class HeldLayers:
         return tuple(self.held[layer].digest for layer in layers)
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
-        """Put a section's sums to those of the layers: all workers are under the new plan then."""
-        newer: dict[tuple[int, int], Version] = {}
-        for layer, version in self.held.items():
-            key = version.digest, id(summed[layer])  # layers of a bucket share their sum
-            if key not in newer:
-                newer[key] = version.with_section(summed[layer], record)
-            self.held[layer] = newer[key]
-        self.kept = {}
+        """Add a section's sums to those of the layers."""
+        self._advance(summed, lambda layer, version: version.with_section(summed[layer], record))
 
     def apply(self, summed: Mapping[int, tuple[int, ...]], record: CommitRecord) -> None:
-        """Apply a step, of which these microbatches were summed for each layer beside what is committed."""
+        """Apply a step with the microbatches that were summed for each layer, besides committed sections."""
+
+        def advanced(layer: int, version: Version) -> Version:
+            own, partial = summed[layer], version.partial
+            if own != self._whole and tuple(sorted((*partial, *own))) != self._whole:
+                what = f"{own} beside {partial}" if partial else f"{own}"
+                raise Violation(f"step {record.step}: layer {layer} on {self._worker_id} sums microbatches {what}")
+            return version.then(record)
+
+        self._advance(summed, advanced)
+
+    def _advance(self, summed: Mapping[int, tuple[int, ...]], advanced: Callable[[int, Version], Version]) -> None:
         newer: dict[tuple[int, int], Version] = {}
         for layer, version in self.held.items():
             key = version.digest, id(summed[layer])  # layers of a bucket share their sum
             if key not in newer:
-                self._check_sum(record.step, layer, version.partial, summed[layer])
-                newer[key] = version.then(record)
+                newer[key] = advanced(layer, version)
             self.held[layer] = newer[key]
-        self.kept = {}
-
-    def _check_sum(self, step: int, layer: int, partial: tuple[int, ...], summed: tuple[int, ...]) -> None:
-        if summed != self._whole and tuple(sorted((*partial, *summed))) != self._whole:
-            what = f"{summed} beside {partial}" if partial else f"{summed}"
-            raise Violation(f"step {step}: layer {layer} on {self._worker_id} sums microbatches {what}")
+        self.kept = {}  # a commit shows that all workers have adopted the plan
 
     def state(self, layer: int) -> Version:
-        """What is sent of a layer to the worker that is to hold it."""
+        """Return the version of a layer to send to another worker."""
         if layer not in self.held and layer not in self.kept:
             raise Violation(f"{self._worker_id} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]
@@ -90,7 +88,7 @@ class HeldLayers:
     def adopt(
         self, wanted: Collection[int], received: dict[int, Version], keeping: dict[int, Version], *, initial: bool
     ) -> None:
-        """Hold the layers of a plan, with what was received, and keep others; `initial` ones begin again."""
+        """Hold the layers of a plan, with the received ones, and keep others; `initial` layers start over."""
         if initial:
             self.held = dict.fromkeys(wanted, INITIAL)
         else:

@@ -1,7 +1,7 @@
-"""Virtual links: byte streams with latency and a bounded window, that may be held up, frozen or cut.
+"""Virtual links: byte streams with latency and a bounded window that may be held, frozen or cut.
 
-A stream keeps all that trio promises of a half-closeable stream; trio's own conformance checks are run on it. It
-knows nothing of messages or nodes.
+A stream keeps the contract of trio's half-closeable streams, as trio's own conformance checks show. It knows nothing of
+messages or nodes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from operator import index
 import trio
 
 from .determinism import VirtualTime
+from .gate import Gate
 
 _WINDOW_BYTES = 1 << 20
-"""What a sender may have under way: what two kernels buffer, and more."""
+"""The most bytes in flight: more than two kernels buffer."""
 
 
 class _Pipe:
@@ -25,16 +26,13 @@ class _Pipe:
     def __init__(self, time: VirtualTime, latency_s: float, window_bytes: int) -> None:
         self._time = time
         self.latency_s = latency_s
-        self.is_held = False
-        """Nothing arrives, and neither end learns so; senders may write until the window is full."""
+        self.is_held = False  # nothing arrives, unknown to both ends; senders write until the window is full
         self._window_bytes = window_bytes
         self._flying: deque[tuple[float, bytes]] = deque()
         self._flying_bytes = 0
         self._last_arrival_s = 0.0
-        self._is_abandoned = False
-        """Its receiver has given it up, and its sender does not know: what is sent goes nowhere."""
-        self._is_lost = False
-        """Its sender has given it up, and its receiver does not know."""
+        self._is_abandoned = False  # by the receiver, unknown to the sender: sent bytes vanish
+        self._is_lost = False  # given up by the sender, unknown to the receiver
         self._ends_s: float | None = None
         self._breaks_s: float | None = None
         self._has_sender = self._has_receiver = True
@@ -42,15 +40,14 @@ class _Pipe:
         self._receivers = trio.lowlevel.ParkingLot()
 
     async def send(self, data: bytes) -> None:
-        while self.is_full:
-            await self._senders.park()
+        await self.wait_for_room()
         self.check_sender()
         if data and not self._is_abandoned:
             self._flying.append((self._arrival_s(), data))
             self._flying_bytes += len(data)
 
     def check_sender(self) -> None:
-        """Raise ClosedResourceError or BrokenResourceError where sending has no meaning any more."""
+        """Raise ClosedResourceError or BrokenResourceError where nothing can be sent any more."""
         if not self._has_sender:
             raise trio.ClosedResourceError("this end is closed")
         if not self._has_receiver or self._breaks_s is not None or self._is_lost:
@@ -70,7 +67,7 @@ class _Pipe:
             await self._senders.park()
 
     async def receive(self, max_bytes: int | None) -> bytes:
-        """Wait for bytes that have arrived; none at the end of the stream."""
+        """Wait for bytes; return none at the end of the stream."""
         while True:
             if not self._has_receiver:
                 raise trio.ClosedResourceError("this end is closed")
@@ -85,7 +82,7 @@ class _Pipe:
             return True
         if self.is_held:
             return False
-        # Bytes, the end, or the news that the link broke.
+        # The first of bytes, the end, and the failure of the link.
         due_s = self._flying[0][0] if self._flying else self._ends_s
         if self._breaks_s is not None and (due_s is None or self._breaks_s < due_s):
             due_s = self._breaks_s
@@ -109,18 +106,18 @@ class _Pipe:
         return arrived
 
     def _arrival_s(self) -> float:
-        """When what is sent now arrives, and the receiver is woken; nothing overtakes what was sent before it."""
+        """Return the arrival of bytes sent now, and wake the receiver then; nothing overtakes earlier bytes."""
         arrival_s = self._time.now_s + self.latency_s
         if arrival_s > self._last_arrival_s or not self._flying:
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-            self._time.call_at(self._last_arrival_s, self._receivers_wake)
+            self._time.call_at(self._last_arrival_s, self._wake_receivers)
         return self._last_arrival_s
 
-    def _receivers_wake(self) -> None:
+    def _wake_receivers(self) -> None:
         self._receivers.unpark_all()
 
     def end(self) -> None:
-        """Nothing more will be sent."""
+        """End the stream after the bytes sent so far."""
         if self._ends_s is None:
             self._ends_s = self._arrival_s()
 
@@ -134,26 +131,25 @@ class _Pipe:
         self._wake()
 
     def break_off(self) -> None:
-        """Lose what is under way; the receiver hears of it when the news has arrived."""
+        """Lose the bytes in flight; the receiver finds the link broken one latency later."""
         self._breaks_s = self._time.now_s + self.latency_s
         self._time.call_at(self._breaks_s, self._wake)
         self._senders.unpark_all()
 
     def abandon(self) -> None:
-        """Its receiver gives it up; its sender does not learn so."""
+        """Let the receiver give the pipe up, unknown to the sender."""
         self._is_abandoned = True
-        self._forget()
-        self._wake()
+        self._drop()
 
     def lose(self) -> None:
-        """Its sender gives it up: what is under way goes nowhere, and its receiver does not learn so."""
+        """Let the sender give the pipe up, unknown to the receiver."""
         self._is_lost = True
-        self._forget()
-        self._wake()
+        self._drop()
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         self._flying.clear()
         self._flying_bytes = 0
+        self._wake()
 
     def hold(self, is_held: bool) -> None:
         self.is_held = is_held
@@ -165,14 +161,14 @@ class _Pipe:
 
 
 class VirtualStream(trio.abc.HalfCloseableStream):
-    """One end of a link. The calls of a frozen end do not return until it is thawed."""
+    """One end of a link. The calls of a frozen end do not return before it thaws."""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
         self._incoming = incoming
         self._outgoing = outgoing
         self._is_sending = self._is_receiving = False
         self._has_sent_eof = False
-        self._thawed: trio.Event | None = None
+        self._gate = Gate()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         with self._sending():
@@ -202,10 +198,10 @@ class VirtualStream(trio.abc.HalfCloseableStream):
             raise trio.BusyResourceError("another task is receiving")
         self._is_receiving = True
         try:
-            if self._incoming.is_due or self._thawed is not None:
+            if self._incoming.is_due or self._gate.is_closed:
                 await self._checkpoint()
             data = await self._incoming.receive(max_bytes)
-            await self._thaw()
+            await self._gate.passed()
             return data
         finally:
             self._is_receiving = False
@@ -215,27 +211,20 @@ class VirtualStream(trio.abc.HalfCloseableStream):
         await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """End both directions; what was sent still arrives."""
+        """End both directions; sent bytes still arrive."""
         self._outgoing.close_sender()
         self._incoming.close_receiver()
 
-    def freeze(self) -> None:
-        """Have calls wait, those under way as well, until `thaw`."""
-        if self._thawed is None:
-            self._thawed = trio.Event()
-
-    def thaw(self) -> None:
-        thawed, self._thawed = self._thawed, None
-        if thawed is not None:
-            thawed.set()
+    def freeze(self, is_frozen: bool = True) -> None:
+        """Let calls wait, also those in progress, or thaw the end."""
+        if is_frozen:
+            self._gate.close()
+        else:
+            self._gate.open()
 
     async def _checkpoint(self) -> None:
         await trio.lowlevel.checkpoint()
-        await self._thaw()
-
-    async def _thaw(self) -> None:
-        while self._thawed is not None:
-            await self._thawed.wait()
+        await self._gate.passed()
 
     def _check_sender(self) -> None:
         if self._has_sent_eof:
@@ -258,30 +247,29 @@ class VirtualLink:
 
     def __init__(self, time: VirtualTime, *, latency_s: float, window_bytes: int = _WINDOW_BYTES) -> None:
         self._pipes = _Pipe(time, latency_s, window_bytes), _Pipe(time, latency_s, window_bytes)
-        self.is_way_lost = False
-        """It ended between its ends, and neither of them closed it."""
+        self.is_way_lost = False  # it failed between its ends, and neither of them closed it
         self.near = VirtualStream(self._pipes[0], self._pipes[1])
         self.far = VirtualStream(self._pipes[1], self._pipes[0])
 
     @property
     def is_over(self) -> bool:
-        """Both ends were closed."""
+        """Whether both ends were closed."""
         return all(pipe.is_over for pipe in self._pipes)
 
     def cut(self) -> None:
-        """Lose the connection: both ends hear of it, and what is under way is gone."""
+        """Break the connection, with the bytes in flight; both ends find out."""
         for pipe in self._pipes:
             pipe.break_off()
 
     def abandon(self) -> None:
-        """The near end has heard nothing for so long that it gives the connection up; the far end does not learn so."""
+        """Let the near end give the connection up after a long silence, unknown to the far end."""
         self.is_way_lost = True
         incoming, outgoing = self._pipes
         incoming.abandon()
         outgoing.lose()
 
     def hold(self) -> None:
-        """Let nothing through, bad news neither, until `release`."""
+        """Let nothing through until `release`, not even errors."""
         for pipe in self._pipes:
             pipe.hold(True)
 

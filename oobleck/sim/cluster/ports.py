@@ -1,4 +1,4 @@
-"""What a virtual worker has of the world around it, and how its training thread moves in it."""
+"""The ports of a virtual worker to the world, and the moves of its training thread."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .fabric import Fabric, Wait
 from .tempo import Tempo
 
 Carry = Callable[[WorkerId, CommitMessage], None]
-"""Takes a message to another worker, if it lives and can be reached."""
+"""Delivers a message to another worker that lives and is reachable."""
 Moves = Generator[Wait, None, None]
-"""The moves of a training thread: it yields wherever the real one may be preempted or waits."""
+"""The moves of a training thread, which yields wherever the real one may be preempted or waits."""
 
 
 def pause(what: str) -> Iterator[Wait]:
-    """A point where the training thread may be preempted, with nothing to wait for."""
+    """Yield a preemption point of the training thread."""
     yield Wait(what, lambda: True)
 
 
 class Saver(Protocol):
-    """What saves a worker's share of the state."""
+    """Saves a worker's share of the state."""
 
     def want(self, step: int) -> None:
-        """Have the state saved after the first step that is not before this one."""
+        """Request a save after this step, or the first one later."""
 
     def is_wanted(self, step: int) -> bool:
-        """Whether this worker wants it saved after `step`."""
+        """Return whether this worker wants a save after `step`."""
 
     def save(self, effect: Save | SaveEnd) -> None:
         """Save this worker's share, if it has one, and report it."""
@@ -39,15 +39,14 @@ class Saver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPorts:
-    """The network, the time, and those who hear of it."""
+    """A worker's network, clock, and listeners."""
 
     fabric: Fabric
     carry: Carry
     tempo: Tempo
     clock: Callable[[], float]
-    """Seconds."""
     say: Callable[[WorkerMessage], None]
-    """Reports to the agent."""
+    """Sends a message to the agent."""
     announce: Callable[[], None] = lambda: None
-    """Called when a message changes what a wait may look for."""
+    """Tells that a message may have changed the state of a wait."""
     saver: Saver | None = None

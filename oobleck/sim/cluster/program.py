@@ -1,4 +1,4 @@
-"""A virtual worker's programs: they take as long as the schedule's timeline says."""
+"""A virtual worker's programs, which take the times of the schedule's timeline."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .ports import Moves, WorkerPorts
 from .tempo import ProgramTimes
 
 _BUSY_TIMES = 16
-"""As many stretches of computation are remembered as a real worker remembers."""
+"""The number of busy times to remember, as many as a real worker does."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What a worker has done of a step, and has not put into a section."""
+    """The microbatches of a step that a worker has done, and not posted in a section."""
 
     step: int
     microbatches: list[int] = field(default_factory=list)
@@ -31,16 +31,14 @@ class Work:
 
 @dataclass(slots=True)
 class _Running:
-    """A program under way."""
-
     began_s: float
     times: ProgramTimes
     noted: int = 0
-    """Microbatches whose backward pass is noted."""
+    """The microbatches whose backward pass the commit state counts."""
 
 
 class Programs:
-    """The program that one worker runs, and what it ran lately."""
+    """A worker's current program, and the busy times of recent ones."""
 
     def __init__(
         self,
@@ -49,24 +47,20 @@ class Programs:
         partial_commit: steps.PartialCommit,
         carry_out: Callable[[steps.WorkerEffects], Moves],
     ) -> None:
-        """`commit_section` is looked after while a program runs; `carry_out` carries its effects out."""
+        """Take the partial commit to advance during programs; `carry_out` carries out its effects."""
         self.worker_id = commit_state.worker_id
         self.fabric, self._tempo, self._clock = ports.fabric, ports.tempo, ports.clock
         self.commit_state = commit_state
         self.partial_commit = partial_commit
         self.carry_out = carry_out
-        self.spoiled: set[steps.GroupKey] = set()
-        """Groups whose traffic was given up half-way: their messages cannot be distinguished any more."""
+        self.spoiled: set[steps.GroupKey] = set()  # groups abandoned in mid-program: their messages are ambiguous
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
         self._pace = PaceMeter(commit_state.worker_id.device, ports.clock())
 
     def execute(self, work: Work, seat: steps.PlaceInPlan, program: steps.Compute) -> Moves:
-        """Run this stage's program for some microbatches; it ends when the schedule's timeline says.
-
-        At the end of each section but the last, what is done is to be committed.
-        """
+        """Run the stage's program for some microbatches, and begin to commit each section but the last."""
         microbatches = program.microbatches
         if seat.lane_key in self.spoiled:
             raise Violation(
@@ -96,7 +90,7 @@ class Programs:
         self._pace.add(compute_s, len(microbatches))
 
     def _run_section(self, work: Work, seat: steps.PlaceInPlan, takes_s: float) -> Moves:
-        """Compute for a while; with a section on its way, look after it now and then."""
+        """Compute for a while, and advance a section that is being committed meanwhile."""
         stopped = self.commit_state.is_pipeline_stopped
         parts = 3 if self.partial_commit.section is not None and self.partial_commit.section.failure is None else 1
         for part in range(parts):
@@ -116,7 +110,7 @@ class Programs:
         self._running = None
 
     def note_microbatches(self) -> None:
-        """Count what the program under way has done by now."""
+        """Count the microbatches that the current program has done by now."""
         running = self._running
         if running is None:
             return
@@ -126,18 +120,18 @@ class Programs:
 
     @property
     def busy_s(self) -> tuple[tuple[float, float], ...]:
-        """When this worker last computed for steps that are applied."""
+        """The latest times in which this worker computed for applied steps."""
         return tuple(self._busy_s)
 
     def adopt(self, plan: ExecutionPlan) -> None:
         self._pace.adopt(len(plan.worker_ids))
 
     def take_pace(self) -> Pace | None:
-        """The report of how fast this worker computes, where it is due."""
+        """Return the worker's report of its pace, if it is due."""
         return self._pace.take(self._clock())
 
     def end_step(self) -> None:
-        """The step in flight is applied: its computation counts."""
+        """Count the busy times of the step, which is applied."""
         self._busy_s.extend(self._busy_in_step)
 
     def forget_step(self) -> None:

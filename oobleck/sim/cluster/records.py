@@ -1,4 +1,4 @@
-"""Virtual shards, and the records that a virtual worker takes of them in each step, as `training.data.records` does."""
+"""Virtual shards, and a virtual worker's records of each step: the twin of `training.data.records`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from .fabric import Violation
 
 
 class Records:
-    """What was received by now, of all versions. Where data is not in shards, no step needs any."""
+    """The assigned records of all versions, which only jobs with shards need."""
 
     def __init__(self, shards: VirtualShards, *, items: int) -> None:
-        """Each record predicts `items` tokens."""
-        self.assignment_version = 0
-        """The one that steps follow."""
+        """Take the shards, whose records predict `items` tokens each."""
+        self.assignment_version = 0  # the one in force
         self._shards = shards
         self._items = items
         self._told: dict[tuple[int, int], StepRecords] = {}
@@ -28,7 +27,7 @@ class Records:
         return bool(self._shards.names)
 
     def survey(self, wants: tuple[ScanRange, ...]) -> tuple[ScanResult, ...]:
-        """Return what lies in shards from some positions on."""
+        """Return the records of shards from some positions on."""
         return tuple(self._shards.survey(want, items=self._items) for want in wants)
 
     def tell(self, message: StepRecords) -> None:
@@ -43,7 +42,7 @@ class Records:
         return (self.assignment_version, step) in self._told
 
     def over_after(self, step: int) -> RecordsOver | None:
-        """What was said, if it was that no step comes after this one."""
+        """Return the message that this step is the last one, if it came."""
         over = self._over.get(self.assignment_version)
         return over if over is not None and over.step == step else None
 
@@ -51,7 +50,7 @@ class Records:
         return self._told[self.assignment_version, step].runs if self.are_needed else ()
 
     def is_last(self, step: int) -> bool:
-        """Whether a step is known to be the last one."""
+        """Return whether a step is known to be the last one."""
         return bool(self.runs_of(step)) and self._told[self.assignment_version, step].is_last
 
     def read(self, step: int) -> None:
@@ -62,25 +61,23 @@ class Records:
 
 
 class VirtualShards:
-    """How many records each shard has, the same for all workers, and which cannot be read. Both may change."""
+    """The lengths and unreadable parts of shards, the same for all workers. Both may change."""
 
     def __init__(self, names: Sequence[str], lengths: Sequence[int | None]) -> None:
-        """A length of None is endless."""
+        """Take a length of None for an endless shard."""
         assert len(names) == len(lengths), (names, lengths)
         self.names = tuple(names)
         self.lengths = list(lengths)
-        self.is_complete = True
-        """Nothing grows any more."""
-        self.spoiled: dict[int, int] = {}
-        """By shard: from where on it cannot be read."""
+        self.is_complete = True  # no shard grows further
+        self.spoiled: dict[int, int] = {}  # the first unreadable position of a shard
 
     @classmethod
     def of(cls, job: JobSpec) -> VirtualShards:
-        """The shards of a job, of which a simulation knows nothing but the names: endless."""
+        """Return a job's shards, all endless."""
         return cls(job.data.shards, [None] * len(job.data.shards))
 
     def survey(self, want: ScanRange, *, items: int) -> ScanResult:
-        """Return which records begin at a position; each predicts so many tokens."""
+        """Return the records that begin at a position; each predicts `items` tokens."""
         length = self.lengths[want.shard]
         stop = want.start + want.limit if length is None else min(want.start + want.limit, length)
         bounds = tuple(range(want.start, stop + 1))
@@ -92,7 +89,7 @@ class VirtualShards:
         )
 
     def problem_in(self, runs: Sequence[RecordRun]) -> tuple[int, int] | None:
-        """Return (shard, position) of the first record that cannot be read."""
+        """Return (shard, position) of the first unreadable record."""
         for run in runs:
             limit = self.spoiled.get(run.shard)
             if limit is not None and run.bounds[-1] > limit:

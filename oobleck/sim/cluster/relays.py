@@ -1,4 +1,4 @@
-"""Links between virtual agents: the twin of `runtime.relay_network`, and what faults do to them."""
+"""Links between virtual agents, and their faults: the twin of `runtime.relay_network`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ _TICKET = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """A link, and the nodes at its near and its far end."""
-
     caller: str
     listener: str
     link: VirtualLink
 
 
 class VirtualRelays:
-    """All links between agents. `settle` is called whenever a node was frozen, thawed or cut off."""
+    """All links between agents. Call `settle` whenever a node was frozen, thawed or cut off."""
 
     def __init__(self, world: World, is_frozen: Callable[[str], bool]) -> None:
         self._world = world
         self._is_frozen = is_frozen
-        self._listeners: dict[str, _Listener] = {}
-        """By address: the newest of each machine."""
+        self._listeners: dict[str, _Listener] = {}  # the newest of each machine, by address
         self._edges: list[_Edge] = []
 
     def of(self, node: str) -> _Network:
-        """Return how the agent of a node reaches others."""
+        """Return the network of a node's agent."""
         return _Network(self, node)
 
     def settle(self) -> None:
-        """Have each link behave as its ends do by now."""
+        """Let each link behave as its ends do now."""
         for edge in self._edges:
             self._settle(edge)
         self._edges = [edge for edge in self._edges if not edge.link.is_over]
@@ -49,11 +46,8 @@ class VirtualRelays:
             edge.link.release()
         else:
             edge.link.hold()
-        for node, end in ((edge.caller, edge.link.near), (edge.listener, edge.link.far)):
-            if self._is_frozen(node):
-                end.freeze()
-            else:
-                end.thaw()
+        edge.link.near.freeze(self._is_frozen(edge.caller))
+        edge.link.far.freeze(self._is_frozen(edge.listener))
 
     async def listen(self, node: str, address: str) -> _Listener:
         await trio.lowlevel.checkpoint()
@@ -94,15 +88,15 @@ class _Listener:
         await trio.lowlevel.checkpoint()
 
 
+@dataclass(frozen=True, slots=True)
 class _Network:
     """Implements `roles.agent_ports.RelayNetwork`."""
 
-    def __init__(self, relays: VirtualRelays, node: str) -> None:
-        self._relays = relays
-        self._node = node
+    relays: VirtualRelays
+    node: str
 
     async def listen(self, address: str) -> _Listener:
-        return await self._relays.listen(self._node, address)
+        return await self.relays.listen(self.node, address)
 
     async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
-        return await self._relays.dial(self._node, host)
+        return await self.relays.dial(self.node, host)

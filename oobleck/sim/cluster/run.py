@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import trio
 
-from oobleck.control.events import AddRequested, Command, End, Event, StopRequested
+from oobleck.control.events import AddRequested, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.control.speed import LINK_KEYS
-from oobleck.control.training import Coordinator, ReplayedRun
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.control.training import ReplayedRun
+from oobleck.job import JobSpec
+from oobleck.job.ranks import RanksSpec
 from oobleck.planner import NodeKind, Profile, profile_to_json
 from oobleck.roles.master import Master, RunClock
 from oobleck.sim import trace as traces
@@ -24,36 +25,29 @@ from oobleck.wire import decode_json, encode_json
 
 from .cluster import PYTHON_VERSION, VirtualCluster
 from .determinism import run_virtual
+from .ranks import VirtualRank, VirtualRankHost, VirtualScript
+from .recording import Decided, Recording, ScriptsCoordinator, TrainingCoordinator
 from .tempo import Delays
 from .world import World
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
 _GRACE_S = 600.0
-"""How long a run may take to end once its trace has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What the coordinator was fed, and what it commanded."""
-
-    now_s: float
-    event: Event | None
-    """None for a deadline, or the start."""
-    commands: tuple[Command, ...]
+"""The most seconds from the end of the trace to the end of the run."""
+_ORPHANS_END_S = 60.0
+"""The most seconds from the orphan timeout of agents to the end of their ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRun:
-    """What came of a run."""
+    """The result of a run."""
 
     entries: tuple[JournalEntry, ...]
     end: End
     decisions: tuple[Decided, ...]
-    """All that went through the coordinator, where it was asked for; else none."""
+    """Empty unless `run_cluster` keeps them."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal runs."""
         return journal_digest(self.entries)
 
     @property
@@ -75,23 +69,67 @@ def run_cluster(
     observe: Callable[[JournalEntry], None] | None = None,
     keep_decisions: bool = False,
 ) -> ClusterRun:
-    """Run a job through a trace, from virtual second 0; it is stopped, after the step in flight, when the trace ends.
+    """Run a job through a trace, from virtual second 0, and stop it after the step in flight when the trace ends.
 
-    The same arguments give the same journal. `profile` says how long the job's layers take; the job's own model and
-    text are not looked at. `costs` say what orders, groups and commits take, beside the `delays`; without them orders
-    and commits take no time. `kinds` are those that the trace's nodes are of, if they are of several: nothing is cached
-    then. Without `has_profile` it is not cached, so that a worker measures it first. `observe` gets
-    each journal entry. Raises trio.TooSlowError when the run does not end within ten minutes of its trace, and what
-    breaks a promise of the protocol as an `ExceptionGroup` of Violations.
+    The same arguments give the same journal. Raises trio.TooSlowError when the run does not end within ten minutes of
+    its trace, and an `ExceptionGroup` of Violations for broken promises of the protocol.
+
+    Arguments:
+        profile: the times of the job's layers; nothing reads the job's own model and text.
+        kinds: the kinds that the trace names, if it names any; their profiles are never cached.
+        costs: the times of orders, groups and commits, on top of `delays`; by default, orders and commits take none.
+        has_profile: whether the profile is cached; otherwise a worker measures it first.
+        observe: receives each journal entry.
     """
     nodes = NodeKinds(kinds, trace.kinds) if kinds else NodeKinds.alike(profile, devices_per_node=devices_per_node)
-    simulation = _Simulation(trace, job, nodes, seed, delays or Delays(), costs)
-    if not has_profile or kinds:
-        simulation.profiles.profile_json = None
+    cached = profile_to_json(nodes.profile) if has_profile and not kinds else None
+    simulation = _Simulation(trace, job, nodes, World.make(nodes, delays or Delays(), seed, costs), _Profiles(cached))
     simulation.observers = [observe] if observe else []
     simulation.keeps_decisions = keep_decisions
-    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=simulation.time)
+    time = simulation.world.time
+    end = run_virtual(simulation.run, seed=seed, horizon_s=trace.duration_s + _GRACE_S, time=time)
     return ClusterRun(entries=tuple(simulation.journal.entries), end=end, decisions=tuple(simulation.decisions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptsRun:
+    """The result of a run of a script."""
+
+    entries: tuple[JournalEntry, ...]
+    end: End
+    ranks: tuple[VirtualRank, ...]
+    """All ranks that ever ran, in the order of their starts."""
+    left_at_end: tuple[VirtualRank, ...]
+    """The ranks that lived when the master ended."""
+    left: tuple[VirtualRank, ...]
+    """The ranks that still lived after all nodes had been well again for longer than the orphan timeout."""
+
+
+def run_scripts(
+    trace: traces.Trace,
+    *,
+    run: RanksSpec,
+    script: VirtualScript,
+    seed: int = 0,
+    devices_per_node: int = 1,
+    profile: Profile,
+) -> ScriptsRun:
+    """Run a script's ranks through a trace with the real master, agents and coordinator, like `run_cluster`.
+
+    When the trace ends, the run is stopped. `profile` describes the nodes, and no rank uses it. Raises
+    trio.TooSlowError when the run does not end within ten minutes of its trace, or orphans outlive that.
+    """
+    nodes = NodeKinds.alike(profile, devices_per_node=devices_per_node)
+    simulation = _Simulation(trace, run, nodes, World.make(nodes, Delays(), seed), _Profiles(None), script)
+    horizon_s = trace.duration_s + run.control.orphan_timeout_s + _GRACE_S
+    end = run_virtual(simulation.run, seed=seed, horizon_s=horizon_s, time=simulation.world.time)
+    return ScriptsRun(
+        entries=tuple(simulation.journal.entries),
+        end=end,
+        ranks=tuple(simulation.ranks),
+        left_at_end=simulation.left_at_end,
+        left=simulation.left,
+    )
 
 
 class _Journal:
@@ -105,78 +143,40 @@ class _Journal:
 
 
 class _Profiles:
-    """Implements `roles.master_ports.ProfileCache`."""
+    """Implements `roles.master_ports.ProfileCache`: with `profile_json` under every key, if there is one."""
 
     def __init__(self, profile_json: str | None) -> None:
-        """`profile_json` is there for every key of a profile; None for none but those that are stored."""
-        self.profile_json = profile_json
+        self._profile_json = profile_json
         self._stored: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
-        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self.profile_json)
+        return self._stored.get(key, None if key.startswith(LINK_KEYS) else self._profile_json)
 
     def store(self, key: str, profile_json: str) -> None:
         self._stored[key] = profile_json
 
 
 def journal_digest(entries: Iterable[JournalEntry]) -> str:
-    """Return a digest of everything that a journal says: equal for equal runs, in any process."""
+    """Return a digest that is equal for equal journals, in any process."""
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(encode_json(entry) + b"\n")
     return digest.hexdigest()
 
 
-class _RecordingCoordinator(Coordinator):
-    """Keeps what goes in and what comes out. While its process is stopped, nothing goes in."""
-
-    decisions: list[Decided] | None = None
-    frozen_until_s = 0.0
-    unread: deque[Event]
-    """What has happened while it was stopped."""
-
-    def start(self, now_s: float) -> list[Command]:
-        return self._keep(now_s, None, super().start(now_s))
-
-    def handle(self, now_s: float, event: Event) -> list[Command]:
-        if now_s < self.frozen_until_s:
-            self.unread.append(event)
-            return []
-        return [*self._go_on(now_s), *self._keep(now_s, event, super().handle(now_s, event))]
-
-    def handle_deadline(self, now_s: float) -> list[Command]:
-        if now_s < self.frozen_until_s:
-            return []
-        if self.frozen_until_s:
-            return self._go_on(now_s)
-        return self._keep(now_s, None, super().handle_deadline(now_s))
-
-    def next_deadline(self) -> float:
-        return self.frozen_until_s or super().next_deadline()
-
-    def _go_on(self, now_s: float) -> list[Command]:
-        """Act on what should have been done long ago, before anything is read: the worst that can happen."""
-        if not self.frozen_until_s:
-            return []
-        self.frozen_until_s = 0.0
-        commands = self._keep(now_s, None, super().handle_deadline(now_s))
-        while self.unread:
-            event = self.unread.popleft()
-            commands += self._keep(now_s, event, super().handle(now_s, event))
-        return commands
-
-    def _keep(self, now_s: float, event: Event | None, commands: list[Command]) -> list[Command]:
-        if self.decisions is not None:
-            self.decisions.append(Decided(now_s, event, tuple(commands)))
-        return commands
-
-
 class _Simulation:
-    """One run. Only `run` may be called, once."""
+    """One run; call `run` once."""
 
     def __init__(
-        self, trace: traces.Trace, job: JobSpec, kinds: NodeKinds, seed: int, delays: Delays, costs: Costs | None
+        self,
+        trace: traces.Trace,
+        job: JobSpec | RanksSpec,
+        kinds: NodeKinds,
+        world: World,
+        profiles: _Profiles,
+        script: VirtualScript | None = None,
     ) -> None:
+        self.world = world
         self.journal = _Journal()
         self.decisions: list[Decided] = []
         self.keeps_decisions = False
@@ -184,49 +184,65 @@ class _Simulation:
         self._trace = trace
         self._job = job
         self._kinds = kinds
-        self.profiles = _Profiles(profile_to_json(kinds.profile))
-        self._world = World.make(kinds, delays, seed, costs)
-        self.time = self._world.time
+        self._profiles = profiles
+        self._script = script
+        self.ranks: list[VirtualRank] = []
+        self.left_at_end: tuple[VirtualRank, ...] = ()
+        self.left: tuple[VirtualRank, ...] = ()
         self._master: Master | None = None
         self._life = trio.CancelScope()
         self._down_s = 0.0
-        self._unheard: list[Event] = []
-        """What was submitted while there was no master, or while it was stopped."""
-        self._coordinator: _RecordingCoordinator | None = None
+        self._waiting: list[Event] = []  # submitted while there was no master, or while it was frozen
+        self._coordinator: Recording | None = None
 
     async def run(self) -> End:
         async with trio.open_nursery() as nursery:
-            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self._world, nursery)
+            new_host = None
+            if self._script is not None:
+                new_host = partial(VirtualRankHost, self.world, script=self._script, note=self.ranks.append)
+            cluster = VirtualCluster(self._job.tag, self._trace.nodes, self.world, nursery, new_host)
             for node in self._trace.start:
                 cluster.join(node)
-            nursery.start_soon(self._play, cluster, nursery)
+            playing = trio.CancelScope()
+            nursery.start_soon(self._play, cluster, nursery, playing)
             end = await self._run_masters(cluster)
+            if self._script is not None:
+                # Once the trace no longer disturbs nodes, agents without a master end their ranks.
+                playing.cancel()
+                self.left_at_end = self.living_ranks
+                cluster.heal()
+                for node in self._trace.nodes:
+                    cluster.thaw(node)
+                await trio.sleep(self._job.control.orphan_timeout_s + _ORPHANS_END_S)
+            self.left = self.living_ranks
             nursery.cancel_scope.cancel()
         return end
 
+    @property
+    def living_ranks(self) -> tuple[VirtualRank, ...]:
+        return tuple(rank for rank in self.ranks if rank.end is None)
+
     async def _run_masters(self, cluster: VirtualCluster) -> End:
-        """One master, and after each crash another, until the run has ended."""
+        """Run a master, and a successor after each crash, until the run ends."""
         while True:
-            cluster.thaw_master()
+            cluster.freeze_master(0.0)
             master = self._make_master(cluster)
-            for event in self._unheard:
-                master.submit(event)
-            self._unheard.clear()
+            self._submit_waiting(master)
             with trio.CancelScope() as self._life:
                 self._master = master
                 return await master.run()
             self._master = None
             if self.journal.entries and isinstance(entry := self.journal.entries[-1], JobEnded):
-                return End(exit_code=entry.exit_code, reason=entry.reason)  # it was only saying farewell
+                return End(exit_code=entry.exit_code, reason=entry.reason)  # the run was over before the crash
             await trio.sleep(self._down_s)
 
-    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
-        """Let each event of the trace happen at its time, whatever the run is doing, and then stop the run."""
-        for event in self._trace.events:
-            await trio.sleep_until(event.t_s)
-            self._strike(event, cluster, nursery)
-        await trio.sleep_until(self._trace.duration_s)
-        self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
+    async def _play(self, cluster: VirtualCluster, nursery: trio.Nursery, playing: trio.CancelScope) -> None:
+        with playing:
+            for event in self._trace.events:
+                await trio.sleep_until(event.t_s)
+                self._strike(event, cluster, nursery)
+            await trio.sleep_until(self._trace.duration_s)
+            self._submit(StopRequested(now=False, exit_code=0, reason="the trace ends"))
 
     def _strike(self, event: traces.TraceEvent, cluster: VirtualCluster, nursery: trio.Nursery) -> None:
         match event:
@@ -234,7 +250,7 @@ class _Simulation:
                 cluster.lose(node)
             case traces.Joined(node=node):
                 cluster.join(node)
-                self._submit(AddRequested(spec=self._spec(node)))
+                self._submit(AddRequested(spec=self._kinds.spec(node)))
             case traces.Frozen(node=node):
                 cluster.freeze(node)
             case traces.Thawed(node=node):
@@ -250,7 +266,8 @@ class _Simulation:
             case traces.AgentFrozen(node=node, frozen_s=frozen_s):
                 cluster.freeze_agent(node, frozen_s)
             case traces.MasterCrashed(down_s=down_s):
-                self._crash_master(down_s)
+                self._down_s = down_s
+                self._life.cancel()
             case traces.MasterFrozen(frozen_s=frozen_s):
                 self._freeze_master(cluster, nursery, frozen_s)
             case traces.Partitioned(nodes=nodes, spares_master=True):
@@ -265,21 +282,22 @@ class _Simulation:
                 assert_never(event)
 
     def _make_master(self, cluster: VirtualCluster) -> Master:
-        """A master that takes over what is left of the run, or starts it where nothing is."""
-        replayed = _replay(self.journal.entries)
-        if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
+        """Return a master that takes over the run, or starts it where no agent is left."""
+        job, specs = self._job, tuple(map(self._kinds.spec, self._trace.start))
+        coordinator: Recording
+        if isinstance(job, RanksSpec):
             replayed = None
+            coordinator = ScriptsCoordinator(job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
+        else:
+            replayed = _replay(self.journal.entries)
+            if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
+                replayed = None
+            coordinator = TrainingCoordinator(
+                job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION, replayed=replayed
+            )
         if replayed is None:
             cluster.end_all()
             self.journal.entries.clear()
-        coordinator = _RecordingCoordinator(
-            self._job,
-            tuple(map(self._spec, self._trace.start)),
-            started_at=_STARTED_AT,
-            python_version=PYTHON_VERSION,
-            replayed=replayed,
-        )
-        coordinator.unread = deque()
         self._coordinator = coordinator
         coordinator.decisions = self.decisions if self.keeps_decisions else None
         master = Master(
@@ -287,31 +305,27 @@ class _Simulation:
             self._job,
             cluster=cluster,
             journal=self.journal,
-            profiles=self.profiles,
+            profiles=self._profiles,
             clock=RunClock(elapsed_s=trio.current_time()),
         )
         for observer in self.observers:
             master.observe(observer)
         return master
 
-    def _spec(self, name: str) -> NodeSpec:
-        return self._kinds.spec(name)
-
     def _submit(self, event: Event) -> None:
-        """Send to the master, or to the next one, if there is none just now."""
+        """Submit an event to the master, or keep it while there is none, or it is frozen."""
         is_frozen = self._coordinator is not None and self._coordinator.frozen_until_s
         if self._master is not None and not is_frozen:
             self._master.submit(event)
         else:
-            self._unheard.append(event)
+            self._waiting.append(event)
 
-    def _crash_master(self, down_s: float) -> None:
-        """The master ends where it stands; another is started after so many seconds."""
-        self._down_s = down_s
-        self._life.cancel()
+    def _submit_waiting(self, master: Master) -> None:
+        for event in self._waiting:
+            master.submit(event)
+        self._waiting.clear()
 
     def _freeze_master(self, cluster: VirtualCluster, nursery: trio.Nursery, frozen_s: float) -> None:
-        """The master is stopped, and continues where it stood."""
         coordinator = self._coordinator
         if self._master is None or coordinator is None:
             return
@@ -320,18 +334,16 @@ class _Simulation:
         cluster.freeze_master(until_s)
         nursery.start_soon(self._thaw_master, cluster, coordinator, until_s)
 
-    async def _thaw_master(self, cluster: VirtualCluster, coordinator: _RecordingCoordinator, until_s: float) -> None:
+    async def _thaw_master(self, cluster: VirtualCluster, coordinator: Recording, until_s: float) -> None:
         await trio.sleep_until(until_s)
         if self._coordinator is not coordinator or self._master is None or coordinator.frozen_until_s > until_s:
-            return  # another has taken its place, or it was stopped once more
-        cluster.thaw_master()
-        for event in self._unheard:
-            self._master.submit(event)
-        self._unheard.clear()
+            return  # another master has taken over, or this one was frozen once more
+        cluster.freeze_master(0.0)
+        self._submit_waiting(self._master)
 
 
 def _replay(entries: Sequence[JournalEntry]) -> ReplayedRun | None:
-    """Read a journal as a real master does: an image of its first part, and the entries after it."""
+    """Read a journal as a real master does: an image of its first half, and the entries after it."""
     books, place = RunBooks(), len(entries) // 2
     for entry in entries[:place]:
         books.apply(entry)

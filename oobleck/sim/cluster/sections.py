@@ -1,8 +1,8 @@
-"""Sections of a step over the virtual fabric: carries out the effects of `control.commit.partial_commit`."""
+"""Sections of a step over the virtual fabric: carries out the effects of `control.steps.PartialCommit`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from oobleck.control.protocol import SectionRecord, Subject, Tally, Topic, Totals
@@ -17,18 +17,16 @@ from .ports import Moves, pause
 
 @dataclass(slots=True)
 class _Posted:
-    """A section whose gradients are on their way."""
-
     number: int
     step: int
     mine: tuple[int, ...]
-    """The microbatches that this worker put into it."""
+    """This worker's microbatches."""
     sums: list[tuple[GroupKey, tuple[int, ...], int]]
     """Groups, their layers, and the sequence numbers of their all-reduces."""
     summed: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By layer, once all sums are here: the microbatches in them."""
+    """The microbatches in each layer's sum, once all are complete."""
     agrees: bool = False
-    """This worker's part in the agreement on it is brought."""
+    """Whether this worker has posted its part of the agreement."""
 
     @property
     def subject(self) -> Subject:
@@ -36,7 +34,7 @@ class _Posted:
 
 
 class SectionSums:
-    """The sums of the section on its way, if there is one, and the agreement on it."""
+    """The sums of the section that is being committed, if there is one, and the agreement on it."""
 
     def __init__(
         self,
@@ -46,19 +44,15 @@ class SectionSums:
         agreements: VirtualAgreements,
         layers: HeldLayers,
     ) -> None:
-        """`layers` get the sums of what is committed."""
-        self._commit_state = commit_state
-        self._fabric = fabric
-        self._groups = groups
-        self._agreements = agreements
-        self._layers = layers
+        self._commit_state, self._fabric, self._groups = commit_state, fabric, groups
+        self._agreements, self._layers = agreements, layers
         self._buckets: tuple[Bucket, ...] = ()
         self._committee: Committee | None = None
         self._tells = False
         self._posted: _Posted | None = None
 
     def adopt(self, buckets: tuple[Bucket, ...], committee: Committee, *, tells: bool) -> None:
-        """A plan comes into force; `tells` if this worker's stage knows of losses."""
+        """Adopt a plan; `tells` if this worker's stage has the losses."""
         self._buckets, self._committee, self._tells = buckets, committee, tells
 
     def post(self, number: int, step: int, mine: tuple[int, ...]) -> None:
@@ -69,17 +63,21 @@ class SectionSums:
         self._posted = _Posted(number, step, mine, sums)
 
     def take_sums(self) -> Generator[Wait, None, bool]:
-        """Take the sums, if they are here. Raises PeerLost."""
+        """Take the sums, if they are complete. Raises PeerLost."""
         posted = self._section
         if not all(self._fabric.is_complete(key, at) for key, _, at in posted.sums):
             return False
-        yield self._pause("sums of a section are here", [key for key, _, _ in posted.sums])
+        # The training thread may be preempted here, or find that the network has failed it.
+        lacks = self._fabric.lacks_a_member
+        yield Wait(
+            "sums of a section are here", lambda: True, can_fail=lambda: any(lacks(key) for key, _, _ in posted.sums)
+        )
         for key, layers, at in posted.sums:
             posted.summed.update(dict.fromkeys(layers, self._fabric.total(key, at, posted.step)))
         return True
 
     def post_totals(self) -> Moves:
-        """Bring this worker's part to the agreement. Raises PeerLost."""
+        """Post this worker's part of the agreement. Raises PeerLost."""
         posted = self._section
         yield from pause("about to commit")
         mine = Tally.of(posted.mine if self._tells else ())
@@ -87,7 +85,7 @@ class SectionSums:
         posted.agrees = True
 
     def take_totals(self) -> Generator[Wait, None, SectionTotals | None]:
-        """Take what all brought to it, if it is here. Raises PeerLost."""
+        """Take the total of the agreement, if it is here. Raises PeerLost."""
         posted, everyone = self._section, self._everyone
         if not self._agreements.is_here(everyone, posted.subject):
             return None
@@ -105,7 +103,7 @@ class SectionSums:
         self._posted = None
 
     def give_back(self) -> tuple[int, ...]:
-        """Give the section up; return the microbatches that were put into it."""
+        """Abandon the section, and return its microbatches."""
         posted, self._posted = self._section, None
         return posted.mine
 
@@ -131,7 +129,3 @@ class SectionSums:
     def _everyone(self) -> Committee:
         assert self._committee is not None
         return self._committee
-
-    def _pause(self, what: str, keys: Sequence[GroupKey]) -> Wait:
-        """A point where the training thread may be preempted, or finds that the network has failed it."""
-        return Wait(what, lambda: True, can_fail=lambda: any(map(self._fabric.lacks_a_member, keys)))

@@ -1,4 +1,4 @@
-"""A step of a virtual worker: what its follower wants of it, and of its sections, as moves in virtual time."""
+"""A step of a virtual worker: the follower's effects on the step and its sections, as moves in virtual time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ StepEffect = (
 
 
 class StepDriver:
-    """Carries out what concerns a step, under the plan in force."""
+    """Carries out the effects of a step under the plan in force."""
 
     def __init__(
         self,
@@ -46,42 +46,32 @@ class StepDriver:
         records: Records,
         programs: Programs,
     ) -> None:
-        self.seat: steps.PlaceInPlan | None = None
-        """In the plan in force; None for a spare."""
-        self.reduced: dict[int, tuple[int, ...]] = {}
-        """The sums that the step is applied with, once they are here."""
-        self.taken: dict[int, tuple[RecordRun, ...]] = {}
-        """The records of the steps that it has applied."""
-        self._job = job
-        self._ports = ports
-        self._commit_state = commit_state
-        self._groups = groups
-        self._agreements = agreements
-        self._layers = layers
-        self._records = records
-        self._programs = programs
+        self.seat: steps.PlaceInPlan | None = None  # None for a spare
+        self.reduced: dict[int, tuple[int, ...]] = {}  # the sums to apply the step with
+        self.taken: dict[int, tuple[RecordRun, ...]] = {}  # the records of each applied step
+        self._job, self._ports, self._commit_state = job, ports, commit_state
+        self._groups, self._agreements, self._layers = groups, agreements, layers
+        self._records, self._programs = records, programs
         self._sections = SectionSums(commit_state, ports.fabric, groups, agreements, layers)
+        # The groups that sum the gradients of the worker's layers, for the newest committee.
         self._buckets: tuple[steps.Committee, tuple[Bucket, ...]] | None = None
-        """The groups in which the gradients of its layers are summed, those of the newest committee."""
         self._work: Work | None = None
-        self._reduce_s = self._committing_s = 0.0
-        """Seconds that the sums of a step, and its commit, take under the plan in force."""
+        self._reduce_s = self._committing_s = 0.0  # under the plan in force
         self._step_began_s = ports.clock()
-        self._posted_s: float | None = None
-        """When this worker had done its part of the step."""
+        self._posted_s: float | None = None  # when the worker had finished its part of the step
 
     def adopt(self, plan: ExecutionPlan, seat: steps.PlaceInPlan | None, committee: steps.Committee | None) -> None:
         if self.seat is None:
-            self._step_began_s, self._posted_s = self._ports.clock(), None  # it has rested until now
+            self._step_began_s, self._posted_s = self._ports.clock(), None  # the worker was a spare until now
         self.seat = seat
         self._programs.adopt(plan)
-        self._reduce_s = self._ports.tempo.reduce_s(plan)
-        self._committing_s = self._ports.tempo.committing_s(plan)
+        self._reduce_s = self._ports.tempo.pace.reduce_s(plan)
+        self._committing_s = self._ports.tempo.costs.committing_s(len(plan.worker_ids))
         if committee is not None:
             self._sections.adopt(self._buckets_of(committee), committee, tells=self._tells)
 
     def groups_of(self, committee: steps.Committee) -> list[steps.GroupKey]:
-        """The groups in which the gradients of its layers are summed."""
+        """Return the groups that sum the gradients of the worker's layers."""
         return [key for key, _ in self._buckets_of(committee)]
 
     def _buckets_of(self, committee: steps.Committee) -> tuple[Bucket, ...]:
@@ -155,7 +145,7 @@ class StepDriver:
         for key, layers, sequence in posted:
             summed = yield from self._groups.sum(key, sequence, step, takes_s=takes_s)
             self.reduced.update(dict.fromkeys(layers, summed))
-            takes_s = 0.0  # those of the first one cover all
+            takes_s = 0.0  # the seconds of the first sum cover all
         yield from pause("reduced")
 
     def _agree(self, effect: steps.Agree) -> Generator[Wait, None, steps.Agreed]:
@@ -172,26 +162,23 @@ class StepDriver:
         total = yield from self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)
         yield from pause("agreed to commit")
         stops, saves, took_s = total.numbers
-        record = self._record(step, committee.generation, duration_s=took_s / len(committee.members))
-        return steps.Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
-
-    @property
-    def _tells(self) -> bool:
-        """It reports microbatches: of a pipeline's stages, the last one knows of losses."""
-        return self.seat is not None and self.seat.is_last
-
-    def _record(self, step: int, generation: int, *, duration_s: float) -> CommitRecord:
-        return CommitRecord(
+        record = CommitRecord(
             step=step,
-            generation=generation,
+            generation=committee.generation,
             loss=1.0,
             grad_norm=1.0,
             learning_rate=1.0,
             num_samples=self._job.global_batch_size,
             samples_repeated=0,
             samples_missing=0,
-            duration_s=duration_s,
+            duration_s=took_s / len(committee.members),
         )
+        return steps.Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this worker reports microbatches: a pipeline's last stage has the losses."""
+        return self.seat is not None and self.seat.is_last
 
     def _apply(self, record: CommitRecord) -> Moves:
         if runs := self._records.runs_of(record.step):
@@ -204,7 +191,6 @@ class StepDriver:
             self._ports.say(pace)
 
     def _evaluate(self, effect: steps.Evaluate) -> Generator[Wait, None, steps.Evaluation]:
-        """All sum their losses, which takes no time here."""
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))

@@ -1,4 +1,4 @@
-"""Layers on their way from one virtual worker to another: the twin of `training.comm.transfer`."""
+"""Transfers of layers between virtual workers: the twin of `training.comm.transfer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ports import WorkerPorts, pause
 
 
 class Transfers:
-    """What one worker exchanged for the plan in force."""
+    """One worker's transfers for the plan in force."""
 
     def __init__(self, ports: WorkerPorts, commit_state: CommitState) -> None:
         self.took_s = 0.0
@@ -24,7 +24,7 @@ class Transfers:
         self._commit_state = commit_state
 
     def exchange(self, update: PlanUpdate, layers: HeldLayers) -> Generator[Wait, None, dict[int, Version]]:
-        """Send what a plan update has this worker send; return the layers that it receives."""
+        """Send and receive this worker's layers of a plan update; return the received ones."""
         for item in update.transfers:
             if item.source == self._worker_id:
                 key = transfer_key(item, update.generation)

@@ -1,8 +1,9 @@
 """Virtual workers: drivers of the follower and its `CommitState`, like `training.step.engine`, in virtual time.
 
-`control.commit.follower` says what is done, and in which order. Here each effect becomes moves: the training thread is
-a generator that yields wherever the real one may be preempted or has to wait, so that the caller of `step` chooses the
-interleaving. What must never happen, such as a layer that no worker sent, raises `Violation` on the spot."""
+`control.steps.Follower` decides what a worker does, and in which order. Here each effect becomes moves: the training
+thread is a generator that yields wherever the real one may be preempted or has to wait, so the caller of `step` chooses
+the interleaving. What must never happen, such as a layer that no worker sent, raises `Violation` on the spot.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from .transfer import Transfers
 
 
 class VirtualWorker:
-    """One worker process. `step` makes the training thread's next move, `take` a message of the control thread."""
+    """One worker process. `step` makes the training thread's next move, `take` handles a message."""
 
     programs: type[Programs] = Programs
 
     def __init__(
         self, worker_id: WorkerId, job: JobSpec, ports: WorkerPorts, *, shards: VirtualShards | None = None
     ) -> None:
-        """`shards` are those of the job where others than endless ones are wanted."""
+        """Take the job's `shards`; by default, endless ones."""
         self.worker_id = worker_id
         self.commit_state = steps.CommitState(worker_id, ports.announce, lock=nullcontext())
         self._ports = ports
@@ -58,8 +59,7 @@ class VirtualWorker:
             programs=self._programs,
         )
         self._received: dict[int, Version] = {}
-        self._given_s = 0.0
-        """When the newest order came. The master decides in no time here, and its work is waited for instead."""
+        self._ordered_s = 0.0  # the arrival of the newest order
         self._thread = self._carry_out(self._follower.run())
         self.wait = next(self._thread)
 
@@ -76,12 +76,12 @@ class VirtualWorker:
                     device=self.worker_id.device,
                     inquiry=inquiry,
                     microbatches_done=self.commit_state.microbatches_done,
-                    waits_for=(),  # a wait does not know for whom it is; that a worker computes, its agent sees
+                    waits_for=(),  # waits here do not know their peers; the agent sees that a worker computes
                     has_come_on=False,
                 )
                 self._ports.say(activity)
             case protocol.PlanOrder():
-                self._given_s = self._ports.clock()
+                self._ordered_s = self._ports.clock()
                 self._groups.know(message.common.addresses)
                 if (needed := self.commit_state.give_order(message)) is not None:
                     self._ports.say(needed)
@@ -107,7 +107,7 @@ class VirtualWorker:
         return self._ports.fabric.reaches(self.worker_id.node, other.node)
 
     def hear(self, source: WorkerId, message: protocol.CommitMessage) -> None:
-        """Handle one message of another worker; like `take`, whatever the training thread does."""
+        """Handle one message of another worker, at any point of the training thread, like `take`."""
         self._agreements.hear(source, message)
         self._ports.announce()
 
@@ -124,7 +124,7 @@ class VirtualWorker:
         self.wait = self._thread.throw(steps.PeerLost(self.wait.what))
 
     def _carry_out(self, effects: steps.WorkerEffects) -> Moves:
-        """Carry out effects in order; the follower handles what fails."""
+        """Carry out effects in order; failures go back to the follower."""
         outcome: steps.EffectOutcome = None
         failure: Exception | None = None
         while True:
@@ -151,7 +151,7 @@ class VirtualWorker:
                 if self._ports.saver is not None:
                     self._ports.saver.save(effect)
             case steps.PrepareToSave() | steps.CompareReplicas():
-                pass  # layers have no numbers
+                pass  # virtual layers have no values
             case steps.ReportResumed(generation=generation):
                 self._report_resumed(generation)
             case steps.ReportFinished():
@@ -178,7 +178,7 @@ class VirtualWorker:
             case steps.Adopt():
                 yield from self._adopt(effect)
             case steps.ReadCheckpoint():
-                raise Violation(f"{self.worker_id} has nothing to restore from: layers have no numbers")
+                raise Violation(f"{self.worker_id} has nothing to restore from: virtual layers have no values")
             case _:
                 return (yield from self.driver.do(effect))
         return None
@@ -188,7 +188,8 @@ class VirtualWorker:
         yield Wait("an order", lambda: self.commit_state.has_update)
         update = self.commit_state.take_update()
         assert update is not None
-        if (takes_s := self._given_s + self._ports.tempo.ordering_s(update) - self._ports.clock()) > 0:
+        # The virtual master decides at once, and the workers wait for the time of its work.
+        if (takes_s := self._ordered_s + self._ports.tempo.ordering_s(update) - self._ports.clock()) > 0:
             yield Wait("the master's work for the order", lambda: True, takes_s=takes_s)
         yield from pause("took an order")
         return update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import trio
@@ -13,21 +14,21 @@ from oobleck.job import JobSpec
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.profiles import LINKS
 
+from .gate import Gate
 from .ports import WorkerPorts
 from .worker import VirtualWorker
-from .world import Gate, World
+from .world import World
 
 _KILLED = protocol.Killed(signal=9)
 _TIMED_BYTES = (1 << 10, 1 << 20)
 
 
 class WorkerProcess:
-    """A worker process, from its agent's side, and the world's hold on it. `run` is its life."""
+    """A worker process, as its agent and the world see it; `run` is its life, behind the gate of its node."""
 
     def __init__(
         self, setup: protocol.SetUpWorker, pid: int, world: World, gate: Gate, clock: Callable[[], float]
     ) -> None:
-        """`gate` is the node's: a frozen node's processes are frozen."""
         self.pid = pid
         self.worker_id = setup.worker_id
         self._setup = setup
@@ -39,26 +40,23 @@ class WorkerProcess:
         self._ended = trio.Event()
         self._woken = trio.lowlevel.ParkingLot()
         self._alarm_s = 0.0
-        self._worked_s = 0.0
-        """How long its training thread has computed, moved layers, or summed, up to the newest move."""
+        self._worked_s = 0.0  # busy seconds of the training thread up to its newest move
         self._works_since_s = math.inf
-        """While it does."""
-        self._untold: list[protocol.WorkerBound] = []
-        """What waits in the socket of a process that is frozen, or not set up yet."""
+        self._unread: list[protocol.WorkerBound] = []  # while the process is frozen, or not set up yet
+        # Messages of other workers in flight: (arrival, source, message).
         self._letters: list[tuple[float, WorkerId, protocol.CommitMessage]] = []
-        """Of other workers, on their way: when each arrives, and whose it is."""
         self._profiling = trio.Event()
-        self._say, self._said = trio.open_memory_channel[protocol.WorkerMessage](math.inf)
+        self._outbox, self._sent = trio.open_memory_channel[protocol.WorkerMessage](math.inf)
 
     async def send(self, messages: Sequence[protocol.WorkerBound]) -> None:
         await trio.lowlevel.checkpoint()
         if self._ended.is_set():
             raise trio.BrokenResourceError(f"worker {self.pid} is gone")
-        self._untold += messages
-        self._listen()
+        self._unread += messages
+        self._read()
 
     async def receive(self) -> protocol.WorkerMessage:
-        message = await self._said.receive()
+        message = await self._sent.receive()
         await self._gate.passed()
         return message
 
@@ -68,12 +66,12 @@ class WorkerProcess:
         return _KILLED
 
     def kill(self) -> None:
-        """The process ends here and now; what it said before can still be heard."""
+        """End the process at once; the agent can still receive its earlier messages."""
         if self._ended.is_set():
             return
         self._ended.set()
         self._scope.cancel()
-        self._say.close()
+        self._outbox.close()
         if self._worker is not None:
             self._world.fabric.end(self.worker_id, self._world.fabric.newest)
             del self._world.peers[self.worker_id]
@@ -82,9 +80,9 @@ class WorkerProcess:
         return self._worked_s + max(0.0, self._world.time.now_s - self._works_since_s)
 
     def wake(self) -> None:
-        """Have it look again at what it waits for, and at what arrived while it was frozen."""
+        """Let the process read its messages and check its wait again, after a freeze or a thaw."""
         if not self._ended.is_set():
-            self._listen()
+            self._read()
             self._unpark()
 
     def _unpark(self) -> None:
@@ -99,14 +97,14 @@ class WorkerProcess:
                 carry=self._carry,
                 tempo=self._world.tempo,
                 clock=self._clock,
-                say=self._say.send_nowait,
+                say=self._outbox.send_nowait,
                 announce=self._unpark,
             )
             worker = self._worker = VirtualWorker(self.worker_id, self._setup.job, ports)
             self._world.fabric.watch(self.worker_id, self._unpark)
             self._world.peers[self.worker_id] = self._expect
-            self._say.send_nowait(self._ready(worker.address))
-            self._listen()
+            self._outbox.send_nowait(self._ready(worker.address))
+            self._read()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._profile)
                 await self._train(worker)
@@ -125,24 +123,23 @@ class WorkerProcess:
             address=address,
         )
 
-    def _listen(self) -> None:
-        """Take what has arrived, as the control thread does at once, whatever the training thread is doing."""
+    def _read(self) -> None:
+        """Handle messages at once, as the control thread does, whatever the training thread is doing."""
         if self._worker is None or self._gate.is_closed:
             return
-        told, self._untold = self._untold, []
-        for message in told:
+        messages, self._unread = self._unread, []
+        for message in messages:
             match message:
                 case protocol.ProfileRequest():
                     self._profiling.set()
                 case protocol.TimeLink(peer=peer) if message.leads:
                     self._time_link(peer.worker_id)
                 case protocol.TimeLink():
-                    pass  # the other answers
+                    pass  # the other worker reports
                 case _:
                     self._worker.take(message)
 
     def _carry(self, target: WorkerId, message: protocol.CommitMessage) -> None:
-        """Send another worker a message. What is meant for one that has ended is lost."""
         if target in self._world.peers:
             self._world.peers[target](self.worker_id, message)
 
@@ -152,7 +149,7 @@ class WorkerProcess:
         self._world.time.call_at(arrives_s, self._unpark)
 
     def _hear(self, worker: VirtualWorker) -> None:
-        """Take what has arrived from other workers. What a partition holds up arrives when it ends."""
+        """Handle arrived messages of other workers; a partition delays them until it ends."""
         letters, self._letters = self._letters, []
         for letter in letters:
             arrives_s, source, message = letter
@@ -162,40 +159,39 @@ class WorkerProcess:
                 self._letters.append(letter)
 
     def _time_link(self, peer: WorkerId) -> None:
-        """Say what the profile says; nothing where a partition lies between the two."""
+        """Report the profile's times for a link, or nothing across a partition."""
         if self._world.fabric.is_whole((self.worker_id, peer)):
             link = self._world.kinds.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
             seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
-            self._say.send_nowait(protocol.LinkTimed(device=self.worker_id.device, seconds=seconds))
+            self._outbox.send_nowait(protocol.LinkTimed(device=self.worker_id.device, seconds=seconds))
 
     async def _profile(self) -> None:
         await self._profiling.wait()
         await self._work(self._world.delays.profile_s)
         profile_json = profile_to_json(self._world.kinds.profile_of(self.worker_id.node))
-        self._say.send_nowait(protocol.Profiled(device=self.worker_id.device, profile_json=profile_json))
+        self._outbox.send_nowait(protocol.Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:
-        """Work for so long; a frozen process makes no progress."""
+        """Work for some seconds, without progress while the process is frozen."""
         due_s = self._world.time.now_s + seconds
         while self._world.time.now_s < due_s:
             await self._pause_until(due_s)
             due_s += await self._frozen()
 
     async def _frozen(self) -> float:
-        """Wait while the process is frozen; returns for how long it was."""
+        """Wait while the process is frozen, and return the seconds of it."""
         began_s = self._world.time.now_s
         await self._gate.passed()
         return self._world.time.now_s - began_s
 
     async def _pause_until(self, due_s: float) -> None:
-        """Wait until something happens, or until then."""
         if due_s not in (math.inf, self._alarm_s):
             self._alarm_s = due_s
             self._world.time.call_at(due_s, self._unpark)
         await self._woken.park()
 
     async def _train(self, worker: VirtualWorker) -> None:
-        """Step the training thread: as time passes, as peers come along, or as they are lost."""
+        """Step the training thread as its waits end, are interrupted, or fail."""
         wait, due_s = worker.wait, math.inf
         while True:
             due_s += await self._frozen()
@@ -221,57 +217,57 @@ class WorkerProcess:
             await trio.lowlevel.checkpoint()
 
 
+@dataclass(eq=False)
 class VirtualWorkerHost:
     """Starts virtual workers on one node."""
 
-    def __init__(
-        self,
-        world: World,
-        gate: Gate,
-        nursery: trio.Nursery,
-        *,
-        pids: Callable[[], int],
-        clock: Callable[[], float],
-        warm_up: Callable[[], float],
-    ) -> None:
-        """`pids` gives new process ids; `warm_up` the seconds until the node can fork workers."""
-        self.processes: list[WorkerProcess] = []
-        self._world = world
-        self._gate = gate
-        self._nursery = nursery
-        self._pids = pids
-        self._clock = clock
-        self._warm_up = warm_up
-        self._say, self._said = trio.open_memory_channel[protocol.ForkServerEnded](math.inf)
+    world: World
+    gate: Gate
+    nursery: trio.Nursery
+    _: KW_ONLY
+    pids: Callable[[], int]
+    """Returns a new process id."""
+    clock: Callable[[], float]
+    warm_up: Callable[[], float]
+    """Returns the seconds until the node can fork workers."""
+    processes: list[WorkerProcess] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._send_end, self._server_ends = trio.open_memory_channel[protocol.ForkServerEnded](math.inf)
 
     async def server_ended(self) -> protocol.ForkServerEnded:
-        how = await self._said.receive()
-        await self._gate.passed()
-        return how
+        end = await self._server_ends.receive()
+        await self.gate.passed()
+        return end
 
     def end_server(self) -> None:
-        """What forks workers is gone: those that live stay, others wait for the next one."""
-        self._say.send_nowait(protocol.ForkServerEnded(end=_KILLED, is_restarted=True))
+        """End the fork server: living workers stay, new ones wait for the next server."""
+        self._send_end.send_nowait(protocol.ForkServerEnded(end=_KILLED, is_restarted=True))
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
         await trio.lowlevel.checkpoint()
 
     async def start(self, setup: protocol.SetUpWorker) -> WorkerProcess:
-        while (wait_s := self._warm_up()) > 0:  # noqa: ASYNC110  it may end while it is waited for
+        while (wait_s := self.warm_up()) > 0:  # noqa: ASYNC110  the server may end during the wait
             await trio.sleep(wait_s)
-        await trio.sleep(self._world.delays.start_worker_s)
-        await self._gate.passed()
-        process = WorkerProcess(setup, self._pids(), self._world, self._gate, self._clock)
+        await trio.sleep(self.world.delays.start_worker_s)
+        await self.gate.passed()
+        process = WorkerProcess(setup, self.pids(), self.world, self.gate, self.clock)
         self.processes.append(process)
-        self._nursery.start_soon(process.run)
+        self.nursery.start_soon(process.run)
         return process
 
+    def crash(self, device: int) -> None:
+        """Kill the workers of a device."""
+        for process in self.processes:
+            if process.worker_id.device == device:
+                process.kill()
+
     def wake(self) -> None:
-        """The node was frozen or thawed."""
+        """Let all processes see that the node was frozen or thawed."""
         for process in self.processes:
             process.wake()
 
     def end_all(self) -> None:
-        """All processes end: the node's power, or the agent they depend on, is gone."""
         for process in self.processes:
             process.kill()

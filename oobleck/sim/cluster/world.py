@@ -1,12 +1,10 @@
-"""What all virtual nodes of one run share: the network, the tempo of work, and chance."""
+"""The world that all virtual nodes of one run share: the network, the tempo of work, and chance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-
-import trio
 
 from oobleck.control.protocol import CommitMessage
 from oobleck.planner import WorkerId
@@ -19,8 +17,6 @@ from .tempo import Delays, Tempo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The surroundings of every virtual process."""
-
     kinds: NodeKinds
     delays: Delays
     tempo: Tempo
@@ -28,7 +24,7 @@ class World:
     fabric: Fabric = field(default_factory=Fabric)
     time: VirtualTime = field(default_factory=VirtualTime)
     peers: dict[WorkerId, Callable[[WorkerId, CommitMessage], None]] = field(default_factory=dict)
-    """How messages of other workers, whose ids come with them, reach the one in each place."""
+    """Delivers a message of another worker, given with its id, to the worker in each place."""
 
     @classmethod
     def make(cls, kinds: NodeKinds, delays: Delays, seed: int, costs: Costs | None = None) -> World:
@@ -36,30 +32,5 @@ class World:
         return cls(kinds=kinds, delays=delays, tempo=tempo, rng=Random(seed))
 
     def up_to(self, limit_s: float) -> float:
-        """Seconds by chance, at most so many."""
+        """Return random seconds, at most `limit_s`."""
         return self.rng.uniform(0.0, limit_s)
-
-
-class Gate:
-    """What a frozen process cannot pass."""
-
-    def __init__(self) -> None:
-        self._opened: trio.Event | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        return self._opened is not None
-
-    def close(self) -> None:
-        if self._opened is None:
-            self._opened = trio.Event()
-
-    def open(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.set()
-
-    async def passed(self) -> None:
-        """Wait while it is closed; no checkpoint when it is open."""
-        while self._opened is not None:
-            await self._opened.wait()

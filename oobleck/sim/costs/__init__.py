@@ -1,4 +1,4 @@
-"""What work and recoveries cost in a simulation, and what a simulated run came to."""
+"""The costs of work and recoveries in a simulation, and the outcome of a simulated run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes of a simulation are: of one kind, or of several, each with a profile."""
+"""The kinds of a simulation's nodes, each with a profile."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from oobleck.planner import NodeKind, Profile, with_shared_links
 
 
 class NodeKinds:
-    """The kind of each node by the name of its devices, with the links between nodes that all share."""
+    """The kind of each node, with the links between nodes that all share."""
 
     def __init__(self, kinds: Sequence[NodeKind], device_of: Mapping[str, str] | None = None) -> None:
-        """`device_of` names the devices of nodes, as `kinds` does; those that it leaves out are of the first kind."""
+        """Take the kind's name of each node, by its devices; nodes that `device_of` omits are of the first kind."""
         profiles = with_shared_links([kind.profile for kind in kinds])
         self._device_of = device_of or {}
         self._kinds = {kind.name: replace(kind, profile=profile) for kind, profile in zip(kinds, profiles, strict=True)}
@@ -22,12 +22,12 @@ class NodeKinds:
 
     @classmethod
     def alike(cls, profile: Profile, *, devices_per_node: int = 1) -> NodeKinds:
-        """Return the kinds of nodes that are all of one."""
+        """Return the single kind of nodes that are all alike."""
         return cls([NodeKind(name=DEFAULT_KIND, profile=profile, devices_per_node=devices_per_node)])
 
     @property
     def profile(self) -> Profile:
-        """The profile of the first kind; the layers of all have the same sizes."""
+        """The profile of the first kind; the layers of all kinds have equal sizes."""
         return self._first.profile
 
     def __getitem__(self, node: str) -> NodeKind:
@@ -38,7 +38,7 @@ class NodeKinds:
 
     @property
     def own_profile_of(self) -> Callable[[str], Profile] | None:
-        """`profile_of` where nodes are of several kinds; None where all have `profile`, and none need be asked."""
+        """`profile_of` for several kinds; None where all nodes have `profile`."""
         return self.profile_of if len(self._kinds) > 1 else None
 
     def devices_of(self, node: str) -> range:
@@ -50,16 +50,16 @@ class NodeKinds:
         return sum(self[node].devices_per_node for node in nodes)
 
     def spec(self, node: str) -> NodeSpec:
-        """Return the node as its master knows it."""
+        """Return the node's entry in the run."""
         return NodeSpec(name=node, host=node, devices=tuple(self.devices_of(node)), device=self[node].name)
 
     @cached_property
     def named(self) -> tuple[NodeKind, ...]:
-        """The kinds by the names that nodes' kinds have in a run."""
+        """The kinds with their names in a run."""
         return tuple(replace(kind, name=_name(kind)) for kind in self._kinds.values())
 
     def kind_of(self, nodes: Iterable[str]) -> dict[str, str]:
-        """Return the kind of each of the nodes, as `named` calls it."""
+        """Return the name of each node's kind, as in `named`."""
         return {node: _name(self[node]) for node in nodes}
 
 

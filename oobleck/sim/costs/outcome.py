@@ -1,4 +1,4 @@
-"""What a simulated run came to: its summary, and what it did when. The same for every policy."""
+"""The outcome of a simulated run, the same for every policy: its summary, and its activities over time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from oobleck.control.journal import JournalEntry, PlanAdopted, StepDone, StepsDo
 
 
 class Activity(StrEnum):
-    """What a run does for a while."""
-
     STARTING = "starting"
     TRAINING = "training"
     REDOING = "redoing"
-    """Steps that had been done before, and were lost."""
+    """Training of steps that were lost."""
     RECOVERING = "recovering"
     CHECKPOINT = "checkpoint"
     IDLE = "idle"
-    """Too few nodes."""
+    """Waiting for enough nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A time in which a run does one thing at one pace."""
+    """A time in which a run does one activity at one pace."""
 
     start_s: float
     stop_s: float
@@ -41,9 +39,9 @@ class Outcome:
     """The policy in a sentence, with its source."""
     summary: Summary
     stretches: tuple[Stretch, ...]
-    """All of the time, in order."""
+    """In order, without gaps."""
     journal: tuple[JournalEntry, ...] = ()
-    """Of policies whose decisions are the coordinator's."""
+    """Empty except for the real coordinator."""
 
     @property
     def samples_per_s(self) -> float:
@@ -61,7 +59,7 @@ def outcome_of_journal(journal: Iterable[JournalEntry], *, policy: str, about: s
 
 
 def _stretches(entries: tuple[JournalEntry, ...], end_s: float) -> tuple[Stretch, ...]:
-    """Steps as they were committed, and between them whatever kept the run from it."""
+    """Return the committed steps, and between them the activities that kept the run from training."""
     found: list[Stretch] = []
     now_s, newest_step, waiting = 0.0, 0, Activity.STARTING
 
@@ -74,20 +72,17 @@ def _stretches(entries: tuple[JournalEntry, ...], end_s: float) -> tuple[Stretch
             case StepDone(record=record) | StepsDone(record=record):
                 num_steps = entry.num_steps if isinstance(entry, StepsDone) else 1
                 length_s = min(record.duration_s * num_steps, entry.t_s - now_s)
-                wait_until(entry.t_s - length_s)
+                start_s = entry.t_s - length_s
+                wait_until(start_s)
                 activity = Activity.REDOING if record.step <= newest_step else Activity.TRAINING
                 rate = record.num_samples * num_steps / length_s if length_s > 0 else 0.0
-                start_s = entry.t_s - length_s
                 found.append(Stretch(start_s=start_s, stop_s=entry.t_s, activity=activity, samples_per_s=rate))
                 newest_step, now_s = max(newest_step, record.step), entry.t_s
                 waiting = Activity.RECOVERING
-            case PlanAdopted(plan=plan):
-                if not plan.pipelines:
-                    wait_until(entry.t_s)
-                    now_s, waiting = max(now_s, entry.t_s), Activity.IDLE
-                elif waiting is Activity.IDLE:
-                    wait_until(entry.t_s)
-                    now_s, waiting = max(now_s, entry.t_s), Activity.RECOVERING
+            case PlanAdopted(plan=plan) if not plan.pipelines or waiting is Activity.IDLE:
+                wait_until(entry.t_s)
+                now_s = max(now_s, entry.t_s)
+                waiting = Activity.RECOVERING if plan.pipelines else Activity.IDLE
             case _:
                 pass
     wait_until(end_s)

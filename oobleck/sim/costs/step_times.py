@@ -1,4 +1,4 @@
-"""How long the steps of a plan take on nodes that may be slow: the timelines of its schedules, remembered."""
+"""The times of a plan's steps on nodes that may be slow: cached timelines of its schedules."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from oobleck.schedule.choice import kind_for
 from oobleck.schedule.costs_of_stages import stage_costs
 
 _WHOLE = 4096
-"""Microbatches times stages of a program that is evaluated whole.
+"""The most microbatches times stages of a program to evaluate whole.
 
-A longer one repeats itself, every so many microbatches as there are stages: it has met its bottleneck by then. After 3
-microbatches a stage it need not have: the step of one in eight drawn pipelines was wrong, by up to 4 %.
+A longer program has met its bottleneck, and repeats itself with a period of as many microbatches as stages. After 3
+microbatches a stage that is not certain: the step of one in eight random pipelines was wrong, by up to 4 %.
 """
 _PLAIN = ScheduleKind.ONE_F_ONE_B
 
-
 _Profiles = tuple[Profile, ...]
+# A template by its value, since plans from messages have their own template objects.
 _Key = tuple[StageTemplate, ...]
-"""A template by its value: plans that were read from a message have templates of their own."""
 
 
 class StepTimes:
-    """The times of one profile, or of one for each kind of node. Remembers what it has evaluated."""
+    """Cached step times of one profile, or of one for each kind of node (`profile_of`)."""
 
     def __init__(self, profile: Profile, *, profile_of: Callable[[str], Profile] | None = None) -> None:
-        """Where nodes are of several kinds, `profile_of` returns the profile of each node's."""
         self._profile = profile
         self._profile_of = profile_of
         self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...], tuple[int, ...]], float] = {}
@@ -39,10 +37,10 @@ class StepTimes:
     def step_s(
         self, plan: ExecutionPlan, factors: Mapping[str, float], schedules: Sequence[ScheduleKind] | None = None
     ) -> float:
-        """Seconds of one step: the slowest pipeline's, and the reduction of gradients after it.
+        """Return the seconds of one step: the slowest pipeline's, and the reduction of gradients after it.
 
-        `factors` are those by which nodes are slower than the profile, `schedules` those of the plan's pipelines
-        (None: 1F1B); O(pipelines), and an evaluation of each kind of pipeline that was not met before.
+        `factors` are the slow nodes' step times relative to the profile, `schedules` those of the plan's pipelines
+        (None: 1F1B). O(pipelines), plus an evaluation of each new kind of pipeline.
         """
         kinds = schedules or (_PLAIN,) * len(plan.pipelines)
         usual: dict[tuple[int, int, ScheduleKind, tuple[int, ...]], tuple[PipelineTemplate, _Profiles]] = {}
@@ -62,7 +60,7 @@ class StepTimes:
     def compute_s(
         self, pipeline: Pipeline, num_microbatches: int, factors: Mapping[str, float], kind: ScheduleKind = _PLAIN
     ) -> float:
-        """Seconds in which a pipeline takes so many microbatches, without the reduction; 0 for none."""
+        """Return the seconds in which a pipeline takes its microbatches, without the reduction; 0 for none."""
         if not num_microbatches:
             return 0.0
         slowed = tuple(factors.get(node, 1.0) for node in pipeline.nodes) if factors else ()
@@ -70,15 +68,15 @@ class StepTimes:
         return self._compute_s(pipeline.template, num_microbatches, kind, () if usual else slowed, self._own(pipeline))
 
     def template_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Seconds in which a pipeline on nodes of usual speed takes so many microbatches: 1F1B, or interleaved."""
+        """Return the seconds of a pipeline on nodes of usual speed, under 1F1B or interleaved."""
         return self._compute_s(template, num_microbatches, _PLAIN, (), ())
 
     def _own(self, pipeline: Pipeline) -> _Profiles:
-        """The profile of each node of a pipeline, where they may differ; else none."""
+        """Return the profile of each node of a pipeline, or none where all are alike."""
         return () if self._profile_of is None else tuple(map(self._profile_of, pipeline.nodes))
 
     def reduce_s(self, plan: ExecutionPlan) -> float:
-        """Seconds of the reduction of gradients, as the planner counts them."""
+        """Return the seconds of the reduction of gradients, counted as in the planner."""
         templates = {id(each.template): each.template for each in plan.pipelines}
         reduced_bytes = max(self._bytes_of(template) for template in templates.values())
         return reduction_s(self._profile.network, reduced_bytes, len(plan.pipelines))
@@ -103,7 +101,7 @@ class StepTimes:
         stages = template.num_stages
         more = num_microbatches - max(_WHOLE // stages, 2 * stages)
         periods = max(0, -(-more // stages))
-        known = num_microbatches - periods * stages
+        known = num_microbatches - periods * stages  # microbatches of a program that is not cut short
         end_s = self._evaluate(template, known, kind, factors, own)
         if not periods:
             return end_s
@@ -136,9 +134,9 @@ def costs_on(
     kind: ScheduleKind,
     factors: Sequence[float] | None,
 ) -> Sequence[StageCost]:
-    """What each stage of a template costs under a schedule, or each chunk, where it takes so many times as long.
+    """Return the cost of each stage or chunk of a template under a schedule, multiplied by its factor.
 
-    `profile` may be one for each node, where these are of several kinds.
+    `profile` is one for all nodes, or one for each.
     """
     costs = stage_costs(profile, template, splits=kind is ScheduleKind.ZERO_BUBBLE)
     if factors is None:

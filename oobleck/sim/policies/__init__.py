@@ -1,7 +1,7 @@
-"""What other systems make of a trace: models of them, each with its source and its simplifications.
+"""Models of other systems on a trace, each with its source and its simplifications.
 
-They know nothing of the coordinator. What all have in common is in `ledger` (accounts) and `happenings` (the trace,
-as a system sees it that only knows nodes that are there, or not); how fast so many nodes are is in `throughput`.
+They know nothing of the coordinator. All share `ledger` (accounts), `happenings` (the trace as present and absent
+nodes) and `throughput` (the speed of a number of nodes).
 """
 
 from __future__ import annotations

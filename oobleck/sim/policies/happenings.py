@@ -1,4 +1,4 @@
-"""A trace as a system sees it that knows only nodes that are there, or not, and how slow the slowest is."""
+"""A trace as a system sees it that knows only present nodes and the slowest one's speed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ from .throughput import Throughput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Everything that happens at one moment."""
+    """All changes of one moment."""
 
     t_s: float
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
-    """A node may be among both: a process of its died, and it is there."""
+    """A node whose process restarted is in both."""
     slowest: float = 1.0
-    """The greatest factor of a node that is there: in synchronous training all wait for it."""
+    """The greatest factor of a present node, for which synchronous training waits."""
 
 
 class PolicyRun(ABC):
-    """One run of a modelled system through a trace; `play` is its life."""
+    """One run of a modelled system through a trace."""
 
     def __init__(self, trace: Trace, ledger: Ledger, *, start_s: float) -> None:
         self.ledger = ledger
         self._trace = trace
-        self._here = dict.fromkeys(trace.start)
-        """The nodes that are there, in the order in which they came."""
+        self._here = dict.fromkeys(trace.start)  # present nodes, in the order in which they joined
         self._slowest = 1.0
         self._waiting = Activity.STARTING
-        self._up_s = start_s
-        """When it trains again."""
+        self._up_s = start_s  # when training begins or resumes
 
     def play(self, *, policy: str, about: str, throughput: Throughput, seed: int) -> Outcome:
         """Play the trace; O(events · nodes that change)."""
@@ -54,15 +52,15 @@ class PolicyRun(ABC):
 
     @abstractmethod
     def pace_s(self) -> float | None:
-        """Seconds of a step now; None where too few nodes are there."""
+        """Return the seconds of a step now; None for too few nodes."""
 
     @abstractmethod
     def _train(self, t_s: float, length_s: float, step_s: float) -> None:
-        """Train until `t_s`, for so long, at one pace."""
+        """Train until `t_s`, for `length_s`, at one pace."""
 
     @abstractmethod
     def _happen(self, happening: MembershipChange) -> None:
-        """Take in that nodes have come, gone, or become slower."""
+        """React to nodes that have joined, left, or become slower."""
 
     def _move_to(self, t_s: float) -> None:
         step_s = self.pace_s()
@@ -79,11 +77,8 @@ class PolicyRun(ABC):
 
 
 def happenings(trace: Trace) -> Iterator[MembershipChange]:
-    """Read a trace; O(events).
-
-    What is frozen or cut off is not there. Notices are nothing, and so is what happens to masters, or to agents that
-    are only stopped: workers train on.
-    """
+    """Yield the changes of a trace; O(events)."""
+    # Frozen and cut-off nodes count as absent. Notices, and faults of masters or frozen agents, change nothing.
     cluster, slowest = ClusterState(trace.start), 1.0
     well = cluster.well
     for t_s, events in groupby(trace.events, key=lambda event: event.t_s):

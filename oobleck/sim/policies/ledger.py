@@ -1,4 +1,4 @@
-"""The accounts of a modelled run: time by what it went into, steps, and the summary that all runs end with."""
+"""The accounts of a modelled run: time by activity, steps, and the summary of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATES = {
 
 
 class Ledger:
-    """The record of one run, from its beginning to its end. Steps may be fractions: a mean over many."""
+    """The accounts of one run. Steps may be fractions: a mean over many."""
 
     def __init__(self, *, batch_size: int, tokens_per_sample: int) -> None:
         self._batch_size = batch_size
@@ -27,21 +27,20 @@ class Ledger:
         self._stretches: list[Stretch] = []
         self._recoveries: list[RecoverySummary] = []
         self._step_times: list[tuple[float, float]] = []
-        self._made: list[tuple[float, float]] = []
-        """(steps, seconds) of what was trained and not lost, the latest last."""
+        self._made: list[tuple[float, float]] = []  # (steps, seconds) of training that is not lost, the latest last
         self.now_s = 0.0
         self.steps = 0.0
         self.steps_lost = 0.0
 
     def spend(self, until_s: float, activity: Activity) -> None:
-        """Let time pass in which no step is made."""
+        """Let time pass without training."""
         if until_s > self.now_s:
             self._seconds[activity] += until_s - self.now_s
             self._stretches.append(Stretch(start_s=self.now_s, stop_s=until_s, activity=activity))
             self.now_s = until_s
 
     def train(self, until_s: float, *, steps: float, step_s: float, checkpoint_s: float) -> None:
-        """Let time pass in which so many steps are made; some of it goes into checkpoints."""
+        """Let time pass in which `steps` are made, `checkpoint_s` of it for checkpoints."""
         length_s = until_s - self.now_s
         if length_s <= 0:
             return
@@ -57,17 +56,11 @@ class Ledger:
         self.now_s = until_s
 
     def lose(self, steps: float) -> None:
-        """Forget the latest steps that were made: they are made again, so the time that they took did not help."""
-        spent_s = self._take_back(steps)
+        """Lose the latest steps, which are made again: their time counts as redone."""
         self.steps -= steps
         self.steps_lost += steps
-        self._seconds[Activity.TRAINING] -= spent_s
-        self._seconds[Activity.REDOING] += spent_s
-
-    def _take_back(self, steps: float) -> float:
-        """Return the seconds that the latest steps took, which may have been made at several speeds."""
         spent_s = 0.0
-        while steps > 0 and self._made:
+        while steps > 0 and self._made:  # the steps may have been made at several speeds
             made, took_s = self._made.pop()
             if made > steps:
                 share_s = took_s * steps / made
@@ -75,7 +68,8 @@ class Ledger:
                 took_s = share_s
             spent_s += took_s
             steps -= made
-        return spent_s
+        self._seconds[Activity.TRAINING] -= spent_s
+        self._seconds[Activity.REDOING] += spent_s
 
     def recovered(
         self, *, began_s: float, nodes: tuple[str, ...], action: str, stall_s: float, cause: str = "connection_lost"

@@ -1,15 +1,15 @@
-"""ReCycle (SOSP 2024): the microbatches of a lost node go to its data-parallel peers, and no state moves.
+"""ReCycle (SOSP 2024): a lost node's data-parallel peers take its microbatches, and no state moves.
 
 Pipelines are equal, and a stage's peers in all pipelines hold the same layers. When a stage has lost k of its D
-workers, the D - k others take its work over: D / (D - k) times as much. ReCycle splits the backward pass so that this
-fills the bubbles; at best a step takes
+workers, the D - k others do D / (D - k) times as much. ReCycle splits the backward pass so that this fills the bubbles;
+at best a step takes
 
     max( (m + P - 1) w,  m D / (D - k) w + (P - 1) w / 3 )
 
-for m microbatches a pipeline, P stages of w seconds a microbatch (a third of them forward), and the stage with the
-most losses. Here that bound is taken as reached. Nodes that join take an empty place at once, and copy its layers
-from a peer meanwhile; when there are enough of them beside, they form another pipeline. When a stage has no worker
-left, the job starts again from its newest checkpoint.
+for m microbatches a pipeline, P stages of w seconds a microbatch (a third of them forward), and the stage with the most
+losses. This model takes that bound as reached. A node that joins takes an empty place at once, and copies its layers
+from a peer meanwhile; enough further nodes form another pipeline. When a stage has no worker left, the job restarts
+from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORWARD_SHARE = 1 / 3
 
 
 def play(trace: Trace, job: SweepSettings, *, reroute_s: float, restart_s: float) -> Outcome:
-    """Play a trace. `reroute_s` is the pause of a loss that peers take over, `restart_s` that of one they cannot."""
+    """Play a trace, with a pause of `reroute_s` for a loss that peers take over, and of `restart_s` for others."""
     grids = Grids(job)
     run = _Run(trace, job, grids, reroute_s=reroute_s, restart_s=restart_s)
     return run.play(policy="recycle", about=ABOUT, throughput=grids, seed=job.seed)
@@ -44,19 +44,18 @@ class _Run(PolicyRun):
         self._reroute_s, self._restart_s = reroute_s, restart_s
         self._checkpoint_every_s = job.checkpoint_interval_s
         self._saved_s = self._up_s
-        self._done = 0.0
-        """Steps since the newest checkpoint."""
+        self._done = 0.0  # steps since the newest checkpoint
         self._build()
 
     def _build(self) -> None:
-        """Lay the nodes that are there out as equal pipelines: node i is stage i % depth of its pipeline."""
+        """Arrange the present nodes as equal pipelines: node i is stage i % depth of its pipeline."""
         depth = self._grids.depth(len(self._here))
         whole_s = self._grids.step_s(len(self._here))
         self._depth = depth or 0
         self._num_pipelines = len(self._here) // depth if depth else 0
         self._whole_s = whole_s
         self._stage_of = {node: index % depth for index, node in enumerate(self._here)} if depth else {}
-        self._away: dict[str, int] = {}  # node -> its stage, of lost nodes
+        self._away: dict[str, int] = {}  # the stages of lost nodes
         self._used = set(list(self._here)[: self._depth * self._num_pipelines])
 
     def pace_s(self) -> float | None:
@@ -97,7 +96,6 @@ class _Run(PolicyRun):
             self._reroute(happening.t_s, tuple(sorted(lost)), trained=trained)
 
     def _fill_places(self) -> None:
-        """Put nodes that are there and idle into the places of lost ones."""
         idle = [node for node in self._here if node not in self._used]
         for gone, node in zip(list(self._away), idle, strict=False):
             self._stage_of[node] = self._away.pop(gone)

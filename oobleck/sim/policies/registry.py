@@ -1,4 +1,4 @@
-"""The policies by name, each on a job's settings: constants, and where they come from.
+"""The policies by name, with their constants and sources.
 
 | constant | value | source |
 |---|---|---|
@@ -9,13 +9,13 @@
 | Bamboo: rebuilding pipelines from a checkpoint | as Varuna's restart | the SOSP'23 artifact (76 to 450 s) |
 | ReCycle: rerouting | 1 s | a new plan is looked up, not computed |
 
-The state is 16 bytes a parameter at most: what the profile says of parameters and optimizer.
+The state is that of the profile's parameters and optimizer, at most 16 bytes a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.sim.costs import Outcome, outcome_of_journal
 from oobleck.sim.sweep import SweepSettings, sweep
@@ -23,7 +23,7 @@ from oobleck.sim.trace import Trace
 
 from . import recycle
 from .stop_and_go import Rules, adjacent_in_grid, play
-from .throughput import Grids, Plans, redundant_profile
+from .throughput import Grids, Plans, Throughput, redundant_profile
 
 _PROCESS_START_S = 60.0
 _RESTART_FIXED_S, _RESTART_BYTES_PER_S = 30.0, 0.16e9
@@ -34,10 +34,9 @@ _REROUTE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """A job, and who receives its progress: seconds that are simulated."""
-
     job: SweepSettings
     report: Callable[[float], None] = lambda _: None
+    """Receives the simulated seconds as progress."""
 
     @property
     def state_bytes(self) -> int:
@@ -55,32 +54,31 @@ def _oobleck(trace: Trace, settings: PolicySettings) -> Outcome:
     )
 
 
-def _restart(trace: Trace, settings: PolicySettings) -> Outcome:
-    job = settings.job
-    rules = Rules(
-        name="restart",
-        about="Checkpoint and restart: all stop at a loss and continue from the newest checkpoint with those left",
-        throughput=Plans(job),
+def _rules(job: SweepSettings, name: str, about: str, throughput: Throughput, pause_s: float) -> Rules:
+    return Rules(
+        name=name,
+        about=about,
+        throughput=throughput,
         batch_size=job.global_batch_size,
         tokens_per_sample=job.profile.sequence_length,
         start_s=job.costs.node_start_s,
-        pause_s=_PROCESS_START_S + job.costs.checkpoint_read_s,
+        pause_s=pause_s,
         checkpoint_every_s=job.checkpoint_interval_s,
     )
+
+
+def _restart(trace: Trace, settings: PolicySettings) -> Outcome:
+    job = settings.job
+    about = "Checkpoint and restart: all stop at a loss and continue from the newest checkpoint with those left"
+    rules = _rules(job, "restart", about, Plans(job), _PROCESS_START_S + job.costs.checkpoint_read_s)
     return play(trace, rules, seed=job.seed)
 
 
 def _varuna(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
-    rules = Rules(
-        name="varuna",
-        about="Varuna (EuroSys'22): a grid of equal pipelines is chosen again at each loss, from the newest checkpoint",
-        throughput=Grids(job),
-        batch_size=job.global_batch_size,
-        tokens_per_sample=job.profile.sequence_length,
-        start_s=job.costs.node_start_s,
-        pause_s=settings.restart_s,
-        checkpoint_every_s=job.checkpoint_interval_s,
+    about = "Varuna (EuroSys'22): a grid of equal pipelines is chosen again at each loss, from the newest checkpoint"
+    rules = replace(
+        _rules(job, "varuna", about, Grids(job), settings.restart_s),
         checkpoint_s=_CHECKPOINT_FIXED_S + settings.state_bytes / _CHECKPOINT_BYTES_PER_S,
     )
     return play(trace, rules, seed=job.seed)
@@ -90,17 +88,11 @@ def _bamboo(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
     profile = redundant_profile(job.profile)
     depth = Grids(job, profile=profile).depth(len(trace.start))
-    rules = Rules(
-        name="bamboo",
-        about="Bamboo (NSDI'23): every node computes its neighbour's layers too, and takes over when that is lost",
-        throughput=Grids(job, profile=profile, depth=depth),
-        batch_size=job.global_batch_size,
-        tokens_per_sample=job.profile.sequence_length,
-        start_s=job.costs.node_start_s,
-        pause_s=_FAILOVER_S,
+    about = "Bamboo (NSDI'23): every node computes its neighbour's layers too, and takes over when that is lost"
+    rules = replace(
+        _rules(job, "bamboo", about, Grids(job, profile=profile, depth=depth), _FAILOVER_S),
         rolls_back=adjacent_in_grid(depth or 1),
         rollback_pause_s=settings.restart_s,
-        checkpoint_every_s=job.checkpoint_interval_s,
         joins_at_once=True,
         join_pause_s=_FAILOVER_S,
     )

@@ -1,7 +1,7 @@
-"""Systems that stop at a loss and continue after a pause: all of them but those that reroute work.
+"""Systems that stop at a loss and continue after a pause.
 
-They differ in how fast so many nodes are, how long the pause is, and what of the work is lost: the step in flight,
-or everything since the newest checkpoint. Training is followed in fractions of steps.
+They differ in their throughput, the pause, and the lost work: the step in flight, or everything since the newest
+checkpoint. The model follows training in fractions of steps.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def _always(_lost: Collection[str], _used: Sequence[str]) -> bool:
 
 
 def adjacent_in_grid(depth: int) -> Callable[[Collection[str], Sequence[str]], bool]:
-    """Say whether two neighbours of one pipeline are lost at once, when so many nodes in turn form a pipeline."""
+    """Return a rule that is true for two lost neighbours of one pipeline, each of `depth` nodes in turn."""
 
     def are_adjacent(lost: Collection[str], used: Sequence[str]) -> bool:
-        worker_ids = sorted(index for index, node in enumerate(used) if node in lost)
-        return any(b - a == 1 and a // depth == b // depth for a, b in pairwise(worker_ids))
+        places = [index for index, node in enumerate(used) if node in lost]
+        return any(b - a == 1 and a // depth == b // depth for a, b in pairwise(places))
 
     return are_adjacent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a system behaves."""
+    """The behaviour of a system."""
 
     name: str
     about: str
@@ -44,20 +44,20 @@ class Rules:
     tokens_per_sample: int = 1
     start_s: float = 0.0
     pause_s: float
-    """From a loss until training continues; a loss within it begins it again."""
+    """From a loss until training continues; another loss within the pause restarts it."""
     rolls_back: Callable[[Collection[str], Sequence[str]], bool] | None = _always
-    """Whether a loss of these of the nodes in use costs all steps since the newest checkpoint; None for never."""
+    """Whether a loss costs all steps since the newest checkpoint, given the lost and all used nodes; None for never."""
     rollback_pause_s: float | None = None
-    """The pause after that, where it is another one."""
+    """The pause after a rollback; None for `pause_s`."""
     lost_share: Callable[[float], float] = lambda done: done
-    """What of a step in flight is lost when this share of it is done, in steps; where nothing is rolled back."""
+    """The lost share of the step in flight, given its done share, without a rollback."""
     checkpoint_every_s: float = inf
     checkpoint_every_steps: int | None = None
-    """In place of seconds."""
+    """Replaces `checkpoint_every_s`."""
     checkpoint_s: float = 0.0
-    """How long each checkpoint keeps training waiting."""
+    """The pause of training for each checkpoint."""
     joins_at_once: bool = False
-    """Nodes that join take part at once; by default, after the next loss."""
+    """By default, nodes that join take part after the next loss."""
     join_pause_s: float = 0.0
     max_nodes: int | None = None
 
@@ -73,8 +73,7 @@ class _Run(PolicyRun):
         ledger = Ledger(batch_size=rules.batch_size, tokens_per_sample=rules.tokens_per_sample)
         super().__init__(trace, ledger, start_s=rules.start_s)
         self._rules = rules
-        self._pos_s = 0.0
-        """Seconds into the time from one checkpoint to the next."""
+        self._pos_s = 0.0  # since the newest checkpoint
         self._use()
 
     def _use(self) -> None:
@@ -106,11 +105,9 @@ class _Run(PolicyRun):
         return int(pos_s // cycle_s), pos_s % cycle_s
 
     def _done(self) -> float:
-        """Steps since the newest checkpoint."""
         return 0.0 if self._step_s is None else min(self._pos_s / self._step_s, self._steps_each)
 
     def _continue_after(self, done: float) -> None:
-        """So many steps are done since the newest checkpoint, at whatever pace from now on."""
         self._pos_s = 0.0 if self._step_s is None else done * self._step_s
 
     def _happen(self, happening: MembershipChange) -> None:

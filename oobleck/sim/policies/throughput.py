@@ -1,4 +1,4 @@
-"""How fast so many nodes train, from plans on a profile."""
+"""The speed of training on a number of nodes, from plans on a profile."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from oobleck.sim.sweep import SweepSettings
 
 
 class Throughput(Protocol):
-    """Seconds of a step by the number of nodes."""
-
     def step_s(self, num_nodes: int) -> float | None:
-        """Seconds of one step; None where so few nodes cannot train."""
-        ...
+        """Return the seconds of one step; None for too few nodes."""
 
 
 class Plans:
-    """The best plan that the planner finds for so many nodes, by the schedule's timeline."""
+    """The planner's best plan for each number of nodes, by the schedule's timeline."""
 
     def __init__(self, settings: SweepSettings) -> None:
         self._planner = settings.planner()
@@ -44,10 +41,9 @@ class Plans:
 
 
 class Grids:
-    """Equal pipelines of one depth: `depth` times as many nodes as there are pipelines, the rest idle.
+    """Equal pipelines of one depth, for systems without heterogeneous pipelines; the remaining nodes idle.
 
-    Systems without heterogeneous pipelines train so. The best depth is chosen again for each number of nodes, or is
-    the one given.
+    The depth is `depth`, or the best for each number of nodes.
     """
 
     def __init__(self, settings: SweepSettings, *, profile: Profile | None = None, depth: int | None = None) -> None:
@@ -60,7 +56,7 @@ class Grids:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step, over all pipelines."""
+        """The microbatches of a step, over all pipelines."""
         return self._settings.num_microbatches
 
     def step_s(self, num_nodes: int) -> float | None:
@@ -68,7 +64,7 @@ class Grids:
         return found[0] if found is not None else None
 
     def depth(self, num_nodes: int) -> int | None:
-        """Nodes of a pipeline in the best grid of so many nodes."""
+        """Return the nodes of each pipeline in the best grid."""
         found = self._best(num_nodes)
         return found[1] if found is not None else None
 
@@ -92,20 +88,15 @@ class Grids:
 
 
 def redundant_profile(profile: Profile) -> Profile:
-    """Return the profile of nodes that also hold, and compute forward, the layers of the stage after theirs.
-
-    So does Bamboo: a node's state is held twice, and each microbatch's forward pass is computed twice.
-    """
-    return replace(
-        profile,
-        layers=tuple(
-            replace(
-                layer,
-                forward_s={count: 2 * seconds for count, seconds in layer.forward_s.items()},
-                param_bytes=2 * layer.param_bytes,
-                frozen_bytes=2 * layer.frozen_bytes,
-                optimizer_bytes=2 * layer.optimizer_bytes,
-            )
-            for layer in profile.layers
-        ),
+    """Return the profile of nodes that also hold and compute forward the layers of the next stage, as in Bamboo."""
+    layers = (
+        replace(
+            layer,
+            forward_s={count: 2 * seconds for count, seconds in layer.forward_s.items()},
+            param_bytes=2 * layer.param_bytes,
+            frozen_bytes=2 * layer.frozen_bytes,
+            optimizer_bytes=2 * layer.optimizer_bytes,
+        )
+        for layer in profile.layers
     )
+    return replace(profile, layers=tuple(layers))

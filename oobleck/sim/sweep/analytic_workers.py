@@ -1,23 +1,23 @@
-"""The workers of all nodes at once: they move in step, so one state stands for all of them.
+"""The workers of all nodes in one state, since they move in step.
 
-Where workers of the cluster mode compute and wait one by one, here the moments that matter are computed: when
-steps are committed, when the step in flight is finished, when a plan is adopted. In between nothing happens.
+The cluster mode moves workers one by one; here only the moments that matter are computed: the commits of steps, the end
+of the step in flight, the adoption of a plan.
 
     STOPPED ── a plan ──> FINISHING (the step in flight) ──> ADOPTING (groups, layers) ──> TRAINING
        ^                         │ a fence                        │ a fence                     │ a loss, a fence
        └─────────────────────────┴────────────────────────────────┴─────────────────────────────┘
 
-This is a closed form of what `control.commit.follower` does, and no driver of it: that would take every move of every
-worker. What ties the two is a property (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode` in
-`tests/sim/test_modes.py`). Who takes which microbatches, and where sections end, `control.plans.sections` says for
-both."""
+This is a closed form of `control.steps.Follower`, and no driver of it: that would take every move of every worker. A
+property ties the two (`test_the_journal_of_a_cluster_run_gives_the_same_plans_in_the_sweep_mode` in
+`tests/sim/test_modes.py`). Both take the shares of microbatches and the ends of sections from `control.plans`.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
@@ -29,12 +29,14 @@ from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 
 _NEARLY = 1e-9
-"""A step that lacks less than this share of itself is complete: times are sums of floats."""
+"""A step is complete when it lacks less than this share, since times are sums of floats."""
+
+_Answers = list[tuple[tuple[WorkerId, ...], protocol.Status]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSteps:
-    """Steps committed one after the other, under one plan at one pace."""
+    """Steps committed in sequence, under one plan at one pace."""
 
     first_step: int
     last_step: int
@@ -45,54 +47,44 @@ class CommittedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A plan update that is being carried out."""
-
     update: protocol.PlanUpdate
     commit_s: float
     """When the step in flight is committed; the time of the update where none is finished."""
     adopt_s: float
     transfer_s: float
     waits_s: tuple[float, float]
-    """From when to when all who had computed their own share of that step waited for the orders, and formed groups."""
+    """When the workers that had computed their own share of that step began and ended to wait for orders and groups."""
 
 
 class AnalyticWorkers:
-    """All that the sweep mode knows of workers. Times only go forward."""
+    """All workers of the sweep mode. Times only go forward."""
 
     def __init__(self, kinds: NodeKinds, *, num_samples: int, most_steps: int, costs: Costs) -> None:
         self.max_steps = most_steps
         self._num_samples = num_samples
         self._costs = costs
         self._pace = StepTimes(kinds.profile, profile_of=kinds.own_profile_of)
-        self.plan: ExecutionPlan | None = None
-        """The plan in force; None before the first, and after all state was lost."""
-        self._schedules: tuple[ScheduleKind, ...] = ()
-        """Of the pipelines of the plan in force."""
+        self.plan: ExecutionPlan | None = None  # in force; None before the first, and after all state was lost
+        self._schedules: tuple[ScheduleKind, ...] = ()  # one for each pipeline of the plan
+        # The plan's workers by the layers that they hold and the microbatches that they take.
         self._teams: Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]] = {}
-        """The workers of the plan in force, by what they hold and the microbatches that they take."""
         self._adopted = 0
         self._applied = 0
         self.last_record: protocol.CommitRecord | None = None
         self._began_s = 0.0
         self.step_s = inf
-        """What a step takes under the plan in force; infinity without one."""
+        # The part of the plan's first step that was committed under the plan before, and the time of the rest.
         self._partial: protocol.PartialStep = protocol.NOTHING
-        """What of the step in flight was committed before the plan in force; only a plan's first step has any."""
-        self._num_sections = 1
         self._rest_s = inf
-        """What that step takes under the plan."""
-        self._number = 0
-        """Sections of the step in flight that are committed since, when a fence was answered last."""
-        self.factors: dict[str, float] = {}
-        """How many times the usual time slow nodes take."""
-        self._stopped_s: float | None = None
-        """Since then nothing can be committed."""
+        self._num_sections = 1
+        self._number = 0  # sections of the step in flight that were committed under this plan at the last fence
+        self.factors: dict[str, float] = {}  # by slow node: its step time relative to the usual one
+        self._stopped_s: float | None = None  # nothing is committed from then on
         self._pending: _Pending | None = None
-        self._busy_s: tuple[float, float] = (0.0, 0.0)
-        """When anybody last computed for a step that was committed."""
+        self._busy_s: tuple[float, float] = (0.0, 0.0)  # when workers last computed for a committed step
 
     def set_factor(self, node: str, factor: float, now_s: float) -> None:
-        """Let a node be slower from now on. The share of the step in flight that is done stays done."""
+        """Change a node's speed; the share of the step in flight that is done stays done."""
         if factor == 1.0:
             self.factors.pop(node, None)
         else:
@@ -100,48 +92,42 @@ class AnalyticWorkers:
         if self.plan is not None and self._pending is None:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
-            self.step_s = self._whole_step_s(self.plan)
-            self._rest_s = self._rest_of_step_s(self.plan) if self._partial.microbatches else self.step_s
+            self._set_pace(self.plan)
             self._began_s = until_s - done * self._this_s
 
-    def forget(self, node: str) -> None:
-        """A node is gone: who comes back in its name is as fast as any."""
-        self.factors.pop(node, None)
-
     def stop(self, now_s: float) -> None:
-        """From now on nothing is committed: somebody that all wait for is gone. Whole pipelines compute on."""
+        """Commit nothing from now on, since a worker that all wait for is gone; whole pipelines compute on."""
         if self._stopped_s is None:
             self._stopped_s = now_s
 
-    def go_on(self, now_s: float) -> None:
-        """Those who were waited for are back, as if nothing had happened."""
+    def resume(self, now_s: float) -> None:
+        """Continue as if nothing had happened: all awaited workers are back."""
         if self._stopped_s is not None:
             self._began_s += now_s - self._stopped_s
             self._stopped_s = None
 
     def is_training(self, node: str) -> bool:
-        """Return whether all workers wait for a node that stops."""
+        """Return whether all workers would wait for this node."""
         plans = [self.plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
 
     @property
     def is_computing(self) -> bool:
-        """Steps are committed: no worker is waited for, and no plan is on its way."""
+        """Whether steps are being committed."""
         return self.plan is not None and self._pending is None and self._stopped_s is None
 
     @property
     def has_finished(self) -> bool:
-        """All steps are committed, and the plan in force has nothing more to do."""
         return self.plan is not None and self._pending is None and self._applied >= self.max_steps
 
     def speaker(self, is_heard: Callable[[str], bool]) -> WorkerId | None:
-        """A worker of the plan in force that can report commits: its node is heard."""
+        """Return a worker of the plan in force that can report commits."""
         worker_ids = chain.from_iterable(self._teams.values())
         return next((worker_id for worker_id in worker_ids if is_heard(worker_id.node)), None)
 
     @property
     def next_s(self) -> float:
-        """When an update under way is carried out, or the last step committed; infinity where nothing leads there."""
+        """When an update in progress is adopted, or the last step committed; infinity if neither will happen."""
         if self._pending is not None:
             return self._pending.adopt_s
         if self.plan is None or self._stopped_s is not None or self.has_finished:
@@ -149,7 +135,7 @@ class AnalyticWorkers:
         return self._began_s + (self.max_steps - self._applied) * self.step_s
 
     def advance(self, now_s: float) -> Iterator[CommittedSteps]:
-        """Let time pass up to `now_s`: yield the steps committed since the last call, at most two stretches."""
+        """Let time pass up to `now_s`; yield the steps committed since the last call, at most two stretches."""
         pending = self._pending
         if pending is None:
             yield from self._train_until(now_s)
@@ -197,9 +183,9 @@ class AnalyticWorkers:
         )
 
     def answers(self, generation: int, now_s: float, silent: Collection[str], idle: Collection[WorkerId]) -> _Answers:
-        """Return what workers answer to a fence: (workers, status), alike ones together.
+        """Return the answers to a fence as (workers, status), with like workers together.
 
-        `silent` are nodes that answer nothing, `idle` workers that have no part in the plan in force.
+        `silent` are nodes that do not answer, `idle` the workers without a part in the plan in force.
         """
         self.stop(now_s)
         if self._pending is None:
@@ -208,45 +194,57 @@ class AnalyticWorkers:
             if self._applied == self._pending.update.boundary:
                 self._began_s = now_s  # nothing of the next step was computed while layers were exchanged
             self._pending = None
-        answers: list[tuple[tuple[WorkerId, ...], protocol.Status]] = []
+        partial = None
+        if self._number:
+            partial = protocol.SectionRecord(
+                step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0
+            )
+        idle_status = protocol.Status(
+            device=0,
+            generation=generation,
+            applied=self._applied,
+            last_record=self.last_record,
+            reduced=None,
+            adopted=0,
+            layers=(),
+            microbatches_done=0,
+            broken=False,
+        )
+        training_status = replace(idle_status, adopted=self._adopted, partial=partial)
+        answers: _Answers = []
         done = max(0.0, min(1.0, (now_s - self._began_s) / self._this_s)) if self.plan is not None else 0.0
-        partial = self._section_record()
         for (layers, num_microbatches), worker_ids in self._teams.items():
             heard = tuple([each for each in worker_ids if each.node not in silent]) if silent else worker_ids
             if heard:
-                answers.append((heard, self._status(generation, layers, int(done * num_microbatches), partial)))
+                microbatches_done = int(done * num_microbatches)
+                status = replace(training_status, layers=layers, microbatches_done=microbatches_done)
+                answers.append((heard, status))
         if idle:
-            answers.append((tuple(idle), self._status(generation, (), 0, None)))
+            answers.append((tuple(idle), idle_status))
         return answers
 
     @property
     def _this_s(self) -> float:
-        """What the step in flight takes in all under the plan in force."""
+        """The seconds that the step in flight takes under the plan in force."""
         return self._rest_s if self._partial.microbatches else self.step_s
 
-    def _whole_step_s(self, plan: ExecutionPlan) -> float:
-        return self._pace.step_s(plan, self.factors, self._schedules) + self._committing_s(plan)
-
-    def _committing_s(self, plan: ExecutionPlan) -> float:
-        return self._costs.committing_s(len(plan.worker_ids))
-
-    def _rest_of_step_s(self, plan: ExecutionPlan) -> float:
-        shares = shares_of(plan, self._partial.microbatches)
-        ends_s = (
-            self._pace.compute_s(pipeline, len(share), self.factors, kind)
-            for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
-        )
-        return max(ends_s) + self._pace.reduce_s(plan) + self._committing_s(plan)
+    def _set_pace(self, plan: ExecutionPlan) -> None:
+        committing_s = self._costs.committing_s(len(plan.worker_ids))
+        self.step_s = self._rest_s = self._pace.step_s(plan, self.factors, self._schedules) + committing_s
+        if self._partial.microbatches:
+            shares = shares_of(plan, self._partial.microbatches)
+            ends_s = (
+                self._pace.compute_s(pipeline, len(share), self.factors, kind)
+                for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
+            )
+            self._rest_s = max(ends_s) + self._pace.reduce_s(plan) + committing_s
 
     def _sections_committed(self) -> int:
-        """How many sections were committed of the step in flight before all stopped.
-
-        One is when the last pipeline has taken the last microbatch of it backward, and the sums were made.
-        """
         plan = self.plan
         if plan is None or self._num_sections == 1:
             return 0
         assert self._stopped_s is not None
+        # A section is committed once the slowest pipeline has taken its last microbatch backward, and reduced.
         shares = shares_of(plan, self._partial.microbatches)
         number = num_sections_of(plan, self._partial.microbatches, self._num_sections)
         stops = [
@@ -263,34 +261,13 @@ class AnalyticWorkers:
         ]
         return bisect_right(ends_s, self._stopped_s - self._began_s)
 
-    def _section_record(self) -> protocol.SectionRecord | None:
-        if not self._number:
-            return None
-        return protocol.SectionRecord(step=self._applied + 1, generation=self._adopted, number=self._number, loss=0.0)
-
-    def _status(
-        self, generation: int, layers: tuple[int, ...], microbatches_done: int, partial: protocol.SectionRecord | None
-    ) -> protocol.Status:
-        return protocol.Status(
-            device=0,
-            generation=generation,
-            applied=self._applied,
-            last_record=self.last_record,
-            reduced=None,
-            adopted=self._adopted if layers else 0,
-            layers=layers,
-            microbatches_done=microbatches_done,
-            broken=False,
-            partial=partial,
-        )
-
     def take_update(self, update: protocol.PlanUpdate, now_s: float, *, transfer_s: float) -> None:
-        """Begin to carry out a plan update; `transfer_s` is what copying its layers takes."""
-        # A worker's groups are that of all workers and that of its layers' owners; its pipeline's is mostly kept.
+        """Begin to carry out a plan update, whose layers take `transfer_s` to copy."""
+        # A worker forms the group of all workers and that of its layers' owners; its pipeline mostly keeps its own.
         owners = len(update.plan.pipelines)
         forming_s = self._costs.forming_s((len(update.plan.worker_ids), owners))
         commit_s, waits_s = now_s, (now_s, now_s)
-        if update.finish is not None:  # that of all is formed for this step already, and those of owners differ
+        if update.finish is not None:  # the group of all is formed for this step already, but other owners follow
             commit_s, waits_s = self._finished_s(update, now_s, forming_s)
             forming_s = self._costs.forming_s((owners,))
         adopt_s = commit_s + forming_s + transfer_s + self._costs.warm_up_s
@@ -299,10 +276,10 @@ class AnalyticWorkers:
     def _finished_s(
         self, update: protocol.PlanUpdate, ordered_s: float, forming_s: float
     ) -> tuple[float, tuple[float, float]]:
-        """When the whole pipelines have computed their share of the step, what was reassigned to them, and reduced.
+        """Return when whole pipelines have finished the step: their own share, reassigned microbatches, the reduction.
 
-        Returns as well from when to when all of them waited for orders, and for the groups that all form together once
-        they have computed their own share.
+        Returns also the start and end of the time in which all of them waited, after their own share, for orders and
+        for groups.
         """
         assert self.plan is not None
         extra: dict[int, int] = defaultdict(int)
@@ -320,7 +297,8 @@ class AnalyticWorkers:
         computed_s = self._began_s + max(own_s for own_s, _ in seconds.values())
         formed_s = max(computed_s, ordered_s) + forming_s
         extra_s = max(extra_s for _, extra_s in seconds.values())
-        end_s = formed_s + extra_s + self._pace.reduce_s(self.plan) + self._committing_s(self.plan)
+        committing_s = self._costs.committing_s(len(self.plan.worker_ids))
+        end_s = formed_s + extra_s + self._pace.reduce_s(self.plan) + committing_s
         return end_s, (computed_s, formed_s)
 
     def _adopt(self, pending: _Pending) -> None:
@@ -330,10 +308,9 @@ class AnalyticWorkers:
         self._schedules = update.schedules
         self._teams = _teams(update.plan)
         self._partial, self._num_sections, self._number = update.partial, update.num_sections, 0
-        self.step_s = self._whole_step_s(update.plan)
-        self._rest_s = self._rest_of_step_s(update.plan) if self._partial.microbatches else self.step_s
+        self._set_pace(update.plan)
         self._began_s = pending.adopt_s
-        # What each worker says once it has adopted the plan; the bytes are not assigned to any.
+        # Each worker's report once it has adopted the plan, except for the bytes that it received.
         self.resumed = protocol.Resumed(
             device=0,
             generation=update.generation,
@@ -345,17 +322,14 @@ class AnalyticWorkers:
         self._busy_s = (pending.adopt_s, pending.adopt_s)
 
     def disband(self) -> None:
-        """All state is lost: what comes next starts from a checkpoint."""
+        """Lose all state: the next plan starts from a checkpoint."""
         self.plan, self._teams, self._pending, self._stopped_s = None, {}, None, None
         self._adopted, self.last_record, self.step_s = 0, None, inf
         self._partial, self._number = protocol.NOTHING, 0
 
 
-_Answers = list[tuple[tuple[WorkerId, ...], protocol.Status]]
-
-
 def _teams(plan: ExecutionPlan) -> Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]]:
-    """All workers of a plan, by what they hold and the microbatches that they take; O(workers)."""
+    """Return a plan's workers by the layers that they hold and the microbatches that they take; O(workers)."""
     alike: dict[tuple[int, int], list[Pipeline]] = defaultdict(list)
     for pipeline in plan.pipelines:
         alike[id(pipeline.template), pipeline.num_microbatches].append(pipeline)

@@ -1,4 +1,4 @@
-"""The job of a sweep: the real coordinator with its workers in closed form, started again when all state is lost."""
+"""The job of a sweep: the real coordinator with workers in closed form, restarted when all state is lost."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from .world import Agenda, NodeStates
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
-"""Steps of a job that continues for as long as its trace does."""
 _SOON_S = 0.1
-"""How long a node waits that comes while the job is being started."""
+"""The delay of a node that joins while the job is starting."""
 
 
 class JobRun:
-    """One run; its parts are called by the events of an agenda, in the order of time."""
+    """One run; the events of an agenda call its methods in the order of time."""
 
     def __init__(self, trace: Trace, settings: SweepSettings) -> None:
         self._trace = trace
@@ -51,39 +50,32 @@ class JobRun:
         self.agenda = Agenda()
         self.nodes = NodeStates(trace.nodes, trace.start)
         self._coordinator: Coordinator | None = None
-        self._crashed: set[WorkerId] = set()
-        """Workers that have ended, and may be started again."""
-        self._asked: list[str] = []
-        """The kinds of nodes whose profiles it has asked for."""
+        self._crashed: set[WorkerId] = set()  # ended workers that may be started again
+        self._wanted_kinds: list[str] = []  # the kinds of nodes whose profiles the coordinator has requested
         self._pids: dict[WorkerId, int] = {}
         self._update: protocol.PlanUpdate | None = None
         self._fence = 0
-        self._answered = 0
-        """The newest fence that all have answered who can."""
-        self._untold_step = 0
-        """The first step that is committed and that no worker can report to the master; 0 where there is none."""
+        self._answered = 0  # the newest fence that every well node has answered
+        self._unreported_step = 0  # the first committed step that no worker could report to the master, or 0
         self.is_over = False
-        self._reviews_s = inf
-        """When the coordinator is next asked which nodes should train."""
-        self._reports = (
-            Reports(self.kinds.profile_of) if any(isinstance(event, Slowed) for event in trace.events) else None
+        self._reviews_s = inf  # when the coordinator next reviews which nodes should train
+        self._reports = Reports(
+            self.kinds.profile_of, is_needed=any(isinstance(event, Slowed) for event in trace.events)
         )
-        """None where all nodes are always as fast as the profile says."""
-        self._reporting = 0
-        """The number of the reports that are due."""
+        self._reporting = 0  # the number of the reports that are due
 
     @property
     def is_undisturbed(self) -> bool:
-        """No plan is being adopted, and no fence waits for answers."""
+        """Whether no plan is being adopted, and no fence waits for answers."""
         is_fenced = self._coordinator is not None and self._coordinator.phase is Phase.FENCING
         return self._update is None and not is_fenced
 
     def counts_on(self, node: str) -> bool:
-        """Whether there is a coordinator that has not given the node up."""
+        """Return whether there is a coordinator that has not given the node up."""
         return self._coordinator is not None and node in self.nodes.members
 
     def begin(self) -> None:
-        """Start the job on the nodes that are there at first, or wait for more."""
+        """Start the job on the nodes of the start, or wait for more."""
         nodes = tuple(map(self.kinds.spec, self._trace.nodes))
         self.log.record(JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
         self._start()
@@ -91,18 +83,18 @@ class JobRun:
             self._await_others(node)
 
     def finish(self) -> None:
-        """The workers say that they train no further; once the master has heard all of them, the run is over."""
+        """Let the workers report that they have finished; the run is over once the master has all reports."""
         coordinator, plan = self._coordinator, self.crew.plan
         if coordinator is None or plan is None or coordinator.phase is not Phase.TRAINING:
             return
         if self.agenda.is_blind:
-            self.agenda.at(self.agenda.blind_until_s, lambda: None)  # it is asked again then
+            self.agenda.at(self.agenda.blind_until_s, lambda: None)  # the sweep calls `finish` again then
         elif all(map(self.nodes.is_well, plan.nodes)):
             for worker_id in plan.worker_ids:
-                self._say(worker_id, protocol.Finished(device=worker_id.device, applied=self.crew.max_steps))
+                self._report(worker_id, protocol.Finished(device=worker_id.device, applied=self.crew.max_steps))
 
     def move_to(self, t_s: float) -> None:
-        """Let time pass: commit the steps that fit, and adopt a plan whose time has come."""
+        """Let time pass: commit the steps that fit, and adopt a plan that is due."""
         update = self._update if self.crew.next_s <= t_s else None
         for stretch in self.crew.advance(t_s):
             self._committed(stretch)
@@ -116,27 +108,27 @@ class JobRun:
         record = self.crew.last_record
         worker_id = self.crew.speaker(self.nodes.is_well)
         assert record is not None
-        first_step = self._untold_step or stretch.first_step
+        first_step = self._unreported_step or stretch.first_step
         if self._coordinator is None:
             self.log.save(stretch)
         elif worker_id is None:
-            self._untold_step = first_step
+            self._unreported_step = first_step
         else:
-            self._untold_step = 0
+            self._unreported_step = 0
             self.log.save(stretch)
             self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
             message = protocol.StepCommitted(device=worker_id.device, record=record)
             self.feed(events.MessageReceived(node=worker_id.node, message=message), from_step=first_step)
 
     def feed(self, event: events.Event, *, from_step: int = 0) -> None:
-        """Give the coordinator an event, if there is one, and carry out what it decides."""
+        """Pass the coordinator, if there is one, an event, and carry out its commands."""
         if self._coordinator is not None:
             is_answered = self._coordinator.phase is Phase.FENCING and self._answered == self._fence
             self._carry_out(self._coordinator.handle(self.agenda.now_s, event), from_step=from_step)
             if is_answered and isinstance(event, events.NodeFailed | events.MessageReceived):
-                self._tick_later()  # a loss that belongs to one before has nobody answer again
+                self._tick_later()  # no answer follows a loss that belongs to the previous one
 
-    def _say(self, worker_id: WorkerId, message: protocol.AgentMessage) -> None:
+    def _report(self, worker_id: WorkerId, message: protocol.AgentMessage) -> None:
         self.feed(events.MessageReceived(node=worker_id.node, message=message))
 
     def _carry_out(self, commands: Sequence[events.Command], *, from_step: int = 0) -> None:
@@ -145,9 +137,9 @@ class JobRun:
         for command in commands:
             match command:
                 case events.Record(entry=StepDone() as entry):
-                    # Its answers to a fence may tell of steps that no worker could report.
-                    self.log.record_steps(entry, from_step or self._untold_step)
-                    self._untold_step = 0
+                    # Answers to a fence may include steps that no worker could report.
+                    self.log.record_steps(entry, from_step or self._unreported_step)
+                    self._unreported_step = 0
                 case events.Record(entry=entry):
                     self.log.record(entry)
                 case events.SendAll(message=protocol.Fence(generation=fence)):
@@ -155,13 +147,14 @@ class JobRun:
                 case events.SendAll(worker_ids=worker_ids, message=protocol.AskActivity() as asked) if (
                     self.crew.is_computing
                 ):
-                    use = protocol.ProcessorUse(device=0, inquiry=asked.inquiry, used_s=1.0, within_s=1.0)
-                    self._say(worker_ids[0], replace(use, device=worker_ids[0].device))
+                    device = worker_ids[0].device
+                    use = protocol.ProcessorUse(device=device, inquiry=asked.inquiry, used_s=1.0, within_s=1.0)
+                    self._report(worker_ids[0], use)
                 case events.SendOrders(update=protocol.PlanUpdate(initial=True)) if self.crew.last_record is not None:
-                    self._give_up("all state is lost")  # what the coordinator knows no checkpoint of, we do
+                    self._give_up("all state is lost")  # the log has checkpoints that the coordinator does not know
                     return
                 case events.LookUpProfile(kind=kind):
-                    self._asked.append(kind)
+                    self._wanted_kinds.append(kind)
                 case events.SendOrders(update=update):
                     ordered = update
                 case events.Disconnect(node=node):
@@ -174,7 +167,7 @@ class JobRun:
                 case events.Send(node=node, message=protocol.KillWorker(device=device)):
                     self.end_worker(WorkerId(node, device))
                 case events.Send(node=node, message=protocol.StopAgent(is_dismissal=True)):
-                    self._say(WorkerId(node=node, device=0), protocol.AgentStopped(reason="drained"))
+                    self._report(WorkerId(node=node, device=0), protocol.AgentStopped(reason="drained"))
                 case events.End(exit_code=0):
                     self.is_over = True
                     return
@@ -189,17 +182,14 @@ class JobRun:
             asking_s = self.costs.asking_s(self.kinds.num_workers(self.nodes.members))
             self.agenda.when_seen(self.agenda.now_s + asking_s, lambda: self._answer(fence))
         if ordered is not None:
-            self._take_update(ordered)
+            self._update = ordered
+            seconds, num_workers = transfer_s(self.kinds.profile, ordered.transfers), len(ordered.plan.worker_ids)
+            ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
+            self.crew.take_update(ordered, self.agenda.now_s + ordered_s, transfer_s=seconds)
         self._review_later()
 
-    def _take_update(self, update: protocol.PlanUpdate) -> None:
-        self._update = update
-        seconds, num_workers = transfer_s(self.kinds.profile, update.transfers), len(update.plan.worker_ids)
-        ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
-        self.crew.take_update(update, self.agenda.now_s + ordered_s, transfer_s=seconds)
-
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
-        """Have the workers answer a fence: all who can, or those of some nodes."""
+        """Answer a fence for all well workers, or for those of some nodes."""
         if generation != self._fence or self._coordinator is None or self._coordinator.phase is not Phase.FENCING:
             return
         self._answered = generation
@@ -211,20 +201,17 @@ class JobRun:
             for node in sorted(well - at_work)
             for device in self.kinds.devices_of(node)
         ]
-        answers = self.crew.answers(generation, self.agenda.now_s, at_work - well, idle)
-        for worker_ids, status in answers:
-            speakers = (
-                worker_ids if only is None else tuple(worker_id for worker_id in worker_ids if worker_id.node in only)
-            )
+        for worker_ids, status in self.crew.answers(generation, self.agenda.now_s, at_work - well, idle):
+            speakers = worker_ids if only is None else tuple(each for each in worker_ids if each.node in only)
             self.feed(events.BatchReceived(worker_ids=speakers, message=status))
         self._tick_later()
 
     def answer_from(self, node: str) -> None:
-        """Have a node's workers answer the fence that stands, if one does."""
+        """Answer the current fence, if there is one, for a node's workers."""
         self._answer(self._fence, only={node})
 
     def _tick_later(self) -> None:
-        """Let the coordinator act when the time is over in which it waits for what belongs together."""
+        """Let the coordinator act when it has waited long enough for losses that belong together."""
         coordinator = self._coordinator
         if coordinator is None or coordinator.phase not in (Phase.PREPARING, Phase.FENCING):
             return
@@ -236,7 +223,6 @@ class JobRun:
         self.agenda.when_seen(coordinator.next_deadline(), tick)
 
     def _review_later(self) -> None:
-        """Let the coordinator look at which nodes should train, when it wants to."""
         coordinator = self._coordinator
         if coordinator is None or coordinator.reviews_s >= self._reviews_s:
             return
@@ -249,15 +235,15 @@ class JobRun:
                 self._review_later()
             elif self.nodes.members.keys().isdisjoint(self.nodes.silent):
                 self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
-            else:  # it would find a hang, which is only a loss that is not noticed yet
+            else:  # the coordinator would find a hang, which is only a loss that it has not noticed yet
                 self.agenda.when_seen(self.agenda.now_s + self.costs.lease_s, look)
 
         self.agenda.when_seen(due_s, look)
 
     def report_later(self) -> None:
-        """Let the workers report how fast they are, once they have computed at their pace for long enough."""
+        """Let the workers report their pace once they have computed at it for long enough."""
         coordinator, plan, reports = self._coordinator, self.crew.plan, self._reports
-        if reports is None or coordinator is None or plan is None or not reports.untold(plan, self.crew.factors):
+        if coordinator is None or plan is None or not reports.due(plan, self.crew.factors):
             return
         number = self._reporting = self.agenda.number()
 
@@ -270,7 +256,7 @@ class JobRun:
             if not is_listening():
                 self.report_later()
                 return
-            for worker_ids, pace in reports.tell(plan, self.crew.factors):
+            for worker_ids, pace in reports.make(plan, self.crew.factors):
                 self.feed(events.BatchReceived(worker_ids=worker_ids, message=pace))
                 if not is_listening():
                     break
@@ -279,13 +265,13 @@ class JobRun:
         self.agenda.when_seen(self.agenda.now_s + found_s, report)
 
     def _resume(self, update: protocol.PlanUpdate) -> None:
-        """All have adopted the plan: say so."""
+        """Report that all workers have adopted a plan."""
         resumed = self.crew.resumed
         num_bytes = moved_bytes(self.kinds.profile, update.transfers)
         well = self.nodes.well
-        everybody = chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])
-        worker_ids = tuple([worker_id for worker_id in everybody if worker_id.node in well])
-        # The account sums up what each worker received: one of them says all of it.
+        all_ids = chain.from_iterable([pipeline.worker_ids for pipeline in update.plan.pipelines])
+        worker_ids = tuple([worker_id for worker_id in all_ids if worker_id.node in well])
+        # The account sums the bytes over workers, so one of them reports all.
         self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
         self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))
         if any(map(self.crew.is_training, self.nodes.silent)):
@@ -293,7 +279,7 @@ class JobRun:
         self.report_later()
 
     def _start(self) -> None:
-        """Start the job, or start it again, if the nodes that are there hold the model."""
+        """Start or restart the job, if the present nodes hold the model."""
         nodes = self.nodes.startable
         if self._coordinator is not None or not self._planner.can_hold(nodes):
             return
@@ -302,24 +288,23 @@ class JobRun:
         if self._settings.max_steps is not None:
             self.crew.max_steps = self._settings.max_steps - self.log.past_steps
             job = replace(job, max_steps=self.crew.max_steps)
-        self._asked.clear()
+        self._wanted_kinds.clear()
         self._coordinator = Coordinator(job, tuple(map(self.kinds.spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self.agenda.now_s)
         read_s = self.costs.checkpoint_read_s if self.log.newest_step else 0.0
         coordinator = self._coordinator
 
-        def come_up() -> None:
+        def connect() -> None:
             for node in nodes:
                 if self._coordinator is coordinator:
-                    self._come_up(node)
+                    self._connect(node)
             if self._coordinator is coordinator:
-                self._know_profiles()
+                self._find_profiles()
             self._tick_later()
 
-        self.agenda.when_seen(self.agenda.now_s + self.costs.starting_s(len(nodes)) + read_s, come_up)
+        self.agenda.when_seen(self.agenda.now_s + self.costs.starting_s(len(nodes)) + read_s, connect)
 
-    def _come_up(self, node: str) -> None:
-        """A node's agent answers, and its workers are ready."""
+    def _connect(self, node: str) -> None:
         if node not in self.nodes.members:
             return
         if not self.nodes.is_well(node):
@@ -327,45 +312,40 @@ class JobRun:
             return
         self.feed(events.NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
         for device in self.kinds.devices_of(node):
-            self._say_ready(WorkerId(node=node, device=device))
+            self._report_ready(WorkerId(node=node, device=device))
 
-    def _know_profiles(self) -> None:
-        """Profiles are cached: a master finds that of each kind for which there is a worker."""
-        asked, self._asked = self._asked, []
-        for kind in asked:
+    def _find_profiles(self) -> None:
+        """Return the requested profiles to the coordinator, all of which count as cached."""
+        wanted, self._wanted_kinds = self._wanted_kinds, []
+        for kind in wanted:
             (profile,) = (each.profile for each in self.kinds.named if each.name == kind)
-            # Nothing is timed in a sweep: the network is what the profile says, assumed or not.
+            # A sweep times no links, so the profile's network counts as measured.
             profile = replace(profile, network=replace(profile.network, assumed=()))
             self.feed(events.ProfileFound(profile_json=profile_to_json(profile), kind=kind))
 
     def _await_others(self, node: str) -> None:
-        """Note that a node is there while no coordinator is: too few are, by now."""
+        """Record a node that is present while too few are for a coordinator."""
         self.log.record(NodeConnected(t_s=self.agenda.now_s, node=node, agent_pid=1))
 
     def _give_up(self, reason: str) -> None:
-        """The coordinator has ended the run: all state is lost but the newest checkpoint's."""
+        """End the coordinator's run: all state is lost but the newest checkpoint's."""
         self._coordinator, self._update, self._fence, self._reviews_s = None, None, 0, inf
-        self._untold_step = 0
+        self._unreported_step = 0
         self.crew.disband()
-        if self._reports is not None:
-            self._reports.clear()
+        self._reports.clear()
         self.log.lose_all(self.agenda.now_s, reason)
         self._start()
 
     def fail(self, node: str, loss: Loss) -> None:
-        """The coordinator learns that a node that it counts on has failed."""
+        """Report the failure of a node that the coordinator counts on."""
         if node in self.nodes.members:
-            self._forget_pace(node)
+            self._reports.forget(node)
             self.feed(events.NodeFailed(node=node, loss=loss))
             if not self.log.is_planned:
                 self._tick_later()
 
-    def _forget_pace(self, node: str) -> None:
-        if self._reports is not None:
-            self._reports.forget(node)
-
     def join(self, node: str) -> None:
-        """A node starts up; it takes part from when it is ready, unless something happens to it before."""
+        """Start a node up; it takes part once it is ready, unless it changes before."""
         life, starting_s = self.nodes.lives[node], self.costs.starting_s(1)
 
         def join() -> None:
@@ -383,34 +363,41 @@ class JobRun:
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
                 self.feed(events.AddRequested(spec=self.kinds.spec(node)))
-                self._come_up(node)
-                self._know_profiles()
+                self._connect(node)
+                self._find_profiles()
 
         self.agenda.when_seen(self.agenda.now_s + starting_s, join)
 
     def end_worker(self, worker_id: WorkerId) -> None:
         self._crashed.add(worker_id)
-        self._forget_pace(worker_id.node)
-        self._say(
-            worker_id,
-            protocol.WorkerExited(device=worker_id.device, pid=self._pids[worker_id], end=protocol.Killed(signal=9)),
-        )
+        self._reports.forget(worker_id.node)
+        pid, end = self._pids[worker_id], protocol.Killed(signal=9)
+        self._report(worker_id, protocol.WorkerExited(device=worker_id.device, pid=pid, end=end))
 
     def _worker_restarts(self, worker_id: WorkerId) -> None:
         life = self.nodes.lives[worker_id.node]
 
         def ready() -> None:
             if self.nodes.members.get(worker_id.node) == life and self.nodes.is_well(worker_id.node):
-                self._say_ready(worker_id)
+                self._report_ready(worker_id)
 
         self.agenda.when_seen(self.agenda.now_s + self.costs.worker_start_s, ready)
 
-    def _say_ready(self, worker_id: WorkerId) -> None:
-        self._pids[worker_id] = pid = self._pids.get(worker_id, 0) + 1
-        self._say(worker_id, _ready(worker_id.device, pid))
+    def _report_ready(self, worker_id: WorkerId) -> None:
+        self._pids[worker_id] = self._pids.get(worker_id, 0) + 1
+        ready = protocol.WorkerReady(
+            device=worker_id.device,
+            pid=self._pids[worker_id],
+            data_digest="",
+            num_samples=1,
+            layer_names=(),
+            parameters=0,
+            torch_version="",
+        )
+        self._report(worker_id, ready)
 
     def drain(self, node: str) -> None:
-        """A node gets notice that it will be taken away."""
+        """Announce that a node will be taken away."""
         if self.nodes.is_well(node) and self.log.is_planned:
             self.feed(events.DrainRequested(node=node))
 
@@ -427,10 +414,4 @@ def _hello(node: str, now_s: float) -> protocol.Hello:
         num_cores=1,
         memory_bytes=1,
         clock_s=now_s,
-    )
-
-
-def _ready(device: int, pid: int) -> protocol.WorkerReady:
-    return protocol.WorkerReady(
-        device=device, pid=pid, data_digest="", num_samples=1, layer_names=(), parameters=0, torch_version=""
     )

@@ -1,7 +1,7 @@
-"""What a sweep's master hears of how fast nodes compute, many reports at once.
+"""The workers' reports of their pace to a sweep's master, many at once.
 
-Workers report between steps, and not too often. As long as no worker's pace changes the reports change no decision, so
-they are left out until somebody's has changed for as many of them as the master wants to agree.
+Real workers report between steps, and rarely. Reports of an unchanged pace change no decision, so a sweep leaves them
+out; after a change it makes as many reports as the master wants to agree.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ from oobleck.planner import ExecutionPlan, Profile, WorkerId
 
 
 class Reports:
-    """How many times the usual time each worker takes, as the master knows it."""
+    """The factor of each worker's usual time that the master knows."""
 
-    def __init__(self, profile_of: Callable[[str], Profile]) -> None:
+    def __init__(self, profile_of: Callable[[str], Profile], *, is_needed: bool) -> None:
+        """Without `is_needed`, all nodes always keep the profile's pace, and no reports are due."""
         self._profile_of = profile_of
-        self._told: dict[WorkerId, float] = {}
+        self._is_needed = is_needed
+        self._known: dict[WorkerId, float] = {}
 
     def forget(self, node: str) -> None:
-        """A node's worker starts again: the master treats it as normal, and hears of it again."""
-        self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id.node != node}
+        """Forget the reports of a node whose worker restarts: the master treats it as normal again."""
+        self._known = {worker_id: factor for worker_id, factor in self._known.items() if worker_id.node != node}
 
     def clear(self) -> None:
-        """Another master knows nothing."""
-        self._told.clear()
+        self._known.clear()
 
-    def untold(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[WorkerId]:
-        """The workers of a plan whose pace the master does not know; O(workers). Those that rest report again."""
-        self._told = {worker_id: factor for worker_id, factor in self._told.items() if worker_id in plan.layers_at}
-        return [
-            worker_id for worker_id in plan.worker_ids if self._told.get(worker_id) != factors.get(worker_id.node, 1.0)
-        ]
+    def due(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> list[WorkerId]:
+        """Return the workers of a plan whose pace the master does not know; O(workers)."""
+        if not self._is_needed:
+            return []
+        # Workers that leave the plan report again once they are back.
+        self._known = {worker_id: factor for worker_id, factor in self._known.items() if worker_id in plan.layers_at}
+        return [each for each in plan.worker_ids if self._known.get(each) != factors.get(each.node, 1.0)]
 
-    def tell(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
-        """Report what is not reported yet: yields (workers, what each of them says), round by round.
+    def make(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
+        """Yield the reports that are due as (workers, each one's report), round by round.
 
-        Who stops listening, for a plan is made again, has heard only those that have said it often enough.
+        If the caller stops, for a new plan, the master knows only the workers with enough reports.
         """
-        untold = frozenset(self.untold(plan, factors))
+        due = frozenset(self.due(plan, factors))
         groups: dict[tuple[tuple[range, ...], int, float, int], list[WorkerId]] = defaultdict(list)
         paces: dict[tuple[tuple[range, ...], int, float, int], Pace] = {}
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:
-                for worker_id in untold.intersection(stage.worker_ids):
+                for worker_id in due.intersection(stage.worker_ids):
                     factor = factors.get(worker_id.node, 1.0)
                     profile = self._profile_of(worker_id.node)
                     key = stage.chunks, len(stage.worker_ids), factor, id(profile)
@@ -58,4 +60,4 @@ class Reports:
             for key, worker_ids in groups.items():
                 yield tuple(worker_ids), paces[key]
                 if number == REPORTS_NEEDED - 1:
-                    self._told.update(dict.fromkeys(worker_ids, key[2]))
+                    self._known.update(dict.fromkeys(worker_ids, key[2]))

@@ -1,7 +1,7 @@
-"""The journal of a run that is started again from a checkpoint whenever its state is lost.
+"""The journal of a run that restarts from a checkpoint whenever its state is lost.
 
-Each start has a coordinator of its own, which counts generations and steps from nothing. Here they are numbers of
-the whole run, and steps that a checkpoint does not hold are run again.
+Each start has its own coordinator, which counts generations and steps from zero. This journal numbers them over the
+whole run, and runs steps again that no checkpoint holds.
 """
 
 from __future__ import annotations
@@ -15,40 +15,36 @@ from .analytic_workers import CommittedSteps
 
 
 class RunLog:
-    """Collects what coordinators record, in the order of time."""
+    """Collects the entries of all coordinators, in the order of time."""
 
     def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
         self.entries: list[journal.JournalEntry] = []
-        self.connected: set[str] = set()
-        """Nodes of which nothing says that they are gone."""
-        self.newest_step = 0
-        """The newest that was ever committed, lost ones included."""
+        self.connected: set[str] = set()  # nodes without an entry that they are gone
+        self.newest_step = 0  # the newest step ever committed, lost ones included
         self._checkpoint_interval_s = checkpoint_interval_s
         self._checkpoint_read_s = checkpoint_read_s
         self._past_generations = 0
         self._generation = 0
-        self.past_steps = 0
-        """Steps that the current coordinator does not count, for it was started from their checkpoint."""
-        self._step = 0
-        """The newest of those that are not lost."""
+        self.past_steps = 0  # those before the current coordinator's checkpoint, which it does not count
+        self._step = 0  # the newest that is not lost
         self._saved_step = 0
         self._steps_lost = 0
         self._ended_s = 0.0
 
     @property
     def is_planned(self) -> bool:
-        """The coordinator has adopted a plan."""
+        """Whether the coordinator has adopted a plan."""
         return self._generation > 0
 
     def record(self, entry: journal.JournalEntry) -> None:
-        """Write an entry of the current coordinator; its end with an error is not the run's."""
+        """Write an entry of the current coordinator, unless that ends with an error: the run continues."""
         match entry:
             case journal.NodeConnected(node=node):
                 self.connected.add(node)
             case journal.NodeLost(node=node) | journal.NodeLeft(node=node):
                 self.connected.discard(node)
             case journal.WorkerUp():
-                return  # one for each device and start, and nothing is learned from them
+                return  # one for each device and start, without further information
             case journal.JobEnded(exit_code=code) if code:
                 return
             case journal.PlanAdopted() | journal.RecoveryStarted() | journal.RecoveryDone():
@@ -60,7 +56,7 @@ class RunLog:
             self._adopted(entry)
 
     def record_steps(self, entry: journal.StepDone, first_step: int) -> None:
-        """Write one entry for many steps; those that had been committed before are kept apart from the others."""
+        """Write one entry for many steps, and a separate one for those that had been committed before."""
         first, last = self.past_steps + (first_step or entry.record.step), self.past_steps + entry.record.step
         for start, stop in ((first, min(last, self.newest_step)), (max(first, self.newest_step + 1), last)):
             if start <= stop:
@@ -72,14 +68,14 @@ class RunLog:
         self._step = last
 
     def save(self, stretch: CommittedSteps) -> None:
-        """Note the newest step that a checkpoint holds."""
+        """Note the newest step that is in a checkpoint."""
         saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
         if since <= stretch.last_step - stretch.first_step + 1:
             self._saved_step = self.past_steps + stretch.last_step - since
 
     def lose_all(self, now_s: float, reason: str) -> None:
-        """All state is lost but the newest checkpoint's; until another coordinator has a plan, there is none."""
+        """Lose all state but the newest checkpoint's, and be without a plan until the next coordinator has one."""
         self._past_generations += self._generation + 1
         self._generation = 0
         self._steps_lost = self._step - self._saved_step
@@ -104,23 +100,21 @@ class RunLog:
         if not entry.redundant:
             self._saved_step = self._step  # the state is saved at once when it has too few copies
         if is_restart:
-            self.entries.append(self._restart(entry))
-
-    def _restart(self, entry: journal.PlanAdopted) -> journal.RecoveryDone:
-        return journal.RecoveryDone(
-            t_s=entry.t_s,
-            began_s=self._ended_s,
-            generation=entry.generation,
-            nodes=(),
-            cause=journal.PlanCause.LOSS,
-            loss=journal.LossCause.CONNECTION_LOST,
-            action=journal.Action.CHECKPOINT,
-            detect_s=0.0,
-            decide_s=0.0,
-            transfer_s=self._checkpoint_read_s,
-            stall_s=entry.t_s - self._ended_s,
-            bytes_moved=0,
-            layers_moved=entry.num_layers,
-            microbatches_redone=0,
-            steps_lost=self._steps_lost,
-        )
+            restart = journal.RecoveryDone(
+                t_s=entry.t_s,
+                began_s=self._ended_s,
+                generation=entry.generation,
+                nodes=(),
+                cause=journal.PlanCause.LOSS,
+                loss=journal.LossCause.CONNECTION_LOST,
+                action=journal.Action.CHECKPOINT,
+                detect_s=0.0,
+                decide_s=0.0,
+                transfer_s=self._checkpoint_read_s,
+                stall_s=entry.t_s - self._ended_s,
+                bytes_moved=0,
+                layers_moved=entry.num_layers,
+                microbatches_redone=0,
+                steps_lost=self._steps_lost,
+            )
+            self.entries.append(restart)

@@ -11,35 +11,33 @@ from oobleck.planner import NodeKind, Planner, Profile
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 from oobleck.sim.trace import Trace
 
-_LEASE_S = 1e9
-"""The coordinator's: no heartbeats are sent here, and whose silence is noticed is the sweep's to say.
-
-Nor does it try lost nodes again: the trace says when they are back."""
+# No heartbeats are sent in a sweep, which itself times the notice of a silence; the trace says when nodes are back.
+_UNTIMED = ControlSpec(lease_s=1e9, rejoin_after_s=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """The job whose life is simulated."""
+    """The simulated job."""
 
     profile: Profile
-    """Of all nodes, or of the first of several kinds."""
+    """The profile of all nodes, or of the first of several kinds."""
     global_batch_size: int
-    """Samples in one step."""
+    """In samples."""
     devices_per_node: int = 1
     kinds: tuple[NodeKind, ...] = ()
-    """Those that a trace's nodes are of by the names of their devices, where they are of several."""
+    """The kinds that a trace names, if it names any."""
     fault_threshold: int = 1
     num_pipelines: int | None = None
     reductions_per_step: int | Literal["auto"] = "auto"
     schedule: ScheduleName = "1f1b"
     num_chunks: int = 2
-    """Of each stage where pipelines are interleaved."""
+    """The chunks of each stage in interleaved pipelines."""
     costs: Costs = field(default_factory=Costs)
     checkpoint_interval_s: float = 1800.0
-    """From one checkpoint to the next; they are written while training continues."""
+    """Training continues while checkpoints are written."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
     max_steps: int | None = None
-    """The job ends after so many; None: with the trace."""
+    """None: the job ends with the trace."""
     tag: str = "sim"
     seed: int = 0
 
@@ -48,14 +46,12 @@ class SweepSettings:
         return self.global_batch_size // self.profile.microbatch_size
 
     def job(self, max_steps: int, *, is_timed: bool = False) -> JobSpec:
-        """The job as the coordinator is given it; with heartbeats and leases if it `is_timed`."""
+        """Return the coordinator's job, with heartbeats and leases if it `is_timed`."""
         return JobSpec(
             tag=self.tag,
             data=DataSpec(sequence_length=max(2, self.profile.sequence_length)),
             scaling=self.scaling,
-            control=ControlSpec(lease_s=self.costs.lease_s)
-            if is_timed
-            else ControlSpec(lease_s=_LEASE_S, rejoin_after_s=0),
+            control=ControlSpec(lease_s=self.costs.lease_s) if is_timed else _UNTIMED,
             max_steps=max_steps,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.profile.microbatch_size,
@@ -75,20 +71,20 @@ class SweepSettings:
         return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
 
     def planner(self) -> Planner:
-        """A planner for nodes of one kind, with the settings that the coordinator gives its own."""
+        """Return a planner like the coordinator's for nodes of one kind."""
         alike = NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
         return planner_for(self.job(max_steps=1), alike.named)
 
     def planner_of(self, trace: Trace) -> Planner:
-        """A planner for the nodes of a trace."""
+        """Return a planner like the coordinator's for the nodes of a trace."""
         nodes = self.nodes_of(trace)
         return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
 
 
 def most_steps(trace: Trace, settings: SweepSettings) -> int:
-    """Return the job's steps; without a limit, how many fit into the trace with all its nodes, and no failure.
+    """Return the job's steps; without a limit, how many fit into the trace with all its nodes and no failure.
 
-    Raises PlanningError where they do not hold the model.
+    Raises PlanningError where the nodes do not hold the model.
     """
     most = trace.nodes[: max(count for _, count in trace.counts)]
     planner, nodes = settings.planner_of(trace), settings.nodes_of(trace)

@@ -1,18 +1,17 @@
 """Sweep mode: a failure trace straight into the real coordinator, from one event to the next.
 
-Months of a cluster of thousands of nodes take seconds, since nothing happens between events: no heartbeat is
-sent, and steps are summed up. Decisions are the coordinator's and the planner's own; workers answer at once
-(see `analytic_workers`), and what takes time is said by `costs` and by the schedule's timeline on the profile.
+Months of a cluster of thousands of nodes take seconds, since nothing happens between events: no heartbeats are sent,
+and steps are summed up. The real coordinator and planner decide; workers answer at once (see `analytic_workers`), and
+times come from `costs` and from the schedule's timeline on the profile.
 
-When the coordinator cannot continue, its job is started again from the newest checkpoint, as soon as the nodes
-that are there hold the model.
+When the coordinator cannot continue, its job restarts from the newest checkpoint as soon as the present nodes hold the
+model.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import assert_never
 
@@ -35,20 +34,14 @@ def sweep(
 ) -> tuple[JournalEntry, ...]:
     """Play a trace and return the journal of the run, with entries of many steps in place of one a step.
 
-    `report` is called now and then with the seconds that are simulated. Raises PlanningError where not even all
-    nodes of the trace hold the model.
+    `report` is called now and then with the simulated seconds. Raises PlanningError where all nodes of the trace
+    together do not hold the model.
     """
-    with _few_collections():
-        return _play(trace, settings, report)
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Collect cycles a hundredth as often: hardly any are left, and each search goes through all plans so far."""
+    # Collect cycles a hundredth as often: there are hardly any, and each collection traverses all plans so far.
     before = gc.get_threshold()
     gc.set_threshold(100 * before[0], *before[1:])
     try:
-        yield
+        return _play(trace, settings, report)
     finally:
         gc.set_threshold(*before)
 
@@ -74,7 +67,7 @@ def _play(trace: traces.Trace, settings: SweepSettings, report: Callable[[float]
 
 
 class Faults:
-    """What a trace says, made to happen to the nodes of a run, and when the master notices."""
+    """Carries out a trace's events on the nodes of a run, and times when the master notices."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
@@ -84,12 +77,13 @@ class Faults:
         changed = self._nodes.apply(event)
         match event:
             case traces.Gone(node=node):
-                self._lose(node)
+                self._crew.factors.pop(node, None)  # a node that returns has its usual speed
+                self._go_silent(node, self._costs.detect_s, is_seen=True)
             case traces.Joined(node=node):
                 self._run.join(node)
             case traces.Frozen() | traces.Partitioned():
-                for node in changed:
-                    self._fall_silent(node)
+                for node in [each for each in changed if each not in self._nodes.silent]:
+                    self._go_silent(node, self._costs.lease_s, is_seen=False)
             case traces.Thawed() | traces.Healed():
                 self._be_heard(changed)
             case traces.Slowed(node=node, factor=factor):
@@ -100,7 +94,7 @@ class Faults:
             case traces.AgentFrozen(node=node, frozen_s=frozen_s):
                 self._freeze_agent(node, frozen_s)
             case traces.ForkServerCrashed():
-                pass  # nothing waits for it, unless a worker ends within seconds of it
+                pass  # nothing depends on it, unless a worker ends within seconds
             case traces.MasterFrozen(frozen_s=down_s) | traces.MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
             case traces.Noticed(node=node):
@@ -108,21 +102,13 @@ class Faults:
             case _:
                 assert_never(event)
 
-    def _lose(self, node: str) -> None:
-        self._crew.forget(node)
-        self._go_silent(node, self._costs.detect_s, is_seen=True)
-
-    def _fall_silent(self, node: str) -> None:
-        if node not in self._nodes.silent:
-            self._go_silent(node, self._costs.lease_s, is_seen=False)
-
     def _go_silent(self, node: str, notice_s: float, *, is_seen: bool) -> None:
-        """A node stops; what waits for it stops with it; the coordinator notices after a while.
+        """Stop a node, and all training that waits for it; the coordinator notices after `notice_s`.
 
-        `is_seen`: its connection breaks with it; else only its silence shows it.
+        With `is_seen` the node's connection breaks, else only its silence shows the loss.
         """
         if node in self._nodes.members and not self._agenda.is_blind:
-            self._run.feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # its last
+            self._run.feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # the last one
         number = self._nodes.silent[node] = self._agenda.number()
         if self._crew.is_training(node):
             self._crew.stop(self._agenda.now_s)
@@ -144,7 +130,7 @@ class Faults:
         self._agenda.when_seen(self._agenda.now_s + notice_s, notice)
 
     def _is_waited_for(self, since_s: float) -> bool:
-        """Whether the master suspects itself: most nodes have been silent since then, but not for too long."""
+        """Return whether the master suspects itself, since most nodes are silent and not for too long."""
         nodes = self._nodes
         silent = nodes.members.keys() & (nodes.mute.keys() | (nodes.silent.keys() & nodes.stuck))
         limit_s = patience_s(
@@ -155,7 +141,7 @@ class Faults:
         return are_most(len(silent), len(nodes.members)) and self._agenda.now_s < since_s + limit_s
 
     def _freeze_agent(self, node: str, frozen_s: float) -> None:
-        """An agent is stopped: its workers train on, and where that lasts longer than its lease, its node is lost."""
+        """Freeze an agent while its workers train on; if it stays so longer than its lease, its node is lost."""
         if not self._nodes.is_well(node):
             return
         number = self._nodes.mute[node] = self._agenda.number()
@@ -184,7 +170,7 @@ class Faults:
         self._agenda.when_seen(since_s + self._costs.lease_s, notice)
 
     def _be_heard(self, nodes: Iterable[str]) -> None:
-        """Nodes that were frozen or cut off are well again: they continue, or join again if they were given up."""
+        """Let nodes that were frozen or cut off continue, or join again if the master gave them up."""
         for node in nodes:
             if node in self._nodes.stuck:
                 continue
@@ -194,7 +180,7 @@ class Faults:
             else:
                 self._run.join(node)
         if self._run.is_undisturbed and not any(map(self._crew.is_training, self._nodes.silent)):
-            self._crew.go_on(self._agenda.now_s)
+            self._crew.resume(self._agenda.now_s)
 
     def _crash(self, node: str, device: int) -> None:
         if self._nodes.is_well(node) and self._run.log.is_planned and device in self._run.kinds.devices_of(node):
@@ -202,4 +188,4 @@ class Faults:
                 self._crew.stop(self._agenda.now_s)
             self._run.end_worker(WorkerId(node, device))
             if node not in self._nodes.members:
-                self._run.join(node)  # given up; its user takes it back
+                self._run.join(node)  # the master gave it up, and its user adds it again

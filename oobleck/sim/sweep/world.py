@@ -1,4 +1,4 @@
-"""The world of a sweep: what is to happen when, whether a master is there to see it, and how its nodes are."""
+"""The world of a sweep: its agenda, whether a master is running, and the states of its nodes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from oobleck.sim.trace import ClusterState, Gone, Joined, TraceEvent
 
 
 class Agenda:
-    """Virtual time, and the actions that it leads to; those of one moment in the order they were put in."""
+    """Virtual time and its actions; those of one moment happen in the order of their insertion."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.blind_until_s = 0.0
-        """Until then there is no master."""
+        self.blind_until_s = 0.0  # there is no master until then
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
 
     @property
     def next_s(self) -> float:
-        """When something is due next; infinity for never."""
+        """When the next action is due; infinity if there is none."""
         return self._queue[0][0] if self._queue else inf
 
     @property
@@ -29,16 +28,16 @@ class Agenda:
         return self.now_s < self.blind_until_s
 
     def number(self) -> int:
-        """Return a number that nothing else has."""
+        """Return a unique number."""
         self._sequence += 1
         return self._sequence
 
     def at(self, t_s: float, action: Callable[[], None]) -> None:
-        """Do something at a time, or at once if that has passed."""
+        """Schedule an action at a time, or at once if that has passed."""
         heapq.heappush(self._queue, (max(t_s, self.now_s), self.number(), action))
 
     def when_seen(self, t_s: float, action: Callable[[], None]) -> None:
-        """Do something that a master has to be there for."""
+        """Schedule an action that needs a running master."""
 
         def act() -> None:
             if self.is_blind:
@@ -49,24 +48,23 @@ class Agenda:
         self.at(t_s, act)
 
     def do_due(self) -> None:
-        """Do all that is due by now, what becomes due by it included."""
+        """Perform all actions that are due, including those that become due meanwhile."""
         while self._queue and self._queue[0][0] <= self.now_s:
             heapq.heappop(self._queue)[2]()
 
 
 class NodeStates:
-    """What the trace has done to nodes, and what the coordinator knows of it."""
+    """The states of nodes, and the coordinator's knowledge of them."""
 
     def __init__(self, nodes: Iterable[str], start: Iterable[str]) -> None:
         self._cluster = ClusterState(start)
+        # How often each node joined: an action for an earlier life is dropped.
         self.lives = dict.fromkeys(nodes, 0)
-        """How often each node came: what was meant for an earlier life of it is dropped."""
-        self.members: dict[str, int] = {}
-        """The nodes that the coordinator counts on, and in which of their lives."""
+        self.members: dict[str, int] = {}  # the nodes that the coordinator counts on, with their life
+        # Nodes that are gone, frozen or cut off without the coordinator's notice; each silence has a number.
         self.silent: dict[str, int] = {}
-        """Nodes that are gone, frozen or cut off, and are not known to be; each silence has a number."""
+        # Nodes whose agent is frozen while their workers train on; each silence has a number.
         self.mute: dict[str, int] = {}
-        """Nodes whose agent is stopped while their workers train on; each silence has a number."""
 
     @property
     def here(self) -> Set[str]:
@@ -74,29 +72,26 @@ class NodeStates:
 
     @property
     def stuck(self) -> Set[str]:
-        """The nodes that are there and that cannot be heard: frozen or cut off."""
+        """The present nodes that the master cannot reach: frozen or cut off."""
         return self._cluster.frozen | self._cluster.cut
 
     @property
     def well(self) -> Set[str]:
-        """The nodes that take part: the coordinator hears what they say."""
+        """The members that the coordinator hears."""
         return self.members.keys() - self.silent.keys()
 
     @property
     def startable(self) -> list[str]:
-        """The nodes that a job can be started on."""
+        """The nodes on which a job can start."""
         return [node for node in self.lives if node in self.here and node not in self.silent]
 
     def is_well(self, node: str) -> bool:
         return node in self.members and node not in self.silent
 
     def apply(self, event: TraceEvent) -> tuple[str, ...]:
-        """Let an event of the trace happen; return the nodes for which it changes something, in order."""
-        match event:
-            case Joined(node=node):  # as another one than it was
-                self.lives[node] += 1
-            case Gone(node=node):
-                self.mute.pop(node, None)
-            case _:
-                pass
+        """Apply an event of the trace; return the nodes that it changes, in order."""
+        if isinstance(event, Joined):
+            self.lives[event.node] += 1
+        elif isinstance(event, Gone):
+            self.mute.pop(event.node, None)
         return self._cluster.apply(event)

@@ -1,4 +1,4 @@
-"""Failure traces: made, converted, read, and changed."""
+"""Failure traces: generation, conversion, files, and changes of size."""
 
 from __future__ import annotations
 

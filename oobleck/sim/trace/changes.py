@@ -1,7 +1,6 @@
-"""Comings and goings of nodes, in whatever order a source lists them, made into a trace.
+"""Traces of nodes that join and leave, from sources that name nodes, or only count them.
 
-Sources differ in what they know. Some name nodes; others say only how many there are, and then which node goes
-is drawn from a seed. Time begins with the first thing that a source says.
+Where a source only counts, a seed draws the nodes that leave. Time begins with a source's first entry.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from .trace import MAX_EVENTS, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A node comes, or goes."""
+    """A node joins, or leaves."""
 
     t_s: float
     node: str
-    comes: bool
+    joins: bool
     where: str
     """The place in the source, for errors: "line 7"."""
 
 
 def trace_of_changes(changes: Sequence[Change], *, source: str, duration_s: float | None = None) -> Trace:
-    """Make a trace of named nodes; those that come at the very beginning are there at the start.
+    """Make a trace of named nodes; those that join at the very beginning are present at the start.
 
-    The trace ends `duration_s` seconds after its beginning, or with its last change. Raises ConfigError for a node
-    that comes twice or goes without being there, with its place.
+    The trace ends `duration_s` seconds after its beginning, or with its last change. Raises ConfigError, with the
+    place, for a node that joins twice or leaves while absent.
     """
     if not changes:
-        raise ConfigError("no node ever comes or goes")
+        raise ConfigError("no node ever joins or leaves")
     begin_s = changes[0].t_s
     nodes: dict[str, None] = {}
     here: set[str] = set()
@@ -46,15 +45,15 @@ def trace_of_changes(changes: Sequence[Change], *, source: str, duration_s: floa
         if change.t_s < now_s:
             raise ConfigError(f"{change.where}: time goes backwards")
         now_s = change.t_s
-        if change.comes == (change.node in here):
-            state = "comes, and is there already" if change.comes else "goes, and is not there"
+        if change.joins == (change.node in here):
+            state = "joins, but is present already" if change.joins else "leaves, but is not present"
             raise ConfigError(f"{change.where}: {change.node} {state}")
         nodes.setdefault(change.node)
-        (here.add if change.comes else here.discard)(change.node)
-        if change.comes and change.t_s == begin_s and not events:
+        (here.add if change.joins else here.discard)(change.node)
+        if change.joins and change.t_s == begin_s and not events:
             start.append(change.node)
         else:
-            kind = Joined if change.comes else Lost
+            kind = Joined if change.joins else Lost
             events.append(kind(t_s=change.t_s - begin_s, node=change.node))
     last_s = changes[-1].t_s - begin_s
     return Trace(
@@ -67,14 +66,11 @@ def trace_of_changes(changes: Sequence[Change], *, source: str, duration_s: floa
 
 
 def trace_of_counts(counts: Iterable[tuple[float, int]], *, seed: int, source: str, duration_s: float) -> Trace:
-    """Make a trace of (seconds, nodes there from then on); which nodes go is drawn from the seed.
-
-    A node that comes is the first of `node0`, `node1`, … that is away: spot instances have no identity worth keeping.
-    """
+    """Make a trace of (seconds, present nodes from then on); the seed draws the nodes that leave."""
     rng = random.Random(seed)
     here: list[int] = []
+    # A heap: the first absent one of `node0`, `node1`, … joins, since spot instances have no lasting identity.
     away: list[int] = []
-    """A heap of those that were there before."""
     start: tuple[str, ...] | None = None
     events: list[TraceEvent] = []
     most = 0
@@ -94,9 +90,11 @@ def trace_of_counts(counts: Iterable[tuple[float, int]], *, seed: int, source: s
             here.append(number)
             events.append(Joined(t_s=t_s - begin_s, node=f"node{number}"))
         if len(events) > MAX_EVENTS:
-            raise ConfigError(f"more than {MAX_EVENTS:,} nodes come and go until {t_s:,.0f} s; a trace has no more")
+            raise ConfigError(
+                f"more than {MAX_EVENTS:,} nodes join and leave until {t_s:,.0f} s; a trace has at most as many events"
+            )
     if start is None or not most:
-        raise ConfigError("there is never a node")
+        raise ConfigError("no node is ever present")
     return Trace(
         duration_s=duration_s - begin_s,
         nodes=tuple(f"node{number}" for number in range(most)),

@@ -1,4 +1,4 @@
-"""Public traces of failures and preemptions, read into ours.
+"""Conversion of public traces of failures and preemptions.
 
     format       who                      what a file holds
     oobleck      Oobleck (SOSP'23)        `t_ms,add|remove,node`, a line each
@@ -9,7 +9,7 @@
     skypilot     SkyPilot's spot traces   {"metadata": {"gap_seconds": g}, "data": [count, …]}
     lanl         LANL 1996-2005           CSV with a header: nodenumz, Prob Started, Prob Fixed
 
-Where a file names no nodes, which one goes is drawn from a seed. Text in, trace out; nothing is read from disk.
+Where a file names no nodes, a seed draws the ones that leave. Text in, trace out; this module reads no files.
 """
 
 from __future__ import annotations
@@ -30,21 +30,18 @@ from .trace import Trace
 
 _DAY_S = 86_400.0
 _UNITS_S = {"ms": 0.001, "s": 1.0, "h": 3600.0}
-"""What times may be in, for those who name it, and seconds of each."""
 _UNIT_WORDS = {
     **dict.fromkeys(("ms", "msec", "millis", "millisecond", "milliseconds"), "ms"),
     **dict.fromkeys(("s", "sec", "second", "seconds"), "s"),
     **dict.fromkeys(("h", "hour", "hours"), "h"),
 }
 _LONGEST_GUESSED_S = 30 * _DAY_S
-"""Published counts last some days: what seems to last longer is in milliseconds, most likely."""
+"""Published counts last some days: times that seem to last longer are probably in milliseconds."""
 _LANL_TIMES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A file's text, and what its user says about it."""
-
     text: str
     name: str
     seed: int
@@ -55,11 +52,10 @@ class _Source:
 def convert(
     text: str, *, format_name: str, name: str, seed: int = 0, num_nodes: int | None = None, unit: str | None = None
 ) -> Trace:
-    """Read a public trace's text.
+    """Convert a public trace's text; `name` names the file in errors and in the trace.
 
-    `name` names the file in errors and in the trace. `num_nodes` is the size of the cluster where the file says
-    only of nodes that fail, `unit` what its times are in (`UNITS`) where the format leaves that open. Raises
-    ConfigError that names the line.
+    `num_nodes` is the size of the cluster where the file lists only nodes that fail, `unit` the unit of times (`UNITS`)
+    where the format leaves that open. Raises ConfigError that names the line.
     """
     try:
         if unit is not None and format_name != "bamboo":
@@ -70,7 +66,7 @@ def convert(
 
 
 def detect_format(text: str) -> str | None:
-    """Return the format that a file's text is in, judged by its beginning; None for none of those known."""
+    """Return the format of a file's text, judged by its beginning; None for an unknown one."""
     head = text.lstrip()[:2000]
     first = head.partition("\n")[0]
     if head.startswith("{") and '"gap_seconds"' in text:
@@ -90,7 +86,7 @@ def detect_format(text: str) -> str | None:
 
 
 def _unit_named(header: str) -> str | None:
-    """The unit that the header of a file of counts names: `ms` of `time_ms,count` or `milliseconds,count`."""
+    """Return the unit that a header of counts names, such as `ms` for `time_ms,count` or `milliseconds,count`."""
     words = header.partition(",")[0].lower().replace("_", " ").replace("(", " ").replace(")", " ").split()
     return _UNIT_WORDS.get(words[-1]) if words else None
 
@@ -103,14 +99,13 @@ def _is_number(text: str) -> bool:
 
 
 def _number(text: object, where: str) -> float:
-    """A finite number; JSON gives it as one, CSV as text."""
+    """Return a finite number, from a JSON number or a CSV text."""
     if isinstance(text, bool) or not isinstance(text, str | int | float) or not _is_number(str(text)):
         raise ConfigError(f"{where}: {shown(text)} is not a number")
     return float(text)
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """(where, line) of each line that is not empty."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield f"line {number}", line
@@ -130,7 +125,7 @@ def _oobleck(source: _Source) -> Trace:
         if len(fields) != 3 or fields[1] not in ("add", "remove"):
             raise ConfigError(f"{where}: {line!r} is not `milliseconds,add|remove,node`")
         t_s = _number(fields[0], where) / 1000
-        changes.append(Change(t_s=t_s, node=fields[2], comes=fields[1] == "add", where=where))
+        changes.append(Change(t_s=t_s, node=fields[2], joins=fields[1] == "add", where=where))
     return trace_of_changes(changes, source=f"{source.name} (Oobleck, SOSP'23)")
 
 
@@ -145,7 +140,7 @@ def _parcae(source: _Source) -> Trace:
         begin_s = begin_s if changes else end_s
         if entry[1] in ("add", "remove"):
             nodes = JsonTable(entry[2], f"{where}: details").texts("nodes")
-            changes += [Change(t_s=end_s, node=node, comes=entry[1] == "add", where=where) for node in nodes]
+            changes += [Change(t_s=end_s, node=node, joins=entry[1] == "add", where=where) for node in nodes]
         elif entry[1] not in ("no-op", "migration"):
             raise ConfigError(f"{where}: event is {entry[1]!r}; it must be add, remove, no-op or migration")
     return trace_of_changes(changes, source=f"{source.name} (Parcae, NSDI'24)", duration_s=end_s - begin_s)
@@ -162,7 +157,7 @@ def _infinitehbd(source: _Source) -> Trace:
         if kind not in ("fault_start", "fault_end"):
             raise ConfigError(f"{table.where}: event_type is {kind!r}; it must be fault_start or fault_end")
         t_s = _number(table.number("event_time"), table.where) * _DAY_S
-        faults.append(Change(t_s=t_s, node=table.text("node_id"), comes=kind == "fault_end", where=table.where))
+        faults.append(Change(t_s=t_s, node=table.text("node_id"), joins=kind == "fault_end", where=table.where))
     return _trace_of_faults(faults, source, f"{source.name} (InfiniteHBD, SIGCOMM'25)")
 
 
@@ -173,11 +168,11 @@ def _lanl(source: _Source) -> Trace:
         where = f"line {number}"
         node = f"node{_field(row, 'nodenumz', where)}"
         began_s = _lanl_time(_field(row, "Prob Started", where), where)
-        faults.append(Change(t_s=began_s, node=node, comes=False, where=where))
+        faults.append(Change(t_s=began_s, node=node, joins=False, where=where))
         if fixed := (row.get("Prob Fixed") or "").strip():
             fixed_s = max(began_s, _lanl_time(fixed, where))
-            faults.append(Change(t_s=fixed_s, node=node, comes=True, where=where))
-    faults.sort(key=lambda fault: (fault.t_s, fault.comes))
+            faults.append(Change(t_s=fixed_s, node=node, joins=True, where=where))
+    faults.sort(key=lambda fault: (fault.t_s, fault.joins))
     if not faults:
         raise ConfigError("the file lists no failures")
     return _trace_of_faults(faults, source, f"{source.name} (LANL)", begin_s=faults[0].t_s)
@@ -200,19 +195,19 @@ def _lanl_time(text: str, where: str) -> float:
 
 
 def _trace_of_faults(faults: list[Change], source: _Source, words: str, *, begin_s: float = 0.0) -> Trace:
-    """Make a trace of faults that begin and end; a node is there while it has none. Healthy nodes are added."""
+    """Make a trace of faults that begin and end, with healthy nodes added; a node is present while it has no fault."""
     names = list(dict.fromkeys(fault.node for fault in faults))
     wanted = source.num_nodes if source.num_nodes is not None else len(names)
     if wanted < len(names):
         raise ConfigError(f"{len(names)} nodes fail in it; a cluster of {wanted} is too small")
     names += [f"healthy{number}" for number in range(wanted - len(names))]
     depth: Counter[str] = Counter()
-    changes = [Change(t_s=begin_s, node=node, comes=True, where="the start") for node in names]
+    changes = [Change(t_s=begin_s, node=node, joins=True, where="the start") for node in names]
     for fault in faults:
-        if fault.comes and not depth[fault.node]:
+        if fault.joins and not depth[fault.node]:
             raise ConfigError(f"{fault.where}: a fault of {fault.node} ends that never began")
-        depth[fault.node] += -1 if fault.comes else 1
-        if depth[fault.node] == (0 if fault.comes else 1):
+        depth[fault.node] += -1 if fault.joins else 1
+        if depth[fault.node] == (0 if fault.joins else 1):
             changes.append(fault)
     return trace_of_changes(changes, source=words)
 

@@ -1,8 +1,8 @@
-"""What can happen in a cluster, and how each event stands in a trace file.
+"""The events of a trace, and their form in a trace file.
 
-A new one is a class with a kind here, in `TraceEvent`. If it is based on `Gone` or `Stays`, what it does to a node's
-state is said by that; else `state` has to say it. Type checking then names the three places that make it happen, each
-in a world of its own: `sim/sweep/sweep.py`, `sim/cluster/run.py` and `cli/chaos_run/play.py`.
+A new event is a class with a `kind`, listed in `TraceEvent`. `Gone` or `Stays` as a base defines its effect on a node's
+state; otherwise add the effect to `state`. Type checking then names the three places that carry it out, each in its own
+world: `sim/sweep/sweep.py`, `sim/cluster/run.py` and `cli/chaos_run/play.py`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ class _OfNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone(_OfNode):
-    """After this a node is away, whatever was wrong with it before. It may join again, holding nothing."""
+    """A node leaves, whatever its state was. It may join again, holding nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stays(_OfNode):
-    """A node stays where it was: what happens, happens to a process on it, or is only announced."""
+    """A node keeps its state: the event strikes a process on it, or only announces something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Gone):
-    """A node is gone: its power, its machine, its instance."""
+    """A node loses its power, its machine, or its instance."""
 
     kind: ClassVar[str] = "node_lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined(_OfNode):
-    """A node that was away is there, empty, and wants to take part."""
+    """An absent node comes up empty, and wants to take part."""
 
     kind: ClassVar[str] = "node_joined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen(_OfNode):
-    """Nothing on a node moves any more, and nothing says so: its connections stay open."""
+    """All processes of a node freeze, with its connections open."""
 
     kind: ClassVar[str] = "node_frozen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thawed(_OfNode):
-    """A frozen node continues where it stood."""
+    """A frozen node continues."""
 
     kind: ClassVar[str] = "node_thawed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed(_OfNode):
-    """From now on a node takes `factor` times as long as usual; 1 is its usual speed again."""
+    """A node takes `factor` times as long as usual from now on; 1 restores its usual speed."""
 
     kind: ClassVar[str] = "node_slow"
     factor: float
@@ -76,7 +76,7 @@ class Slowed(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCrashed(Stays):
-    """The worker process of one device ends; the node and its agent are well."""
+    """The worker process of one device ends; the node and its agent continue."""
 
     kind: ClassVar[str] = "worker_crashed"
     device: int = 0
@@ -88,21 +88,21 @@ class WorkerCrashed(Stays):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCrashed(Gone):
-    """The agent process of a node ends, and its workers with it; the machine is well, and may join again."""
+    """A node's agent ends with its workers; the machine stays up, and may join again."""
 
     kind: ClassVar[str] = "agent_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerCrashed(Stays):
-    """The process that forks a node's workers ends; those that live continue, and a next one is started."""
+    """A node's fork server ends; living workers continue, and the next fork server starts."""
 
     kind: ClassVar[str] = "fork_server_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterCrashed:
-    """The master process ends, and is started again `down_s` seconds later."""
+    """The master process ends, and another starts `down_s` seconds later."""
 
     kind: ClassVar[str] = "master_crashed"
     t_s: float
@@ -114,7 +114,7 @@ class MasterCrashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterFrozen:
-    """The master process is stopped, and continues where it stood `frozen_s` seconds later."""
+    """The master process freezes for `frozen_s` seconds."""
 
     kind: ClassVar[str] = "master_frozen"
     t_s: float
@@ -126,7 +126,7 @@ class MasterFrozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFrozen(Stays):
-    """The agent process of a node is stopped for `frozen_s` seconds; its workers train on."""
+    """A node's agent freezes for `frozen_s` seconds; its workers train on."""
 
     kind: ClassVar[str] = "agent_frozen"
     frozen_s: float
@@ -137,10 +137,7 @@ class AgentFrozen(Stays):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partitioned:
-    """From now on these nodes reach one another, but neither the other nodes nor the master.
-
-    With `spares_master` the master reaches them all the same: the network between nodes is cut, and no other.
-    """
+    """These nodes reach one another, but neither the other nodes nor, without `spares_master`, the master."""
 
     kind: ClassVar[str] = "partition"
     t_s: float
@@ -162,7 +159,7 @@ class Healed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Stays):
-    """The provider says that it will take a node away in `grace_s` seconds. The loss, if it comes, is an event too."""
+    """The provider announces that it will take a node away in `grace_s` seconds; the loss is a separate event."""
 
     kind: ClassVar[str] = "notice"
     grace_s: float
@@ -177,8 +174,6 @@ NodeEvent = (
 
 TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
 
-_TYPES: dict[str, type[TraceEvent]] = {event_type.kind: event_type for event_type in get_args(TraceEvent)}
-
 
 def _check_seconds(name: str, value: float) -> None:
     if not 0 <= value <= MAX_SECONDS:
@@ -186,22 +181,21 @@ def _check_seconds(name: str, value: float) -> None:
 
 
 def event_types() -> Mapping[str, type[TraceEvent]]:
-    """Return all kinds of events by their names in a trace file."""
+    """Return the classes of events by their kinds in a trace file."""
     return _TYPES
 
 
+_TYPES: dict[str, type[TraceEvent]] = {event_type.kind: event_type for event_type in get_args(TraceEvent)}
+
+
 def event_nodes(event: TraceEvent) -> tuple[str, ...]:
-    match event:
-        case MasterCrashed() | MasterFrozen() | Healed():
-            return ()
-        case Partitioned(nodes=nodes):
-            return nodes
-        case _:
-            return (event.node,)
+    """Return the nodes that an event names."""
+    if isinstance(event, _OfNode):
+        return (event.node,)
+    return event.nodes if isinstance(event, Partitioned) else ()
 
 
 def event_to_json(event: TraceEvent) -> dict[str, object]:
-    """Return an event as it stands in a trace file: seconds and kind first, then what the kind asks for."""
-    document: dict[str, object] = {"t_s": event.t_s, "kind": event.kind}
-    document |= {part.name: getattr(event, part.name) for part in fields(event) if part.name != "t_s"}
-    return document
+    """Return an event in the form of a trace file: seconds and kind, then the fields of the kind."""
+    values = {part.name: getattr(event, part.name) for part in fields(event)}
+    return {"t_s": values.pop("t_s"), "kind": event.kind, **values}

@@ -1,4 +1,4 @@
-"""A trace in numbers: how many nodes there are when, how often they fail, how many at once, for how long."""
+"""A trace in numbers: the present nodes, and the frequency, size and length of losses."""
 
 from __future__ import annotations
 
@@ -17,36 +17,42 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFacts:
-    """What `oobleck trace info` shows."""
+    """The output of `oobleck trace info`."""
 
     source: str
     duration_s: float
     num_nodes: int
     num_at_start: int
     mean_nodes: float
-    """There on average, over time."""
+    """The mean over time of present nodes."""
     fewest_nodes: int
     most_nodes: int
     events: Mapping[str, int]
-    """By kind."""
+    """The number of events of each kind."""
     losses_per_node_hour: float
     mean_time_between_losses_s: float | None
-    """Of the whole cluster; None without losses."""
+    """For the whole cluster; None without losses."""
     losses_at_once: Mapping[int, int]
-    """Nodes lost at the same moment -> how often."""
+    """How often each number of nodes was lost at the same moment."""
     away_s_median: float | None
-    """From a loss to the same node's return; None where none returns."""
+    """From a loss to the same node's return; None if none returns."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"losses_at_once": {str(size): count for size, count in self.losses_at_once.items()}}
 
 
 def facts_of(trace: Trace) -> TraceFacts:
-    """Sum up a trace; O(events · log(events))."""
+    """Summarise a trace; O(events · log(events))."""
     counts = [*trace.counts, (trace.duration_s, trace.counts[-1][1])]
     node_s = math.fsum(count * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts))
     losses = [event for event in trace.events if isinstance(event, Gone)]
-    away_s = _away_s(trace)
+    left_s: dict[str, float] = {}
+    away_s: list[float] = []
+    for event in trace.events:
+        if isinstance(event, Gone):
+            left_s[event.node] = event.t_s
+        elif isinstance(event, Joined) and event.node in left_s:
+            away_s.append(event.t_s - left_s.pop(event.node))
     return TraceFacts(
         source=trace.source,
         duration_s=trace.duration_s,
@@ -61,17 +67,3 @@ def facts_of(trace: Trace) -> TraceFacts:
         losses_at_once=dict(sorted(Counter(Counter(event.t_s for event in losses).values()).items())),
         away_s_median=median(away_s) if away_s else None,
     )
-
-
-def _away_s(trace: Trace) -> list[float]:
-    left_s: dict[str, float] = {}
-    away_s: list[float] = []
-    for event in trace.events:
-        match event:
-            case Gone(t_s=t_s, node=node):
-                left_s[node] = t_s
-            case Joined(t_s=t_s, node=node) if node in left_s:
-                away_s.append(t_s - left_s.pop(node))
-            case _:
-                pass
-    return away_s

@@ -1,7 +1,7 @@
-"""Failure traces drawn from a seed: how often nodes fail, together with whom, for how long, and how else they ail.
+"""Failure traces drawn from a seed: losses of one or several nodes, repairs, slow nodes, and notices.
 
-A node's lifetimes follow a Weibull distribution: exponential with shape 1; with shapes below 1 failures come in
-clusters, as in LANL's clusters (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
+A node's lifetimes follow a Weibull distribution: exponential with shape 1; below 1 failures cluster, as on LANL's
+systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MAX_WEIGHT = 1e9
 _HOUR_S = 3600.0
 
 _SPOT_BATCHES: Mapping[int, float] = {1: 39, 2: 13, 3: 15, 4: 7, 5: 1, 6: 4}
-"""How many nodes were taken at once, in AWS P3 spot instances (the SOSP'23 artifact's trace): size -> events."""
+"""Preemptions by the number of nodes at once, of AWS P3 spot instances (the SOSP'23 artifact's trace)."""
 _TOGETHER: Mapping[int, float] = {1: 96, 2: 4}
-"""3 to 5 % of hardware failures come together with others."""
+"""3 to 5 % of hardware failures coincide with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +47,24 @@ class FailSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    """How the nodes of a cluster fail and come back."""
+    """The losses and returns of a cluster's nodes."""
 
     mean_time_to_failure_s: float
-    """Of one node."""
+    """For one node."""
     shape: float = 1.0
-    """Of the Weibull distribution of lifetimes."""
+    """The shape of the Weibull distribution of lifetimes."""
     batches: Mapping[int, float]
-    """How many nodes go at once, each with its weight; those that go together are neighbours by number."""
+    """Weights of the numbers of nodes lost at once; nodes of one loss are neighbours by number."""
     repairs: tuple[tuple[float, float], ...] = ()
-    """Quantiles of the time until a node is back: (share of repairs, seconds), growing. None come back without."""
+    """Growing quantiles of the time until a node returns: (share of repairs, seconds). Empty: no node returns."""
     fail_slow: FailSlow | None = None
     notice_s: float | None = None
-    """How long before a loss the provider gives notice of it; None for never."""
+    """The time from the provider's notice to a loss; None for no notice."""
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.mean_time_to_failure_s) and self.mean_time_to_failure_s > 0,
-            "mean_time_to_failure_s",
-            self.mean_time_to_failure_s,
-            "above 0",
-        )
+        mean_s = self.mean_time_to_failure_s
+        _require(math.isfinite(mean_s) and mean_s > 0, "mean_time_to_failure_s", mean_s, "above 0")
         _require(0.1 <= self.shape <= 10, "shape", self.shape, "0.1 to 10")
         sizes_fit = bool(self.batches) and min(self.batches) >= 1 and max(self.batches) <= MAX_NODES
         _require(sizes_fit, "batches", dict(self.batches), f"sizes from 1 to {MAX_NODES:,}")
@@ -89,14 +85,7 @@ def _require(condition: bool, name: str, value: object, expectation: str) -> Non
 
 
 _AWAY_H = {"p3": 0.54, "g4dn": 1.6, "gcp": 1.1}
-"""Mean hours until a node is back: nodes away over losses an hour (Little's law), in the SOSP'23 artifact's traces."""
-
-
-def _per_thousand_node_days(failures: float) -> float:
-    """Mean time to failure of one node, in seconds."""
-    return 1000 * _DAY_S / failures
-
-
+"""Mean hours of absence: absent nodes over losses an hour (Little's law), in the SOSP'23 artifact's traces."""
 _HARDWARE_REPAIRS = tuple(
     (share, hours * _HOUR_S)
     for share, hours in ((0.1, 0.23), (0.25, 2.05), (0.5, 20.4), (0.75, 76.0), (0.9, 312.0), (0.99, 1748.0))
@@ -104,21 +93,16 @@ _HARDWARE_REPAIRS = tuple(
 """InfiniteHBD's trace (SIGCOMM 2025): 584 faults of 400 servers in 348 days."""
 
 
-def _hardware(failures: float, source: str) -> FailureModel:
-    return FailureModel(
-        mean_time_to_failure_s=_per_thousand_node_days(failures),
-        batches=_TOGETHER,
-        repairs=_HARDWARE_REPAIRS,
-        source=source,
-    )
+def _hardware(per_thousand_node_days: float, source: str) -> FailureModel:
+    mean_s = 1000 * _DAY_S / per_thousand_node_days
+    return FailureModel(mean_time_to_failure_s=mean_s, batches=_TOGETHER, repairs=_HARDWARE_REPAIRS, source=source)
 
 
 def _spot(per_node_hour: float, mean_away_h: float, source: str) -> FailureModel:
-    # Only the mean of the time away is known: three quantiles of an exponential distribution around it.
+    # Only the mean of the absence is known: these are three quantiles of an exponential distribution with it.
     away = tuple((share, -math.log(1 - share) * mean_away_h * _HOUR_S) for share in (0.1, 0.5, 0.9))
-    return FailureModel(
-        mean_time_to_failure_s=_HOUR_S / per_node_hour, batches=_SPOT_BATCHES, repairs=away, source=source
-    )
+    mean_s = _HOUR_S / per_node_hour
+    return FailureModel(mean_time_to_failure_s=mean_s, batches=_SPOT_BATCHES, repairs=away, source=source)
 
 
 PRESETS: Mapping[str, FailureModel] = {
@@ -142,16 +126,17 @@ class _Generator:
     def __init__(self, model: FailureModel, num_nodes: int, duration_s: float, seed: int) -> None:
         _require(1 <= num_nodes <= MAX_NODES, "nodes", num_nodes, f"from 1 to {MAX_NODES:,}")
         _require(0 < duration_s <= MAX_SECONDS, "duration_s", duration_s, f"above 0, and at most {MAX_SECONDS:,.0f}")
-        if _expected_events(model, num_nodes, duration_s) > MAX_EVENTS:
-            raise _too_many(duration_s)
+        if model.repairs:  # at least about as many events as with the slowest repairs
+            cycle_s = model.mean_time_to_failure_s + model.repairs[-1][1]
+            if 2 * num_nodes * duration_s / cycle_s > MAX_EVENTS:
+                raise _too_many(duration_s)
         self._model = model
         self._duration_s = duration_s
         self._seed = seed
         self._rng = random.Random(seed)
         self._nodes = tuple(f"node{number}" for number in range(num_nodes))
         self._lives = [0] * num_nodes
-        self._here = list(range(num_nodes))
-        """The numbers of the nodes that are there, in order."""
+        self._here = list(range(num_nodes))  # the numbers of present nodes, sorted
         self._queue: list[tuple[float, int, str, int, int]] = []
         self._events: list[TraceEvent] = []
 
@@ -179,7 +164,7 @@ class _Generator:
 
     def _begin_life(self, number: int, now_s: float) -> None:
         model = self._model
-        # A failure takes several nodes on average, so that each begins fewer of them.
+        # A failure takes several nodes on average, so each node begins fewer.
         mean_s = model.mean_time_to_failure_s * model.mean_batch
         scale_s = mean_s / math.gamma(1 + 1 / model.shape)
         self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)
@@ -207,17 +192,14 @@ class _Generator:
     def _fail(self, t_s: float, first: int) -> None:
         sizes, weights = list(self._model.batches), list(self._model.batches.values())
         size = self._rng.choices(sizes, weights)[0]
-        for number in self._neighbours(first, size):
+        start, here = bisect_left(self._here, first), self._here
+        # The node and its next present neighbours, cyclically.
+        for number in [*here[start : start + size], *here[: max(0, min(start, start + size - len(here)))]]:
             self._lives[number] += 1
             self._here.pop(bisect_left(self._here, number))
             self._events.append(Lost(t_s=t_s, node=self._nodes[number]))
             if self._model.repairs:
                 self._at(t_s + _draw(self._rng, self._model.repairs), "join", number)
-
-    def _neighbours(self, first: int, size: int) -> list[int]:
-        """The node and those after it that are there, `size` in all where there are so many."""
-        start = bisect_left(self._here, first)
-        return [*self._here[start : start + size], *self._here[: max(0, min(start, start + size - len(self._here)))]]
 
     def _slow_down(self, t_s: float, number: int) -> None:
         slow = self._model.fail_slow
@@ -227,27 +209,17 @@ class _Generator:
         self._at(t_s + self._rng.expovariate(1 / slow.mean_duration_s), "well", number)
 
     def _notices(self) -> Iterator[Noticed]:
-        """A notice before each loss, as early as promised or as the node is there."""
+        """Yield a notice before each loss, by the model's time or since the node joined."""
         if self._model.notice_s is None:
             return
         since = dict.fromkeys(self._nodes, 0.0)
         for event in self._events:
-            match event:
-                case Joined(t_s=t_s, node=node):
-                    since[node] = t_s
-                case Lost(t_s=t_s, node=node):
-                    noticed_s = max(since[node], t_s - self._model.notice_s)
-                    if noticed_s < t_s:
-                        yield Noticed(t_s=noticed_s, node=node, grace_s=t_s - noticed_s)
-                case _:
-                    pass
-
-
-def _expected_events(model: FailureModel, num_nodes: int, duration_s: float) -> float:
-    """About how many at least: of nodes that take as long to come back as the slowest ones do."""
-    if not model.repairs:
-        return 0.0
-    return 2 * num_nodes * duration_s / (model.mean_time_to_failure_s + model.repairs[-1][1])
+            if isinstance(event, Joined):
+                since[event.node] = event.t_s
+            elif isinstance(event, Lost):
+                noticed_s = max(since[event.node], event.t_s - self._model.notice_s)
+                if noticed_s < event.t_s:
+                    yield Noticed(t_s=noticed_s, node=event.node, grace_s=event.t_s - noticed_s)
 
 
 def _too_many(until_s: float) -> ConfigError:
@@ -258,10 +230,7 @@ def _too_many(until_s: float) -> ConfigError:
 
 
 def _draw(rng: random.Random, quantiles: Sequence[tuple[float, float]]) -> float:
-    """Draw from a distribution known by some quantiles: between them its logarithm grows evenly.
-
-    What lies below the first or above the last counts as that one.
-    """
+    """Draw from a distribution with known quantiles, log-linear between them and constant outside."""
     share = rng.random()
     index = bisect_right([known for known, _ in quantiles], share)
     if index in (0, len(quantiles)):

@@ -1,4 +1,4 @@
-"""A trace on a cluster of another size, or with spare nodes: when one is lost, one that stands by takes its place."""
+"""A trace on a cluster of another size, or with spare nodes that replace lost ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .trace import Trace
 
 
 def with_kinds(trace: Trace, kinds: Sequence[str]) -> Trace:
-    """Return the trace with as many nodes as there are `kinds`, as `with_nodes` does, each of its kind."""
+    """Return the trace with one node for each of `kinds`, resized by `with_nodes`."""
     resized = with_nodes(replace(trace, kinds={}), len(kinds))
     return replace(resized, kinds=dict(zip(resized.nodes, kinds, strict=True)))
 
 
 def with_nodes(trace: Trace, num_nodes: int) -> Trace:
-    """Return the trace of its first nodes only, or with healthy ones beside its own: `healthy0`, `healthy1`, …
+    """Return the trace of its first nodes only, or with healthy ones added: `healthy0`, `healthy1`, …
 
-    Raises ConfigError when none of the nodes that are left is ever there, and where the kinds of more are not known.
+    Raises ConfigError if none of the remaining nodes is ever present, or the kinds of added ones are unknown.
     """
     if num_nodes >= len(trace.nodes):
         more = tuple(f"healthy{number}" for number in range(num_nodes - len(trace.nodes)))
@@ -56,11 +56,10 @@ def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple
 
 
 def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
-    """Return the trace with spares beside its nodes: `spare0`, `spare1`, …
+    """Return the trace with spares added: `spare0`, `spare1`, …, of each kind in turn.
 
-    At a loss the next spare joins, `activation_s` seconds later. A node that was replaced and comes back stands by
-    from then on. So no run waits for a repair while there are spares, and every policy has the same ones. Of several
-    kinds of nodes, spares are of each in turn.
+    A spare joins `activation_s` seconds after a loss. A replaced node that returns becomes a spare. So no run waits for
+    a repair while there are spares, and every policy has the same ones.
     """
     if not num_spares:
         return trace
@@ -72,16 +71,14 @@ def with_spares(trace: Trace, num_spares: int, *, activation_s: float) -> Trace:
 
 
 class _Reserve:
-    """The nodes that stand by. What happens to them meanwhile is not seen, but that they are lost."""
+    """The spare nodes. Of their own events, only losses count."""
 
     def __init__(self, trace: Trace, spares: tuple[str, ...], activation_s: float) -> None:
         self._trace = trace
         self._pool = deque(spares)
         self._coming: deque[tuple[float, str]] = deque()
-        self._replaced: set[str] = set()
-        """Nodes that are lost, and stand by when they are back."""
-        self._seen = ClusterState(trace.start)
-        """The cluster without the nodes that stand by."""
+        self._replaced: set[str] = set()  # lost nodes that become spares when they return
+        self._seen = ClusterState(trace.start)  # the cluster without spares
         self._activation_s = activation_s
 
     def play(self) -> Iterator[TraceEvent]:
@@ -103,22 +100,16 @@ class _Reserve:
             yield joined
 
     def _happens(self, event: TraceEvent) -> bool:
-        """Return whether an event still happens now that some nodes stand by; follow those."""
+        """Return whether an event still happens with spares; apply it to the spares if it is theirs."""
         match event:
             case Joined(node=node) if node in self._replaced:
                 self._replaced.discard(node)
                 self._pool.append(node)
                 return False
-            case Gone(node=node) if self._is_waiting(node):
-                self._forget(node)
+            case Gone(node=node) if node in self._pool or any(node == coming for _, coming in self._coming):
+                self._pool = deque(each for each in self._pool if each != node)
+                self._coming = deque(each for each in self._coming if each[1] != node)
                 self._replaced.add(node)
                 return False
             case _:
                 return self._seen.problem(event) is None
-
-    def _is_waiting(self, node: str) -> bool:
-        return node in self._pool or any(node == coming for _, coming in self._coming)
-
-    def _forget(self, node: str) -> None:
-        self._pool = deque(each for each in self._pool if each != node)
-        self._coming = deque(each for each in self._coming if each[1] != node)

@@ -1,4 +1,4 @@
-"""What a trace does to the nodes of a cluster: the one place that says so, for all that follow a trace.
+"""The states of a cluster's nodes, and the effects of a trace's events on them.
 
     state of a node     may happen to it                                        leads to
     away                joined                                                  here
@@ -9,8 +9,8 @@
     frozen              thawed                                                  here
     frozen              lost                                                    away
 
-A node that is there, frozen or not, may be cut off as well, until all partitions end. A partition that spares the
-master leaves the nodes as they are: it is their network that fails.
+A present node, frozen or not, may also be cut off until all partitions end. A partition that spares the master does not
+change the states of nodes: only their network fails.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from . import events
 
 
 class ClusterState:
-    """The nodes after the events so far; changes only through `apply`."""
+    """The nodes after the events so far; only `apply` changes them."""
 
     def __init__(self, start: Iterable[str]) -> None:
-        self.here = set(start)
-        """The others are away."""
+        self.here = set(start)  # present nodes; the others are away
         self.frozen: set[str] = set()
-        self.cut: set[str] = set()
-        """Off from the others and from the master."""
-        self.factors: dict[str, float] = {}
-        """How many times as long as usual slow nodes take."""
+        self.cut: set[str] = set()  # from the other nodes and from the master
+        self.factors: dict[str, float] = {}  # the step times of slow nodes, relative to the usual ones
         self._is_partitioned = False
 
     @property
@@ -40,7 +37,7 @@ class ClusterState:
         return self.here - self.frozen - self.cut
 
     def problem(self, event: events.TraceEvent) -> str | None:
-        """Return why an event cannot happen next; None where it can."""
+        """Return why an event cannot happen next, or None."""
         match event:
             case events.MasterCrashed() | events.MasterFrozen() | events.Partitioned():
                 return None
@@ -58,7 +55,7 @@ class ClusterState:
                 return f"{event.node} is frozen" if event.node in self.frozen else None
 
     def apply(self, event: events.TraceEvent) -> tuple[str, ...]:
-        """Let an event happen; return the nodes for which it changes something, in order."""
+        """Apply an event; return the nodes that it changes, in order."""
         match event:
             case events.Joined(node=node):
                 self.here.add(node)

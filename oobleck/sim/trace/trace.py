@@ -1,7 +1,7 @@
-"""A failure trace: what happens to the nodes of a cluster, and when.
+"""A failure trace: timed events on the nodes of a cluster.
 
-A trace says what the world does, never what a system makes of it. The simulator plays it on virtual nodes in
-either mode, and the same file can be played on a real cluster.
+A trace holds the events of the world, never a system's reactions. Both modes of the simulator play it on virtual nodes,
+and `oobleck chaos` plays the same file on a real cluster.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LEAST_SECONDS = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A cluster, and what happens to it in `duration_s` seconds. Raises ConfigError for what cannot be."""
+    """A cluster, and its events in `duration_s` seconds. Raises ConfigError for an impossible trace."""
 
     duration_s: float
     nodes: tuple[str, ...]
-    """All nodes that are ever there."""
+    """All nodes that are ever present."""
     start: tuple[str, ...]
     events: tuple[TraceEvent, ...] = ()
     """In the order of time."""
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What the devices of nodes are called, where there are several kinds of nodes."""
+    """The device name of each node, if there are several kinds of nodes."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -52,16 +52,15 @@ class Trace:
                 raise ConfigError(f"{name} names {twice[0]!r} twice")
         if "" in self.nodes:
             raise ConfigError("nodes holds an empty name")
-        if unknown := sorted(set(self.start) - set(self.nodes)):
-            raise ConfigError(f"start names {unknown[0]!r}, which is not among the trace's nodes")
-        if unknown := sorted(self.kinds.keys() - set(self.nodes)):
-            raise ConfigError(f"kinds names {unknown[0]!r}, which is not among the trace's nodes")
+        for name, nodes in (("start", self.start), ("kinds", tuple(self.kinds))):
+            if unknown := sorted(set(nodes) - set(self.nodes)):
+                raise ConfigError(f"{name} names {unknown[0]!r}, which is not among the trace's nodes")
         self._check_kinds()
         self._check_events()
 
     @cached_property
     def counts(self) -> tuple[tuple[float, int], ...]:
-        """(seconds, nodes there from then on), from 0, one for each change."""
+        """(seconds, present nodes from then on), from 0, one for each change."""
         cluster = ClusterState(self.start)
         counts = [(0.0, len(cluster.here))]
         for event in self.events:
@@ -86,21 +85,17 @@ class Trace:
         cluster, known, before_s = ClusterState(self.start), frozenset(self.nodes), 0.0
         for index, event in enumerate(self.events):
             unknown = [name for name in event_nodes(event) if name not in known]
-            problem = (
-                self._time_problem(event.t_s, before_s)
-                or (f"{unknown[0]!r} is not among the trace's nodes" if unknown else None)
-                or cluster.problem(event)
-            )
+            if not (math.isfinite(event.t_s) and event.t_s >= 0):
+                problem: str | None = f"t_s is {event.t_s!r}; it must be a number of seconds, at least 0"
+            elif event.t_s < before_s:
+                problem = f"time goes backwards: the event before is at {before_s:g} s"
+            elif event.t_s > self.duration_s:
+                problem = f"the trace ends at {self.duration_s:g} s"
+            elif unknown:
+                problem = f"{unknown[0]!r} is not among the trace's nodes"
+            else:
+                problem = cluster.problem(event)
             if problem is not None:
                 raise ConfigError(f"event {index} {json.dumps(event_to_json(event))}: {problem}")
             cluster.apply(event)
             before_s = event.t_s
-
-    def _time_problem(self, t_s: float, before_s: float) -> str | None:
-        if not (math.isfinite(t_s) and t_s >= 0):
-            return f"t_s is {t_s!r}; it must be a number of seconds, at least 0"
-        if t_s < before_s:
-            return f"time goes backwards: the event before is at {before_s:g} s"
-        if t_s > self.duration_s:
-            return f"the trace ends at {self.duration_s:g} s"
-        return None

@@ -1,4 +1,4 @@
-"""Traces as files: JSON, versioned, with units in the names. Reading and writing are inverses."""
+"""Trace files: versioned JSON with units in the names. Reading and writing are inverses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACE_VERSION = 1
 
 
 def trace_to_json(trace: Trace) -> str:
-    """Return the trace as the text of a trace file, one event a line."""
+    """Return the trace as the text of a trace file, with one event a line."""
     head = {"version": TRACE_VERSION, "duration_s": trace.duration_s, "nodes": trace.nodes, "start": trace.start}
     if trace.kinds:
         head["kinds"] = {
@@ -30,10 +30,9 @@ def trace_to_json(trace: Trace) -> str:
 
 
 def trace_from_json(text: str, *, source: str = "trace") -> Trace:
-    """Read a trace file's text; O(events).
+    """Read a trace file's text; `source` names the file in errors. O(events).
 
-    `source` names the file in errors. Raises ConfigError that names the event, by its index (from 0) and its
-    content, or the field, and what was expected.
+    Raises ConfigError with the event, by its index (from 0) and content, or the field, and the expectation.
     """
     try:
         return _read_trace(JsonTable(parse_json(text), "the file"))
@@ -58,7 +57,7 @@ def _read_trace(table: JsonTable) -> Trace:
 
 
 def _read_kinds(table: JsonTable) -> dict[str, str]:
-    """Read {kind: [node, …]}; returns the kind of each node."""
+    """Read {kind: [node, …]}; return the kind of each node."""
     kinds: dict[str, str] = {}
     for kind in table.items:
         for node in table.texts(kind):
@@ -75,11 +74,10 @@ def _read_event(value: object, index: int) -> TraceEvent:
     if event_type is None:
         raise ConfigError(f"{table.where}: kind is {kind!r}; it must be one of {', '.join(event_types())}")
     names = [part.name for part in fields(event_type)]
-    required = [part.name for part in fields(event_type) if part.name not in _OPTIONAL]
-    table.check_keys(["kind", *required], optional=_OPTIONAL & set(names))
+    table.check_keys(["kind", *(name for name in names if name not in _OPTIONAL)], optional=_OPTIONAL & set(names))
     values = {name: _read_value(table, name) for name in names if name in table.items}
     try:
-        # The keys are checked above against the fields of the kind, and each has one type in all kinds.
+        # The keys are the fields of the kind, and each field has one type in all kinds.
         return event_type(**values)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{table.where}: {error}") from None

@@ -113,6 +113,21 @@ def test_a_node_whose_loss_leaves_nobody_is_told_of_at_once_too():
     assert deadline(state, alone) == 65
 
 
+def test_a_start_that_waits_on_after_its_first_timeout_is_due_at_the_second():
+    hasty = replace(RULES, waits_for_min_s=4, waits_for_all_s=8)
+    state, effects = step(start(0), Signal.TIME_PASSED, 4, roster=there("a", "b", num_expected=1), rules=hasty)
+    assert (isinstance(state, Gathering), effects) == (True, ())
+    assert deadline(state, hasty) == 8
+    state, (begin,) = step(state, Signal.TIME_PASSED, 8, roster=there("a", "b", num_expected=1), rules=hasty)
+    assert isinstance(begin, Begin)
+    slow = replace(RULES, waits_for_min_s=8, waits_for_all_s=4)
+    state, effects = step(start(0), Signal.TIME_PASSED, 4, roster=there("a", num_expected=1), rules=slow)
+    assert (isinstance(state, Gathering), effects) == (True, ())
+    assert deadline(state, slow) == 8
+    state, (end,) = step(state, Signal.TIME_PASSED, 8, roster=there("a", num_expected=1), rules=slow)
+    assert isinstance(end, EndRun)
+
+
 def test_a_start_that_waits_for_more_nodes_than_it_needs_tells_nothing():
     state, effects = step(start(0), Signal.TIME_PASSED, 10, roster=there("a", "b", num_expected=1), rules=PATIENT)
     assert (isinstance(state, Gathering), effects) == (True, ())

@@ -113,7 +113,7 @@ async def test_a_frozen_end_does_nothing_and_goes_on_where_it_stood(time: Virtua
         await link.near.send_all(b"hello")
         await trio.sleep(10)
         assert heard == []
-        link.far.thaw()
+        link.far.freeze(False)
         assert await link.near.receive_some() == b"late"
     assert [data for _, data in heard] == [b"hello"]
     assert trio.current_time() == pytest.approx(11.1)

@@ -1,0 +1,174 @@
+"""Virtual ranks of a script, and the host that starts them: the twin of `runtime.agent.ranks`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from oobleck.control.node_ranks import RankSetup
+from oobleck.control.protocol import Exited, ForkServerEnded, Killed, ProcessEnd, RankError
+from oobleck.job.ranks import RanksSpec
+
+from .fabric import Violation
+from .gate import Gate
+from .world import World
+
+_KILLED = Killed(signal=9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualScript:
+    """The behaviour of a script's ranks."""
+
+    work_s: float = 10.0
+    """The work of a rank, from the start of its generation until it ends well."""
+    ending_s: float = 0.5
+    """From SIGTERM to a rank's end."""
+
+
+@dataclass(eq=False)
+class VirtualRank:
+    """Implements `roles.agent_ports.RankHandle`."""
+
+    setup: RankSetup
+    node: str
+    pid: int
+    script: VirtualScript
+    gate: Gate
+    is_warm = False
+    end: ProcessEnd | None = field(init=False, default=None)
+    has_worked: bool = field(init=False, default=False)
+    """Whether all its work was done when it ended."""
+
+    def __post_init__(self) -> None:
+        self._asked, self._ended = trio.Event(), trio.Event()
+
+    async def run(self) -> None:
+        """Work and end well, or end once asked; a frozen rank ends when it thaws."""
+        with trio.move_on_after(self.script.work_s):
+            await self._asked.wait()
+            await trio.sleep(self.script.ending_s)
+        await self.gate.passed()
+        self.has_worked = self.end is None and not self._asked.is_set()
+        self._finish(Exited(exit_code=0))
+
+    def _finish(self, end: ProcessEnd) -> None:
+        if self.end is None:
+            self.end = end
+            self._ended.set()
+
+    async def wait(self) -> ProcessEnd:
+        await self._ended.wait()
+        await self.gate.passed()
+        assert self.end is not None
+        return self.end
+
+    def ask_to_end(self) -> None:
+        self._asked.set()
+
+    def kill(self) -> None:
+        self._finish(_KILLED)
+
+    def error(self, end: ProcessEnd) -> RankError | None:
+        return None
+
+    def written_bytes(self) -> int:
+        return 0
+
+    def used_s(self) -> float:
+        return trio.current_time()
+
+    def ask_for_stack(self) -> None:
+        """Do nothing: virtual ranks have no stacks."""
+
+    def stack(self) -> str:
+        return ""
+
+    def new_output(self, *, is_error: bool, is_last: bool) -> str:
+        return ""
+
+    def new_problem(self) -> str | None:
+        return None
+
+    def note_shown(self, *, is_error: bool) -> None:
+        raise AssertionError("virtual ranks write nothing")
+
+
+@dataclass(eq=False)
+class VirtualRankHost:
+    """Implements `roles.agent_ports.RankHost` on one node; its ranks save no states."""
+
+    world: World
+    gate: Gate
+    nursery: trio.Nursery
+    script: VirtualScript
+    node: str
+    new_pid: Callable[[], int]
+    note: Callable[[VirtualRank], None]
+    """Receives each new rank."""
+
+    def __post_init__(self) -> None:
+        self._ranks: list[VirtualRank] = []
+        self._port = 1 << 10
+        self._send_end, self._server_ends = trio.open_memory_channel[ForkServerEnded](math.inf)
+
+    async def run(self) -> None:
+        await trio.sleep_forever()
+
+    async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
+        await trio.sleep(self.world.delays.warm_up_s)
+        return len(devices)
+
+    def num_saved(self) -> int:
+        return 0
+
+    async def keep_states(self, *, is_planned: bool) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def settle(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def leave(self) -> None:
+        """Do nothing: no state is in memory."""
+
+    def reserve_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    async def start(self, setup: RankSetup) -> VirtualRank:
+        await trio.sleep(self.world.delays.start_worker_s)
+        await self.gate.passed()
+        generation = setup.order.generation
+        for other in self._ranks:
+            if other.end is None and other.setup.order.generation != generation:
+                raise Violation(f"a rank of generation {generation} starts on {self.node} beside {other.setup}")
+        rank = VirtualRank(setup, self.node, self.new_pid(), self.script, self.gate)
+        self._ranks.append(rank)
+        self.note(rank)
+        self.nursery.start_soon(rank.run)
+        return rank
+
+    async def server_ended(self) -> ForkServerEnded:
+        end = await self._server_ends.receive()
+        await self.gate.passed()
+        return end
+
+    def end_server(self) -> None:
+        """End the fork server: living ranks stay."""
+        self._send_end.send_nowait(ForkServerEnded(end=_KILLED, is_restarted=True))
+
+    def crash(self, device: int) -> None:
+        """Kill the rank of a device."""
+        for rank in self._ranks:
+            if rank.setup.local_rank == device:
+                rank.kill()
+
+    def wake(self) -> None:
+        """Do nothing: ranks wait at the gate."""
+
+    def end_all(self) -> None:
+        for rank in self._ranks:
+            rank.kill()

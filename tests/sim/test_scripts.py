@@ -1,0 +1,149 @@
+"""`oobleck run` on the whole stack: generated traces, the real master, agents and coordinator, virtual ranks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.control.journal import GenerationEnded, GenerationFormed, JobEnded, RankDown
+from oobleck.job import ControlSpec
+from oobleck.job.ranks import RanksSpec
+from oobleck.sim.cluster.ranks import VirtualScript
+from oobleck.sim.cluster.run import ScriptsRun, journal_digest, run_scripts
+from oobleck.sim.trace import (
+    AgentCrashed,
+    AgentFrozen,
+    ClusterState,
+    ForkServerCrashed,
+    Frozen,
+    Healed,
+    Joined,
+    Lost,
+    MasterFrozen,
+    Noticed,
+    Partitioned,
+    Thawed,
+    Trace,
+    TraceEvent,
+    WorkerCrashed,
+)
+from tests.examples import examples
+from tests.sim.strategies import traces
+from tests.sim.virtual import Setting
+
+QUIET_S = 200.0
+"""Without a fault, at the end of each trace: longer than all waits together."""
+MAX_RESTARTS = 2
+SCRIPT = VirtualScript()
+# No master follows a crashed one: the user starts the run again.
+FAULTS = (
+    Lost, Joined, Frozen, Thawed, WorkerCrashed, ForkServerCrashed, AgentCrashed, AgentFrozen, MasterFrozen,
+    Partitioned, Healed, Noticed,
+)  # fmt: skip
+
+gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
+times = st.lists(gaps, max_size=8).map(lambda waits: [3.0 + sum(waits[: index + 1]) for index in range(len(waits))])
+scripts = st.builds(VirtualScript, work_s=st.sampled_from([4.0, 10.0]), ending_s=st.sampled_from([0.0, 0.5, 10.0]))
+storms = traces(max_nodes=4, duration_s=100.0 + QUIET_S, kinds=FAULTS, times=times)
+
+
+def play(trace: Trace, *, script: VirtualScript = SCRIPT, seed: int = 0, devices: int = 1) -> ScriptsRun:
+    spec = RanksSpec(
+        tag="script",
+        entry="script",
+        command=("train.py",),
+        directory="/",
+        min_nodes=1,
+        max_nodes=len(trace.nodes),
+        max_restarts=MAX_RESTARTS,
+        hang_timeout_s=0.0,
+        join_timeout_s=20.0,
+        shutdown_timeout_s=3.0,
+        control=ControlSpec(orphan_timeout_s=20.0),
+    )
+    return run_scripts(
+        trace, run=spec, script=script, seed=seed, devices_per_node=devices, profile=Setting(devices=devices).profile
+    )
+
+
+def trace_of(*events: TraceEvent, num_nodes: int = 3) -> Trace:
+    nodes = tuple(f"node{number}" for number in range(num_nodes))
+    return Trace(duration_s=100.0 + QUIET_S, nodes=nodes, start=nodes, events=events)
+
+
+def check_ranks(played: ScriptsRun, trace: Trace) -> None:
+    """No rank is left, ranks of one generation know each other by different numbers, and the end is true."""
+    assert not played.left
+    cluster = ClusterState(trace.start)
+    for event in trace.events:
+        if event.t_s <= played.entries[-1].t_s:
+            cluster.apply(event)
+    hidden = {event.node for event in trace.events if isinstance(event, AgentFrozen)} | cluster.frozen | cluster.cut
+    assert {rank.node for rank in played.left_at_end} <= hidden
+    by_generation: dict[int, dict[int, bool]] = {}
+    for rank in played.ranks:
+        order = rank.setup.order
+        works = by_generation.setdefault(order.generation, {})
+        assert rank.setup.rank < order.world_size
+        assert rank.setup.rank not in works
+        works[rank.setup.rank] = rank.has_worked
+    formed = [entry for entry in played.entries if isinstance(entry, GenerationFormed)]
+    num_failures = sum(isinstance(entry, RankDown) and entry.is_first for entry in played.entries)
+    if played.end.exit_code:
+        turns = [entry for entry in played.entries if isinstance(entry, GenerationFormed | GenerationEnded)]
+        assert num_failures > MAX_RESTARTS or not turns or isinstance(turns[-1], GenerationEnded)
+    else:
+        assert num_failures <= MAX_RESTARTS
+        num_ranks = sum(each.num_ranks for each in formed[-1].nodes)
+        assert by_generation[formed[-1].generation] == dict.fromkeys(range(num_ranks), True)
+    assert isinstance(played.entries[-1], JobEnded)
+    assert played.entries[-1].exit_code == played.end.exit_code
+
+
+@examples(120)
+@given(storms, scripts, st.integers(0, 2**32), st.integers(1, 2))
+def test_no_storm_leaves_a_rank_behind_or_ends_in_a_false_exit_status(
+    trace: Trace, script: VirtualScript, seed: int, devices: int
+) -> None:
+    played = play(trace, script=script, seed=seed, devices=devices)
+    check_ranks(played, trace)
+    assert played.end.reason != "the trace ends", "the run ends by itself within the quiet time"
+
+
+@examples(10)
+@given(storms, st.integers(0, 2**32))
+def test_the_same_seed_gives_the_same_journal(trace: Trace, seed: int) -> None:
+    first, second = play(trace, seed=seed), play(trace, seed=seed)
+    assert journal_digest(first.entries) == journal_digest(second.entries)
+
+
+def test_the_others_start_again_without_a_lost_node() -> None:
+    trace = trace_of(Lost(t_s=8.0, node="node1"))
+    played = play(trace)
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0
+    assert {rank.node for rank in played.ranks if rank.has_worked} == {"node0", "node2"}
+
+
+def test_the_ranks_of_a_frozen_node_end_once_it_thaws() -> None:
+    trace = trace_of(Frozen(t_s=8.0, node="node2"))
+    played = play(trace)
+    check_ranks(played, trace)
+    assert {rank.node for rank in played.left_at_end} == {"node2"}
+
+
+def test_a_run_whose_ranks_fail_too_often_fails_and_leaves_none() -> None:
+    crashes = tuple(WorkerCrashed(t_s=t_s, node="node0") for t_s in (6.0, 8.0, 10.0))
+    trace = trace_of(*crashes)
+    played = play(trace)
+    check_ranks(played, trace)
+    assert played.end.exit_code == 1
+    assert not played.left_at_end
+
+
+def test_a_stop_ends_all_ranks_even_those_that_ignore_it() -> None:
+    trace = Trace(duration_s=6.0, nodes=("node0", "node1"), start=("node0", "node1"))
+    played = play(trace, script=VirtualScript(ending_s=10.0))
+    assert played.end.reason == "the trace ends"
+    assert not played.left_at_end
+    assert not any(rank.has_worked for rank in played.ranks)
