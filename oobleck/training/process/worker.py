@@ -195,7 +195,7 @@ class _Worker:
                 shards=() if self._scanner is None or dataset.shards is None else dataset.shards.names,
             )
         )
-        gc.freeze()
+        gc.freeze()  # all objects so far stay for good: later collections need not visit them
         self._log.info(
             "is ready on %s: %d threads, %d layers, %d samples",
             name,
@@ -220,7 +220,7 @@ class _Worker:
                 self._link.send(self._answer(message))
             case protocol.PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
-                self._links.know(message.common.addresses)
+                self._links.know(message.common.addresses)  # first: the training thread uses them once it has the order
                 if (needed := self._commit_state.give_order(message)) is not None:
                     self._log.warning("has another plan than the one that the order changes: asks for all of it")
                     self._link.send(needed)
