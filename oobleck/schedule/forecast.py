@@ -116,6 +116,7 @@ def forecast(
         groups.setdefault(alike, []).append(index)
         profiles[alike] = own
     templates = [plan.pipelines[indices[0]].template for indices in groups.values()]
+    # All nodes reduce at the same time, so the one with the most parameters decides.
     reduced_bytes = max(node_bytes for template in templates for node_bytes in _trained_bytes(profile, template))
     reduce_s = reduction_s(profile.network, reduced_bytes, len(plan.pipelines))
     return Forecast(
