@@ -77,14 +77,7 @@ class Trainer(transformers.Trainer):
             self.model = self.call_model_init()
         # Only a process of a run receives the trainer; a script started by plain `python` starts a run itself.
         if not is_received():
-            script = script_to_launch()
-            return train_here(
-                self.job(),
-                script,
-                device_batch_size=self.args.per_device_train_batch_size,
-                resume=self.resume,
-                follow=self.follow,
-            )
+            return train_here(self, script_to_launch())
         output: TrainOutput = take_over(self)
         return output
 
