@@ -154,7 +154,7 @@ def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) ->
         if rule is None:
             raise _error(stage, index, instruction, "has no place here: the chain of virtual stages has none for it")
         done = seen[chunk][microbatch]
-        if instruction.op is not Op.LOAD:
+        if instruction.op is not Op.LOAD:  # noted at the first chunk, and good for all
             done |= seen[0][microbatch] & _LOAD
         if done & rule.needs != rule.needs or done & rule.excludes:
             raise _error(stage, index, instruction, _explain(instruction.op, rule, done))

@@ -51,6 +51,7 @@ def compile_schedule(
         raise ScheduleError(
             f"num_sections is {num_sections}; {kind.value} takes 1, because its gradients are never those of a section"
         )
+    # With several chunks, all gradients so far are complete only between two rounds.
     round_size = num_stages if num_chunks > 1 else 1
     if not 1 <= num_sections <= max(1, math.ceil(num_microbatches / round_size)):
         each = f"{num_microbatches} microbatches" + (f" in rounds of {round_size}" if round_size > 1 else "")

@@ -28,6 +28,7 @@ def stage_costs(
         is_first_chunk = index < template.num_stages  # costs that a stage has only once count for its first chunk
         static_bytes = chunks_footprint(profile, template.chunks_of(index)).static_bytes if is_first_chunk else 0
         parts = [layer.split for layer in layers if layer.split is not None]
+        # Parts were measured with one device to a stage.
         is_split = splits and index > 0 and stage.num_devices == 1 and len(parts) == len(layers)
         if is_split:
             forward_s = math.fsum(part.forward_s for part in parts)

@@ -108,53 +108,42 @@ def forecast(
     overlapped with the backward pass, and runs at the rate that the planner assumes. Where nodes are of several kinds,
     `profile_of` returns a node's profile, with the network that all share. O(instructions of the distinct pipelines).
     """
-    groups: dict[_Alike, list[int]] = {}
-    profiles: dict[_Alike, tuple[Profile, ...]] = {}
+    groups: dict[_Alike, tuple[tuple[Profile, ...], list[int]]] = {}
     for index, pipeline in enumerate(plan.pipelines):
         own = (profile,) * len(pipeline.nodes) if profile_of is None else tuple(profile_of(n) for n in pipeline.nodes)
         alike = pipeline.template.stages, tuple(map(id, own)), pipeline.num_microbatches
-        groups.setdefault(alike, []).append(index)
-        profiles[alike] = own
-    templates = [plan.pipelines[indices[0]].template for indices in groups.values()]
-    reduced_bytes = max(node_bytes for template in templates for node_bytes in _trained_bytes(profile, template))
+        groups.setdefault(alike, (own, []))[1].append(index)
+    # All nodes reduce at the same time, so the one with the most parameters decides.
+    reduced_bytes = max(
+        max(_trained_bytes(profile, plan.pipelines[indices[0]].template)) for _, indices in groups.values()
+    )
     reduce_s = reduction_s(profile.network, reduced_bytes, len(plan.pipelines))
-    return Forecast(
-        plan=plan,
-        pipelines=tuple(
-            _pipeline(tuple(indices), template, profiles[alike], alike[-1], kind, reduce_s, reserved_memory_bytes)
-            for template, (alike, indices) in zip(templates, groups.items(), strict=True)
-        ),
-        reduce_s=reduce_s,
-    )
-
-
-def _pipeline(
-    pipelines: tuple[int, ...],
-    template: PipelineTemplate,
-    profiles: tuple[Profile, ...],
-    num_microbatches: int,
-    kind: ScheduleKind | None,
-    reduce_s: float,
-    reserved_memory_bytes: int,
-) -> PipelineForecast:
-    each = [(template.chunks_of(stage), own) for stage, own in enumerate(profiles_of_stages(profiles, template))]
-    each = each[: template.num_stages]
-    if kind is None:
-        timeline = choose_schedule(
-            profiles, template, num_microbatches, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
-        ).timeline
-    else:
-        timeline = evaluate(kind_for(template, kind), profiles, template, num_microbatches, reduce_s=reduce_s)
-    return PipelineForecast(
-        pipelines=pipelines,
-        template=template,
-        timeline=timeline,
-        footprints=tuple(chunks_footprint(own, chunks) for chunks, own in each),
-        available_bytes=tuple(
-            chunks[0].num_devices * (own.device.memory_bytes - reserved_memory_bytes) for chunks, own in each
-        ),
-        profiles=profiles,
-    )
+    forecasts = []
+    for profiles, indices in groups.values():
+        template, share = plan.pipelines[indices[0]].template, plan.pipelines[indices[0]].num_microbatches
+        if kind is None:
+            timeline = choose_schedule(
+                profiles, template, share, reduce_s=reduce_s, reserved_memory_bytes=reserved_memory_bytes
+            ).timeline
+        else:
+            timeline = evaluate(kind_for(template, kind), profiles, template, share, reduce_s=reduce_s)
+        stages = range(template.num_stages)
+        # The first chunks come first, so the other chunks' profiles are left out.
+        of_stages = list(zip(map(template.chunks_of, stages), profiles_of_stages(profiles, template), strict=False))
+        forecasts.append(
+            PipelineForecast(
+                pipelines=tuple(indices),
+                template=template,
+                timeline=timeline,
+                footprints=tuple(chunks_footprint(own, chunks) for chunks, own in of_stages),
+                available_bytes=tuple(
+                    chunks[0].num_devices * (own.device.memory_bytes - reserved_memory_bytes)
+                    for chunks, own in of_stages
+                ),
+                profiles=profiles,
+            )
+        )
+    return Forecast(plan=plan, pipelines=tuple(forecasts), reduce_s=reduce_s)
 
 
 def _trained_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:

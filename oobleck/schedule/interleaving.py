@@ -87,6 +87,7 @@ class Interleaving:
         size = template.num_stages
         more = math.ceil(num_microbatches / size) - _MOST_ROUNDS
         if more > 0:  # whole rounds are left out, so that the last one keeps its microbatches, which may be fewer
+            # The time of a round is the mean over the last half of those that are evaluated.
             most, fewer = num_microbatches - more * size, _MOST_ROUNDS // 2
             most_s = self._step_s(profile, template, most)
             return most_s + more / fewer * (most_s - self._step_s(profile, template, most - fewer * size))
@@ -144,6 +145,7 @@ def _even_stops(profile: Profile, template: PipelineTemplate, count: int) -> _St
         (0.0, *accumulate(layer.forward_s[devices] + layer.backward_s[devices] for layer in profile.layers))
         for devices in (stage.num_devices for stage in template.stages)
     ]
+    # The best cut of the layers before each layer, into the chunks so far.
     best: list[tuple[float, _Stops]] = [(0.0, (0,))] + [(float("inf"), ())] * num_layers
     for chunk in range(count):
         table = sums[chunk % size]

@@ -42,6 +42,7 @@ def _gpipe(shape: PipelineShape, stage: int) -> Iterator[Pass]:
 
 
 def _one_f_one_b(shape: PipelineShape, stage: int) -> Iterator[Pass]:
+    # One forward pass for each later stage keeps this one busy until the first microbatch has reached the last.
     return _alternate(shape, shape.num_stages - 1 - stage)
 
 

@@ -116,7 +116,7 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
             arrivals_s.setdefault(link, deque()).append(free_s[link])
             if duration_s:
                 transfers.setdefault(link, []).append(Transfer(start_s, free_s[link], link, instruction))
-            continue
+            continue  # the stage itself takes no time
         if wire is not None:
             now_s[stage] = max(start_s, arrivals_s[wire.link].popleft())
             continue

@@ -104,9 +104,8 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.ModelStructure:
     whole = made["live_model"]()
     live = model.LiveModel.skeleton_of(whole) if cache_dir is None else model.LiveModel.taken_apart(whole, cache_dir)
-    structure = model.ModelStructure.from_live(
-        live, compute_loss=made.get("compute_loss"), sequence_length=job.data.sequence_length
-    )
+    length = job.data.sequence_length
+    structure = model.ModelStructure.from_live(live, compute_loss=made.get("compute_loss"), sequence_length=length)
     return replace(model.with_tried_loss(structure), drops=job.dropout)
 
 
@@ -179,7 +178,13 @@ def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Data
     )
     if _streams(job):
         kept = Dataset(made_here(made["eval_data"])) if "eval_data" in made else None
-        return Dataset(_stream(job, made["data"])), kept
+        stream = ScriptStream(
+            made["data"],
+            sequence_length=job.data.sequence_length,
+            vocab_size=job.data.vocab_size,
+            num_kept=max(_LEAST_KEPT, _STEPS_KEPT * job.global_batch_size),
+        )
+        return Dataset(stream), kept
     if job.data.shards:
         raise ConfigError("data.shards: the script makes the data itself; leave one of the two out")
     if job.data.format != "text":
@@ -195,34 +200,25 @@ def _streams(job: JobSpec) -> bool:
     return job.data.shards == (SCRIPT_STREAM,)
 
 
-def _stream(job: JobSpec, make: Callable[[], Any]) -> ScriptStream:
-    return ScriptStream(
-        make,
-        sequence_length=job.data.sequence_length,
-        vocab_size=job.data.vocab_size,
-        num_kept=max(_LEAST_KEPT, _STEPS_KEPT * job.global_batch_size),
-    )
-
-
 def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | None = None) -> model.ModelStructure:
     length = job.data.sequence_length
     if "model" not in made:
         structure = model.ModelStructure.from_spec(job.model, vocab_size=vocab_size, sequence_length=length)
-        return replace(model.with_tried_loss(structure), drops=job.dropout)
-    if job.model.lora.r is not None:
+    elif job.model.lora.r is not None:
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    structure = model.ModelStructure.from_factory(
-        made["model"],
-        loss=made.get("loss"),
-        task=job.model.task,
-        vocab_size=vocab_size,
-        sequence_length=length,
-        dtype=model.Precision.of(job.dtype).parameters,
-        seed=job.seed,
-        cache_dir=cache_dir,
-    )
+    else:
+        structure = model.ModelStructure.from_factory(
+            made["model"],
+            loss=made.get("loss"),
+            task=job.model.task,
+            vocab_size=vocab_size,
+            sequence_length=length,
+            dtype=model.Precision.of(job.dtype).parameters,
+            seed=job.seed,
+            cache_dir=cache_dir,
+        )
     return replace(model.with_tried_loss(structure), drops=job.dropout)
 
 

@@ -66,7 +66,7 @@ def check_arguments(
 
 
 def default_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return the default arguments for the same device. They set devices up, so make them before the trainer."""
+    """Return the default arguments for the same device."""
     return TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
 
 
@@ -134,7 +134,7 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
     for kind in kinds[: kinds.index(transformers.Trainer) + 1]:
         if kind is transformers.Trainer or kind.__module__.startswith(_OURS):
             yield from (
-                (name, f"what was assigned to {kind.__module__}.{kind.__name__}")
+                (name, f"an assignment to {kind.__module__}.{kind.__name__}")
                 for name in sorted(known & vars(kind).keys())
                 if _is_foreign(vars(kind)[name])
             )

@@ -185,7 +185,7 @@ def longest_row(loader: Any) -> int:
     longest, _ = max(enumerate(column), key=lambda item: 0 if item[1] is None else len(item[1]))
     row = collate([dataset[longest]])
     if _TOKENS not in row:
-        raise ConfigError(f"Trainer: data_collator returns no {_TOKENS}; what it returns is {', '.join(sorted(row))}")
+        raise ConfigError(f"Trainer: data_collator returns no {_TOKENS}; it returns {', '.join(sorted(row))}")
     length: int = row[_TOKENS].shape[-1]
     return length
 

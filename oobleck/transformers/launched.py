@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from transformers.trainer_utils import TrainOutput
@@ -39,34 +39,27 @@ def script_to_launch() -> Path:
     return Path(script)
 
 
-def train_here(
-    job: TrainerJob,
-    script: Path,
-    *,
-    device_batch_size: int,
-    resume: Callable[[], str | bool | None],
-    follow: Callable[[TrainerJob], RunFollower],
-) -> TrainOutput:
+def train_here(trainer: Any, script: Path) -> TrainOutput:
     """Train on the devices of this machine, and return the result of `train()`.
 
-    `resume` returns a checkpoint to resume from, True for the newest, or None to start from the script's model. Raises
-    UsageError for a second job, and what `oobleck.launch` raises.
+    Raises UsageError for a second job of this process, and what `oobleck.launch` raises.
     """
+    job: TrainerJob = trainer.job()
     job.check()
     if _launched:
         raise UsageError(f"Trainer.train() comes after that of another trainer: {TRAINS_ONCE}")
     _launched.append(job)
     num_nodes, set_keys = _num_nodes(), {}
     if num_nodes == 1:  # there is no pipeline to keep busy
-        set_keys["microbatch_size"] = device_batch_size
-    wanted = resume()
+        set_keys["microbatch_size"] = trainer.args.per_device_train_batch_size
+    wanted = trainer.resume()
     source = "auto" if wanted is True else wanted or "never"
     os.environ[SCRIPT_WAITS] = "1"  # the run finds its script waiting here, and does not start it once more
     try:
         run = oobleck.launch(script, arguments=sys.argv[1:], local=num_nodes, resume=source, set=set_keys)
     finally:
         del os.environ[SCRIPT_WAITS]
-    follower = follow(job)
+    follower: RunFollower = trainer.follow(job)
     for event in run:
         follower.take(event.entry)
         if follower.wants_stop:

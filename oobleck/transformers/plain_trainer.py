@@ -61,10 +61,11 @@ def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
     return Trainer
 
 
-class Observation:
-    """Records a trainer's steps."""
+class Observation(TrainerCallback):
+    """Records a trainer's steps as its callback, and stops training after the last step to compare."""
 
     recorder: Recorder
+    _trainer: Any
 
     def __init__(self, asked: PlainJob) -> None:
         self._asked = asked
@@ -78,6 +79,7 @@ class Observation:
         self._samples: list[int] = []
         self._loss = 0.0
         self._grad_norm = 0.0
+        self._learning_rate = 0.0
         self._is_drawn = False
         self._order: EpochOrder | None = None
         self._steps_per_epoch = 0
@@ -104,13 +106,14 @@ class Observation:
 
     def begin(self, trainer: Any) -> None:
         """Record a trainer's steps from now on."""
+        self._trainer = trainer
         self._count_as_predicted(trainer)
-        trainer.add_callback(_Observer(self, trainer))
+        trainer.add_callback(self)
         training_step, get_train_dataloader = trainer.training_step, trainer.get_train_dataloader
 
         def noted_step(*args: Any, **named: Any) -> torch.Tensor:
             loss: torch.Tensor = training_step(*args, **named)
-            self._batch_done(trainer, float(loss))
+            self._batch_done(float(loss))
             return loss
 
         def noted_loader() -> Any:
@@ -158,30 +161,36 @@ class Observation:
         ends = np.cumsum([len(batch) for batch in batches])
         return [numbers[end - len(batch) : end] for end, batch in zip(ends.tolist(), batches, strict=True)]
 
-    def train_begins(self, trainer: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Start the recorder with the initial model, without dropout."""
-        job, model = self._asked.job, inner_model(trainer.model)
+        job, model = self._asked.job, inner_model(self._trainer.model)
         if job.dtype == "float64":
             model.double()  # in place: the optimizer has its parameters already, and no state yet
-        self._dropped = turn_off_dropout(trainer.model)
+        self._dropped = turn_off_dropout(self._trainer.model)
         self.recorder = Recorder(model, num_steps=self._asked.num_steps, tolerance=tolerance_of(job.dtype))
 
-    def _batch_done(self, trainer: Any, loss: float) -> None:
+    def _batch_done(self, loss: float) -> None:
         self._loss += loss
         self._samples += self._batches[self._num_batches]
         self._num_batches += 1
-        if trainer.accelerator.sync_gradients:  # the step's last
-            scaler = trainer.accelerator.scaler
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self._grad_norm = gradient_norm(trainer.model.parameters()) / scale
+        accelerator = self._trainer.accelerator
+        if accelerator.sync_gradients:  # after the step's last batch
+            scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+            self._grad_norm = gradient_norm(self._trainer.model.parameters()) / scale
             self.recorder.note_gradients()
 
-    def step_done(self, learning_rate: float) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        """Record the rate of this step, before the scheduler changes it."""
+        self._learning_rate = float(self._trainer.optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Record an applied step."""
         self.recorder.step_done(
-            loss=self._loss, grad_norm=self._grad_norm, learning_rate=learning_rate, samples=self._samples
+            loss=self._loss, grad_norm=self._grad_norm, learning_rate=self._learning_rate, samples=self._samples
         )
         self._loss, self._samples = 0.0, []
+        if self.recorder.is_done:
+            control.should_training_stop = True
 
 
 class _NotedBatches:
@@ -203,26 +212,6 @@ class _NotedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-class _Observer(TrainerCallback):
-    """Records steps as a callback, and stops training after the last step to compare."""
-
-    def __init__(self, observation: Observation, trainer: Any) -> None:
-        self._observation = observation
-        self._trainer = trainer
-        self._learning_rate = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        self._observation.train_begins(self._trainer)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        self._learning_rate = float(self._trainer.optimizer.param_groups[0]["lr"])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        self._observation.step_done(self._learning_rate)
-        if self._observation.recorder.is_done:
-            control.should_training_stop = True
 
 
 class _Copy:

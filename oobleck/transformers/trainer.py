@@ -41,7 +41,7 @@ class Trainer(transformers.Trainer):
         self._script_name = ""
         self._resumes_from: str | bool | None = None
         args = args or TrainingArguments(output_dir="tmp_trainer")
-        self._default = default_arguments(args)
+        self._default = default_arguments(args)  # before the trainer, as arguments set devices up
         super().__init__(model, args, *others, **named)
 
     def train(
@@ -72,18 +72,12 @@ class Trainer(transformers.Trainer):
             warnings.warn(f"Trainer.train() is called in the loop of line {line}: {TRAINS_ONCE}", stacklevel=2)
         check_trainer(self, self._default)
         if self.model_init is not None:
+            # Workers call it as well: with the same seed, all make the same model.
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
         # Only a process of a run receives the trainer; a script started by plain `python` starts a run itself.
         if not is_received():
-            script = script_to_launch()
-            return train_here(
-                self.job(),
-                script,
-                device_batch_size=self.args.per_device_train_batch_size,
-                resume=self.resume,
-                follow=self.follow,
-            )
+            return train_here(self, script_to_launch())
         output: TrainOutput = take_over(self)
         return output
 
@@ -110,6 +104,7 @@ class Trainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in the script's own process, on its own device, as transformers does."""
+        # Only evaluations need the model on the device: training leaves it where it is.
         if getattr(self, "place_model_on_device", True) and self.model is not None:
             super()._move_model_to_device(self.model, self.args.device)
         return super().evaluation_loop(*args, **kwargs)

@@ -170,7 +170,7 @@ def test_a_method_that_is_replaced_on_a_trainers_own_class_is_refused(kind: Any,
 
     kind.compute_loss = scaled
     try:
-        with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by what was assigned to "):
+        with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by an assignment to "):
             checked(trainer(tmp_path))
     finally:
         if kind is Trainer:

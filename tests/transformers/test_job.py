@@ -250,7 +250,7 @@ def test_the_longest_row_is_what_the_collator_makes_of_the_longest_sample(tmp_pa
     padded.data_collator = lambda batch: {"input_ids": torch.zeros(len(batch), 16, dtype=torch.int64)}
     assert longest_row(padded.get_train_dataloader()) == 16
     padded.data_collator = lambda batch: {"pixels": torch.zeros(len(batch), 16)}
-    with pytest.raises(ConfigError, match="returns no input_ids; what it returns is pixels"):
+    with pytest.raises(ConfigError, match="returns no input_ids; it returns pixels"):
         longest_row(padded.get_train_dataloader())
 
 

@@ -52,5 +52,5 @@ def generator_states() -> Mapping[str, object]:
 
 def _loaded(name: str) -> ModuleType | None:
     module = sys.modules.get(name)
-    # A module has no generator while its import goes on, or after it has failed.
+    # A module has no generator during its import, or after a failed one.
     return module if module is not None and hasattr(module, "initial_seed" if name == "torch" else "seed") else None

@@ -196,15 +196,13 @@ def measure_gpus() -> tuple[GpuFacts, ...]:
     """Measure all GPUs of this machine, one after the other. Raises RuntimeError where one computes nothing."""
     if not torch.cuda.is_available():
         return ()
-    reader = open_nvml()
-    return tuple(_measure(reader, torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
-
-
-def _measure(reader: GpuReader, device: torch.device) -> GpuFacts:
-    properties: Any = torch.cuda.get_device_properties(device)
-    uuid = f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
-    facts = GpuFacts(index=device.index, name=str(properties.name), nvml=reader.state)
-    return measure_gpu(facts, uuid, reader, GpuSpeed(device))
+    reader, gpus = open_nvml(), []
+    for index in range(torch.cuda.device_count()):
+        properties: Any = torch.cuda.get_device_properties(index)
+        uuid = f"GPU-{str(properties.uuid).removeprefix('GPU-')}"  # torch leaves NVML's prefix out
+        facts = GpuFacts(index=index, name=str(properties.name), nvml=reader.state)
+        gpus.append(measure_gpu(facts, uuid, reader, GpuSpeed(torch.device("cuda", index))))
+    return tuple(gpus)
 
 
 def measure_gpu(facts: GpuFacts, uuid: str, reader: GpuReader, speed: GpuSpeed) -> GpuFacts:

@@ -123,25 +123,22 @@ class _Probe:
         return node_check.SoloDone(seconds=seconds, gpus=gpus)
 
     def _measure_pair(self, request: node_check.MeasurePair) -> node_check.PairDone:
-        try:
-            latency_s, seconds = self._exchange(request)
-        except (RuntimeError, OSError) as error:  # a timeout is an OSError
-            return node_check.PairDone(key=request.key, error=str(error).splitlines()[0])
-        return node_check.PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
-
-    def _exchange(self, request: node_check.MeasurePair) -> tuple[float, float]:
-        """Return the seconds of an all-gather between two nodes: of one byte, and of 8 MiB each way."""
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [open_device(request.address)]
-        options._timeout = timedelta(seconds=request.timeout_s)
+        """Time all-gathers between two nodes: of one byte, and of 8 MiB each way."""
 
         def send(key: str, value: bytes) -> None:
             self.answer(node_check.PairValue(key=key, value=value, nodes=request.nodes))
 
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+        options._timeout = timedelta(seconds=request.timeout_s)
         store = RendezvousStore(self._rendezvous, send, request.timeout_s)
-        rank = request.nodes.index(self._node)
-        group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
-        return _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)
+        try:
+            options._devices = [open_device(request.address)]
+            rank = request.nodes.index(self._node)
+            group: Any = ProcessGroupGloo(PrefixStore(request.key, store), rank, 2, options)
+            latency_s, seconds = _gather_s(group, 1), _gather_s(group, _EXCHANGE_BYTES)
+        except (RuntimeError, OSError) as error:  # a timeout is an OSError
+            return node_check.PairDone(key=request.key, error=str(error).splitlines()[0])
+        return node_check.PairDone(key=request.key, seconds=seconds, latency_s=latency_s)
 
 
 def _gather_s(group: Any, num_bytes: int) -> float:
@@ -154,7 +151,7 @@ def _gather_s(group: Any, num_bytes: int) -> float:
 
     best_s = _best_s(gather, _NUM_EXCHANGES)
     if not all(torch.equal(ours, received) for received in theirs):
-        raise RuntimeError("what arrived is not what was sent")
+        raise RuntimeError("the data received differ from the data sent")
     return best_s
 
 

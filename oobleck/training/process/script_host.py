@@ -1,4 +1,4 @@
-"""Runs a script beside `oobleck up`, in a process of its own: `python -m oobleck.training.process.script_host WHAT`.
+"""Runs a script next to `oobleck up`, in a process of its own: `python -m oobleck.training.process.script_host WHAT`.
 
     describe    stdin: a ScriptSpec; stdout: its settings and what it makes, or a problem. Then, optionally, stdin: the
                 JobSpec made of them; stdout: the outcome of its trials
@@ -95,7 +95,7 @@ def _require_no_weights(callbacks: Iterable[object]) -> None:
                 if isinstance(each, (torch.nn.Module, torch.nn.Parameter)):
                     raise ConfigError(
                         f"Job(callbacks=…): {type(callback).__name__}.{name} is a {type(each).__name__}: callbacks run "
-                        "beside the master, and the weights that are trained are on the nodes; leave it out, and read "
+                        "next to the master, and the trained weights are on the nodes; leave it out, and read "
                         "checkpoints (`oobleck checkpoint export`)"
                     )
 

@@ -125,21 +125,21 @@ class _Worker:
         self._job = job
         self._worker_id = setup.worker_id
         self._training_thread = threading.get_ident()
-        self._computes_on = comm.choose_device(job.device, setup.local_device)
-        comm.use_device(self._computes_on)
-        self._waiter = comm.Waiter(self._computes_on)
+        self._device = comm.choose_device(job.device, setup.local_device)
+        comm.use_device(self._device)
+        self._waiter = comm.Waiter(self._device)
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
         self._log = WorkerLog(__name__, setup.worker_id, lambda: self._commit_state.generation)
         self._log.info("begins as process %d", os.getpid())
         self._links = comm.PeerLinks(setup.worker_id, setup.address, handle=self._hear, lost=self._note_lost)
         self._agreements = comm.PeerAgreements(setup.worker_id, self._waiter, self._links.send)
         if job.compile:
-            require_compiler(self._computes_on)
+            require_compiler(self._device)
         self._owns_device = setup.num_sharing == 1
-        self._of_device = comm.device_memory_bytes(
-            self._computes_on, num_sharing=setup.num_sharing, wanted_bytes=job.device_memory_bytes
+        self._device_memory_bytes = comm.device_memory_bytes(
+            self._device, num_sharing=setup.num_sharing, wanted_bytes=job.device_memory_bytes
         )
-        self._memory_bytes = self._of_device or job.device_memory_bytes or setup.device_memory_bytes
+        self._memory_bytes = self._device_memory_bytes or job.device_memory_bytes or setup.device_memory_bytes
         self._groups = comm.GroupTable(
             setup.worker_id,
             setup.address,
@@ -161,7 +161,7 @@ class _Worker:
         share = share_of(assembly.structure, rank=setup.worker_id.device % degree, degree=degree)
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = LayerSaver(
-                setup.worker_id, setup.storage, share, link.send, tag=job.tag, device=self._computes_on
+                setup.worker_id, setup.storage, share, link.send, tag=job.tag, device=self._device
             )
         self._engine = Engine(
             assembly,
@@ -177,7 +177,7 @@ class _Worker:
     def run(self) -> NoReturn:
         """Follow orders until the process ends."""
         threading.Thread(target=self._read, daemon=True, name="control").start()
-        dataset, structure, name = self._assembly.train, self._assembly.structure, device_name(self._computes_on)
+        dataset, structure, name = self._assembly.train, self._assembly.structure, device_name(self._device)
         self._link.send(
             protocol.WorkerReady(
                 device=self._worker_id.device,
@@ -189,13 +189,13 @@ class _Worker:
                 parameters=structure.num_parameters,
                 torch_version=str(torch.__version__),
                 device_name=name,
-                device_memory_bytes=self._of_device,
+                device_memory_bytes=self._device_memory_bytes,
                 address=self._links.address,
                 saves=self._saving is not None,
                 shards=() if self._scanner is None or dataset.shards is None else dataset.shards.names,
             )
         )
-        gc.freeze()
+        gc.freeze()  # all objects so far stay for good: later collections need not visit them
         self._log.info(
             "is ready on %s: %d threads, %d layers, %d samples",
             name,
@@ -220,7 +220,7 @@ class _Worker:
                 self._link.send(self._answer(message))
             case protocol.PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
-                self._links.know(message.common.addresses)
+                self._links.know(message.common.addresses)  # first: the training thread uses them once it has the order
                 if (needed := self._commit_state.give_order(message)) is not None:
                     self._log.warning("has another plan than the one that the order changes: asks for all of it")
                     self._link.send(needed)
@@ -275,9 +275,9 @@ class _Worker:
         self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
         self._links.forget(fence.lost)
         self._log.info(
-            "is fenced by generation %d, without %s: has applied step %d, %s, %d microbatches done%s",
+            "is fenced by generation %d%s: has applied step %d, %s, %d microbatches done%s",
             fence.generation,
-            ", ".join(fence.lost) or "no lost node",
+            f", without {', '.join(fence.lost)}" if fence.lost else "",
             status.applied,
             "holds no sums" if status.reduced is None else f"holds the sums of step {status.reduced}",
             status.microbatches_done,
@@ -345,7 +345,7 @@ class _Worker:
             case protocol.UseShare(torch_threads=threads, device_memory_bytes=memory_bytes):
                 self._log.info("has %d threads from now on: others share its machine", threads)
                 torch.set_num_threads(threads)
-                self._memory_bytes = self._of_device or self._job.device_memory_bytes or memory_bytes
+                self._memory_bytes = self._device_memory_bytes or self._job.device_memory_bytes or memory_bytes
             case protocol.ProfileRequest():
                 profile = profile_of_job(
                     self._job,

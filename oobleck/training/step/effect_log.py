@@ -58,8 +58,8 @@ def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str]
     match effect:
         case steps.FormGroups(keys=keys, committee=committee):
             now = [f"forms {len(keys)} groups: {', '.join(sorted({key.purpose for key in keys}))}"] if keys else []
-            beside = [] if committee is None else ["begins to form the groups in which it sums"]
-            return _INFO, " and ".join(now + beside) or "forms no groups"
+            overlapped = [] if committee is None else ["begins to form the groups in which it sums"]
+            return _INFO, " and ".join(now + overlapped) or "forms no groups"
         case steps.AwaitGroups():
             return _INFO, "has formed the groups in which it sums"
         case steps.KeepGroups(keys=keys, generation=generation):
@@ -78,7 +78,7 @@ def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str]
             what = "rests as a spare" if seat is None else f"holds {_layers(layers)}"
             return _INFO, f"adopts the plan of generation {update.generation} from step {update.boundary} on: {what}"
         case steps.ForgetStep():
-            return _DEBUG, "forgets what it has of the step in flight"
+            return _DEBUG, "drops its results of the step in flight"
         case steps.GiveBack(number=number):
             return _INFO, f"gives section {number} back"
         case steps.Evaluate(step=step):
@@ -126,7 +126,7 @@ def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str]
 
 
 def _of_committee(committee: steps.Committee) -> int:
-    return _INFO if committee.lost else _DEBUG  # a step is finished without those that began it
+    return _INFO if committee.lost else _DEBUG  # a committee finishes the step without some nodes
 
 
 def _layers(layers: Iterable[int]) -> str:

@@ -140,7 +140,7 @@ class Engine:
                 return self._sections.carry_out(effect)
             case steps.Fold():
                 self._sections.carry_out(effect)
-                self._layer_store.drop_kept()
+                self._layer_store.drop_kept()  # all workers that committed the section have adopted the plan
             case steps.Compute():
                 assert self._pipeline_rank is not None
                 assert self._reducers.in_force is not None
@@ -179,7 +179,7 @@ class Engine:
                     generation=self._commit_state.generation,
                     beside=self._reducers.keys_of(committee),
                 )
-                self._formed_s = time.monotonic()
+                self._formed_s = time.monotonic()  # transfers begin here
                 return is_forming
             case steps.AwaitGroups():
                 self._groups.await_formed(self._commit_state.is_fenced)
@@ -252,7 +252,7 @@ class Engine:
         own_norm = squared_norm(self._reducers.buckets_of(committee), self._step.reduced, self._worker_id)
         loss, norm = work.loss_and(own_norm)
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
-        took_s = self._step_timer.post_step()
+        took_s = self._step_timer.post_step()  # before the agreement: a wait for others does not count
         numbers = (loss, float(work.num_items), norm, float(effect.stop), float(saves), took_s)
         part = protocol.Totals(numbers, protocol.Tally.of(work.counted))
         # Once this returns, all workers have reduced all their gradients. If it raises, this worker cannot know whether
@@ -269,6 +269,7 @@ class Engine:
             grad_norm=grad_norm / scale / item_share,
             loss_scale=scale,
             item_share=item_share,
+            # All have the same total, so all skip a step whose float16 gradients overflow, or none does.
             is_skipped=self._precision.scales_loss and not math.isfinite(grad_norm),
             learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=self._step.batch.num_samples,
@@ -284,7 +285,7 @@ class Engine:
         self._layer_store.apply(record, self._step.reduced)
         self._step_timer.end_step()
         self._sections.end_step()
-        if (pace := self._step_timer.take_pace()) is not None:
+        if (pace := self._step_timer.pace.take(time.monotonic())) is not None:
             self._report(pace)
 
     def _save(self, effect: steps.Save | steps.SaveEnd | steps.PrepareToSave, saving: LayerSaver) -> None:
@@ -318,7 +319,7 @@ class Engine:
                 share=(located[0], len(committee.plan.pipelines)),
                 sum_up=partial(self._sum_over, committee, effect.subject),
             )
-        self._step_timer.begin_step()
+        self._step_timer.begin_step()  # an evaluation is no part of the step's time
         return outcome
 
     def _exchange(self, effect: steps.Exchange) -> None:
@@ -348,7 +349,7 @@ class Engine:
         update, seat = effect.update, effect.seat
         if self._records is not None:
             self._records.follow(update.assignment_version, step=update.boundary)
-        self._step_timer.adopt(len(update.plan.worker_ids))
+        self._step_timer.pace.adopt(len(update.plan.worker_ids))
         if self._pipeline_rank is None:
             self._step_timer.begin_step()  # a spare has rested until now
         self._settle()

@@ -56,7 +56,7 @@ class Evaluator:
         self._on_progress = on_progress
         self._num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
         self._num_microbatches = self._num_samples // job.microbatch_size
-        if dataset.fills_up:
+        if dataset.fills_up:  # the last microbatch is completed by rows that do not count
             self._num_microbatches = -(-self._num_samples // job.microbatch_size)
         if not self._num_microbatches:
             raise ConfigError(
@@ -109,7 +109,7 @@ class Evaluator:
 
     def _received(self, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> torch.Tensor | None:
         interrupted, model = self._interrupted, self._model
-        self._waiter.wait(lambda: not interrupted(), interrupted)
+        self._waiter.wait(lambda: not interrupted(), interrupted)  # raises Interrupted if there is a fence
         if pipeline_rank.is_first(chunk):
             return None
         source, _ = pipeline_rank.before(chunk)

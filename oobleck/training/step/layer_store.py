@@ -66,7 +66,7 @@ class LayerStore:
         assert self.loss_scale is not None
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
-            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
+            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
             num_skipped = self.loss_scale.num_skipped
             divisor = record.loss_scale * record.item_share
             self._optimizer.step(record.step, reduced, clip / divisor, num_skipped=num_skipped)
@@ -148,7 +148,7 @@ class LayerStore:
         workers. `on_progress(received, all)` is called with bytes now and then. Raises Interrupted or PeerLost.
         """
         has_partial = sums is not None
-        self._received = {}
+        self._received = {}  # an exchange that was interrupted leaves nothing behind
         self._received = exchange_layers(
             update.transfers,
             worker_id=self._worker_id,
@@ -201,7 +201,7 @@ class LayerStore:
             states = {}
             self._model.adopt_chunks((), {})
             self._optimizer.adopt({})
-        given: dict[str, tuple[torch.Tensor, ...]] = {}
+        tensors_of: dict[str, tuple[torch.Tensor, ...]] = {}
         known = dict(sums or {})
         for layer, state in sorted(states.items()):
             names = self._structure.layer_parameters(layer)
@@ -210,9 +210,9 @@ class LayerStore:
                 num_own = len(state) - len(trained)
                 state, partial = state[:num_own], state[num_own:]
                 known |= dict(zip(trained, partial, strict=True))
-            given |= self._optimizer.split_layer(names, state)
-        self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in given.items()})
-        self._optimizer.adopt(self._model.parameters, given)
+            tensors_of |= self._optimizer.split_layer(names, state)
+        self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in tensors_of.items()})
+        self._optimizer.adopt(self._model.parameters, tensors_of)
         if is_initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
         elif is_initial:

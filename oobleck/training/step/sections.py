@@ -158,6 +158,7 @@ class SectionSums:
                 names = list(self.sums)
                 torch._foreach_add_([self.sums[name] for name in names], [sums[name] for name in names])
             else:
+                # Copies, as these sums are views of the reducer's buffers, which the next section writes to.
                 self.sums = {name: gradient.clone() for name, gradient in sums.items()}
         self._posted = None
 
@@ -165,6 +166,7 @@ class SectionSums:
         section, reducer = self._section, self._plan.reducer
         work, self._posted = section.work, None
         reducer.abandon()
+        # In front, so that results are in the same order as without the section.
         work.losses = [*section.losses, *work.losses]
         work.counted = [*section.counted, *work.counted]
         work.num_items += section.num_items

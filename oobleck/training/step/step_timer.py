@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
 from oobleck.control.steps import without
 
@@ -19,7 +18,7 @@ class StepTimer:
     """Adds up stretches of computation, step by step."""
 
     def __init__(self, device: int) -> None:
-        self._pace = PaceMeter(device, time.monotonic())
+        self.pace = PaceMeter(device, time.monotonic())
         self._step_began_s = time.monotonic()
         self._posted_s: float | None = None
         """When this worker posted its part of the step's commit."""
@@ -42,7 +41,7 @@ class StepTimer:
         # The longest wait is no computation: the other worker may have waited as well, for a failed node.
         self._busy_in_step += without((began_s, ended_s), longest_wait_s)
         self._waited_in_step_s += waited_s
-        self._pace.add(ended_s - began_s - waited_s, num_microbatches)
+        self.pace.add(ended_s - began_s - waited_s, num_microbatches)
 
     def begin_step(self) -> None:
         """Start the step's time."""
@@ -74,11 +73,3 @@ class StepTimer:
     def spent(self) -> tuple[float, float]:
         """Return the seconds of the latest steps in which this worker computed, and in which it waited for others."""
         return sum(computed_s for computed_s, _ in self._spent_s), sum(waited_s for _, waited_s in self._spent_s)
-
-    def adopt(self, num_workers: int) -> None:
-        """Set the number of workers in the plan: the more there are, the less often each reports its speed."""
-        self._pace.adopt(num_workers)
-
-    def take_pace(self) -> Pace | None:
-        """Return the speed by which the master finds slow nodes, or None if no report is due."""
-        return self._pace.take(time.monotonic())
