@@ -1,4 +1,4 @@
-"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk."""
+"""A worker's part in checkpoints: its layers into shared memory, and back from there or from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a whole checkpoint, for those who want a model: exports, and scripts that go on after training."""
+"""Reads the weights of a whole checkpoint, for exports, and for scripts that continue after training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _NOT_WEIGHTS = ("optimizer.", "training.")
 
 def newest_checkpoint(directory: Path) -> tuple[str, int]:
     """Return the name and the step of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
-    for found in CheckpointDirectory(directory).find():
-        if found.manifest is not None:
-            return found.name, found.manifest.step
+    for entry in CheckpointDirectory(directory).find():
+        if entry.manifest is not None:
+            return entry.name, entry.manifest.step
     raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
 
 
@@ -38,10 +38,7 @@ def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return what is said about a checkpoint's model, and its weights. Every file is verified before.
-
-    Raises CorruptCheckpoint.
-    """
+    """Return the metadata and the weights of a checkpoint's model. Verifies every file. Raises CorruptCheckpoint."""
     directory = CheckpointDirectory(checkpoint.parent)
     manifest = directory.manifest(checkpoint.name)
     faults = list(directory.faults(manifest))
@@ -58,7 +55,7 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tens
 
 
 def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    """Return a layer file's metadata, and of its tensors the parameters."""
+    """Return a layer file's metadata and parameters."""
     file = read_layer_file(path)
     return file.metadata, {
         name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)

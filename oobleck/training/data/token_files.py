@@ -1,7 +1,7 @@
-"""Tokens that somebody made before: files mapped into memory, of any size, read where they are needed.
+"""Ready-made tokens: files of any size, mapped into memory.
 
-A .npy file says itself what it holds; a .bin file is nothing but tokens, of the type that the job names. Each file is
-cut into samples; what is left at its end is dropped.
+A .npy file declares its type; a .bin file is nothing but tokens, of the type that the job names. Each file is cut into
+samples, and the remainder is dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DIGESTED_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFiles:
-    """Samples from files of tokens. Equal digests mean equal sizes, and equal samples wherever they were compared."""
+    """Samples from files of tokens. Equal digests mean equal sizes, and equal samples in those that are compared."""
 
     names: tuple[str, ...]
     files: tuple[npt.NDArray[np.generic], ...]
-    """Each [samples, length]."""
+    """[samples, length] each."""
     starts: npt.NDArray[np.int64]
-    """The number of the first sample in each file, and of all samples."""
+    """The number of each file's first sample, and the number of all samples."""
     digest: str
     vocab_size: int
     mask_id: int | None = None
@@ -59,7 +59,7 @@ class TokenFiles:
 
 
 def holds_tokens(data: DataSpec) -> bool:
-    """Whether the paths name tokens. Raises ConfigError where some do, and some do not."""
+    """Return whether the paths name tokens. Raises ConfigError if only some do."""
     kinds = {Path(path).suffix in _SUFFIXES for path in data.paths}
     if len(kinds) > 1:
         raise ConfigError("data.paths: text and tokens (.bin, .npy) cannot be mixed; name one kind")
@@ -67,7 +67,7 @@ def holds_tokens(data: DataSpec) -> bool:
 
 
 def open_token_files(data: DataSpec) -> TokenFiles:
-    """Map the files that a job names. Raises ConfigError for one that cannot be read, or is too short."""
+    """Map a job's files. Raises ConfigError for a file that cannot be read, or is too short."""
     files = tuple(_open(expand_user(path), data) for path in data.paths)
     return TokenFiles(
         names=data.paths,
@@ -98,7 +98,7 @@ def _open(path: Path, data: DataSpec) -> npt.NDArray[np.generic]:
 
 
 def _digest(files: Sequence[npt.NDArray[np.generic]]) -> str:
-    """Digest the sizes, and samples from all over: reading all of a terabyte would take too long."""
+    """Digest the sizes, and samples from all over, since reading a whole terabyte would take too long."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.shape}".encode())

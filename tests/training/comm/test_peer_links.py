@@ -109,7 +109,7 @@ def test_a_useless_address_is_refused():
 
 
 def test_whom_nobody_has_told_of_cannot_be_spoken_to(peer: Callable[..., Peer]):
-    with pytest.raises(PeerLost, match="n1:0 cannot be spoken to"):
+    with pytest.raises(PeerLost, match="n1:0 cannot be reached"):
         peer(A).links.send(B, said(1))
 
 

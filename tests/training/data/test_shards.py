@@ -19,9 +19,8 @@ from oobleck.job import DataSpec, JobSpec, ScriptSpec
 from oobleck.training.assembly import assemble
 from oobleck.training.data.batches import IGNORED_LABEL
 from oobleck.training.data.data import prepare_dataset
-from oobleck.training.data.record_text import NO_TOKEN
 from oobleck.training.data.shard_files import LineShard
-from oobleck.training.data.shard_reader import Extent, ShardReader
+from oobleck.training.data.shard_reader import NO_TOKEN, Extent, ShardReader
 from oobleck.training.data.shard_readers import RecordText, ShardSet, register_stream
 from oobleck.training.data.shard_scanner import ShardScanner
 from tests.examples import examples
