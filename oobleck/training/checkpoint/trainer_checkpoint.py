@@ -99,8 +99,8 @@ def _states(
             if taken != step or any(value.shape not in ((), parameter.shape) for value in state.values()):
                 shapes = [tuple(value.shape) for value in state.values()]
                 raise ConfigError(
-                    f"{directory / _OPTIMIZER}: the state of parameter {number} is of step {taken} and the shapes {shapes}"
-                    f", not of step {step} and {tuple(parameter.shape)}; continue from a checkpoint of the same model, no "
-                    "step of which was skipped"
+                    f"{directory / _OPTIMIZER}: the state of parameter {number} is of step {taken} and the shapes "
+                    f"{shapes}, not of step {step} and {tuple(parameter.shape)}; continue from a checkpoint of the "
+                    "same model, no step of which was skipped"
                 )
             yield id(parameter), state

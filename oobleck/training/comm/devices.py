@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 wait for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued."""
 _GIB = 1 << 30
 _MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
-
-
-class Carrier(StrEnum):
-    """What sums tensors over the members of a group."""
-
-    GLOO = "gloo"
-    """Through host memory, for any devices."""
-    NCCL = "nccl"
-    """Between GPUs, one for each member."""
 
 
 def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> torch.device:
@@ -96,13 +86,12 @@ def device_identity(device: torch.device) -> str | None:
     return str(properties.uuid)
 
 
-def carrier_of(identities: Sequence[str | None]) -> Carrier:
-    """Return what carries the sums of a group whose members compute on these devices.
+def can_use_nccl(identities: Sequence[str | None]) -> bool:
+    """Return whether NCCL, rather than Gloo, can connect the members that compute on these devices.
 
     NCCL requires a GPU of its own for each member. All members see the same list, and so choose alike.
     """
-    is_distinct = len(set(identities)) == len(identities)
-    return Carrier.NCCL if identities and None not in identities and is_distinct else Carrier.GLOO
+    return bool(identities) and None not in identities and len(set(identities)) == len(identities)
 
 
 def prepare_nccl(address: str) -> None:

@@ -31,23 +31,19 @@ from .devices import DEVICE_FAILURES
 from .nccl import NcclGroup
 from .staging import CopyStreams, Courier, Pending
 
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The words that two neighbours exchange about the message with a tag. Both functions may raise."""
-
-    say: Callable[[int], Pending]
-    hear: Callable[[int], Pending]
+Word = Callable[[int], Pending]
+"""Sends a word to the neighbour about the message with a tag, or receives one. May raise."""
 
 
 class EdgeSender:
     """The sending end of an edge. One thread posts."""
 
-    def __init__(self, name: str, nccl: NcclGroup, streams: CopyStreams, words: Words) -> None:
+    def __init__(self, name: str, nccl: NcclGroup, streams: CopyStreams, *, say: Word, hear: Word) -> None:
         self._name = name
         self._nccl = nccl
         self._streams = streams
-        self._words = words
+        self._say = say
+        self._hear = hear
         self._courier = Courier(name, nccl.device)
         self._failure: str | None = None  # text, since an error would keep its frames' tensors alive
 
@@ -68,8 +64,8 @@ class EdgeSender:
     def _carry(self, tensor: torch.Tensor, tag: int, computed: Any) -> None:
         try:
             computed.synchronize()
-            self._words.hear(tag).wait()
-            coming = self._words.say(tag)
+            self._hear(tag).wait()
+            coming = self._say(tag)
             with self._streams.outward():
                 sending = self._nccl.send(tensor)
             sending.finish()
@@ -89,12 +85,13 @@ class EdgeReceiver:
 
     nccl: NcclGroup
     streams: CopyStreams
-    words: Words
+    say: Word
+    hear: Word
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> tuple[EdgeReceive, torch.Tensor]:
         """Make room for a message and say so; return what to wait for, and the room. Raises RuntimeError."""
         room = self.streams.room(shape, dtype)
-        return EdgeReceive(self, room, coming=self.words.hear(tag), has_room=self.words.say(tag)), room
+        return EdgeReceive(self, room, coming=self.hear(tag), has_room=self.say(tag)), room
 
 
 @dataclass(frozen=True, slots=True)

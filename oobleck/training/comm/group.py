@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,30 +22,18 @@ from oobleck.planner import WorkerId
 
 from . import staging
 from .devices import blaming_peers
-from .edges import EdgeReceiver, EdgeSender, Words
+from .edges import EdgeReceiver, EdgeSender
 from .inbox import Inbox
-from .nccl import NcclGroup
+from .nccl import NcclGroup, NcclWork
 from .waiter import Waiter
 
 LARGE_SUM = 2 << 20
 """Elements per sum when there are many: enough to fill a link, few enough to start early."""
 
 
-class Sum(Protocol):
-    """A sum that is in progress."""
-
-    @property
-    def poll_s(self) -> float | None:
-        """The interval for polling it, or None if it wakes its waiter."""
-        ...
-
-    def is_done(self) -> bool:
-        """Return whether it has completed or failed. Never blocks."""
-        ...
-
-    def conclude(self) -> None:
-        """Make the result of a done sum visible to later computation. Raises RuntimeError if the sum failed."""
-        ...
+Sum = staging.GlooSum | staging.StagedSum | NcclWork
+"""A sum in progress: `is_done` never blocks, and `conclude`, once it is done, makes the result visible to later
+computation or raises RuntimeError. It is polled every `poll_s` seconds, or wakes its waiter if that is None."""
 
 
 class Group:
@@ -176,11 +164,12 @@ class Group:
         sends, peer = self.rank == source, target if self.rank == source else source
         nccl.connect_way(sends=sends, timeout_s=timeout_s)
         assert self._streams is not None, "NCCL carries tensors of GPUs"
-        words = Words(say=partial(self._say, peer), hear=partial(self._hear, peer))
+        say, hear = partial(self._say, peer), partial(self._hear, peer)
         if sends:
-            self._senders[peer] = EdgeSender(f"send to {self.key.members[peer]}", nccl, self._streams, words)
+            name = f"send to {self.key.members[peer]}"
+            self._senders[peer] = EdgeSender(name, nccl, self._streams, say=say, hear=hear)
         else:
-            self._receivers[peer] = EdgeReceiver(nccl, self._streams, words)
+            self._receivers[peer] = EdgeReceiver(nccl, self._streams, say, hear)
 
     def abort(self) -> None:
         """Abort everything that NCCL carries in this group. Any thread may call this."""
@@ -258,7 +247,7 @@ class Reduction:
 
     @property
     def poll_s(self) -> float | None:
-        """The interval for polling it, or None if it wakes its waiter."""
+        """The interval for polling `is_done`, or None if it wakes its waiter."""
         return self._sum.poll_s
 
     def is_done(self) -> bool:

@@ -23,7 +23,7 @@ from oobleck.control.steps import GroupKey
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
-from .devices import Carrier, carrier_of, device_identity, prepare_nccl
+from .devices import can_use_nccl, device_identity, prepare_nccl
 from .nccl import NcclGroup
 from .staging import TRAFFIC_TIMEOUT_S
 
@@ -141,7 +141,7 @@ class NcclOpener:
         identity = self._library.identity(self._device) if self._owns_device else None
         prefixed.set(f"gpu/{own}", identity or "")
         identities = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(members))]
-        if carrier_of(identities) is not Carrier.NCCL:
+        if not can_use_nccl(identities):
             return None
         self._log.debug("has NCCL carry %s", wanted.name)
         process_group = self._library.join(wanted.name, prefixed, own, len(members), is_way=wanted.is_way)

@@ -23,10 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from .group import Group
 from .listening import no_place_to_listen
 
 _GRACE_S = 1.0
@@ -39,11 +40,6 @@ _FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
 _opening = threading.Lock()
 
 
-class _Closable(Protocol):
-    def close(self) -> None:
-        """Release helper threads. May be called again."""
-
-
 class Network:
     """A Gloo device, its connections, and the groups that must outlive them."""
 
@@ -54,7 +50,7 @@ class Network:
             # A descriptor of our own: the device may close its own early, and another file would get the number.
             self._epoll = None if epoll is None else os.dup(epoll)
         self._lock = threading.Lock()
-        self._kept: list[_Closable] = []
+        self._kept: list[Group] = []
         self._num_forming = 0
         self.is_over = False
 
@@ -71,7 +67,7 @@ class Network:
             with self._lock:
                 self._num_forming -= 1
 
-    def keep(self, group: _Closable) -> None:
+    def keep(self, group: Group) -> None:
         """Hold a group until its connections have ended, since destroying it waits for them."""
         with self._lock:
             self._kept.append(group)

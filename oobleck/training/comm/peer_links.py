@@ -89,9 +89,7 @@ class PeerLinks:
                 if worker_id == self._worker_id or self._addresses.get(worker_id) == address:
                     continue
                 self._addresses[worker_id] = address
-                for link in self._links_of({worker_id}):
-                    if not link.is_with(address):
-                        self._drop(link)
+                self._drop_all(link for link in self._links_of({worker_id}) if not link.is_with(address))
 
     def knows(self, worker_id: WorkerId) -> bool:
         """Return whether a peer's address is known."""
@@ -117,14 +115,12 @@ class PeerLinks:
             gone = {worker_id for worker_id in self._addresses if worker_id.node in lost}
             for worker_id in gone:
                 del self._addresses[worker_id]
-            for link in self._links_of(gone):
-                self._drop(link)
+            self._drop_all(self._links_of(gone))
 
     def renew(self) -> None:
         """Close all links, since one may have failed without an error. New ones are made on demand."""
         with self._lock:
-            for link in list(self._links.values()):
-                self._drop(link)
+            self._drop_all(list(self._links.values()))
 
     def trim(self) -> None:
         """End the links that have carried nothing since the last call. New ones are made on demand."""
@@ -165,10 +161,11 @@ class PeerLinks:
         self._links[link.fd] = link
         link.open()
 
-    def _drop(self, link: Link) -> None:
-        self._unbind(link)
-        if self._links.pop(link.fd, None) is not None:
-            link.close()
+    def _drop_all(self, links: Iterable[Link]) -> None:
+        for link in links:
+            self._unbind(link)
+            if self._links.pop(link.fd, None) is not None:
+                link.close()
 
     def _unbind(self, link: Link) -> None:
         if link.worker_id is not None and self._bound.get(link.worker_id) is link:
@@ -200,8 +197,7 @@ class PeerLinks:
                     self._serve(fd, events)
             self._drop_broken()
         with self._lock:
-            for link in list(self._links.values()):
-                self._drop(link)
+            self._drop_all(list(self._links.values()))
             self._listener.close()
             self._poll.close()
             os.close(self._wake_read)
@@ -244,8 +240,7 @@ class PeerLinks:
         """Close broken links, and report those that no side has ended."""
         with self._lock:
             broken = [link for link in self._links.values() if link.is_broken]
-            for link in broken:
-                self._drop(link)
+            self._drop_all(broken)
         for link in broken:
             if link.worker_id is not None and not link.is_ending:
                 self._log.debug("has lost its link to %s", link.worker_id)
@@ -256,9 +251,6 @@ class PeerLinks:
         now_s = time.monotonic()
         with self._lock:
             strangers = [link for link in self._links.values() if link.is_stranger]  # the oldest first
-            for link in strangers[: max(0, len(strangers) - _MAX_STRANGERS)]:
-                self._drop(link)
-            for link in strangers:
-                if link.until_s <= now_s:
-                    self._drop(link)
+            self._drop_all(strangers[: max(0, len(strangers) - _MAX_STRANGERS)])
+            self._drop_all(link for link in strangers if link.until_s <= now_s)
         return min((link.until_s - now_s for link in strangers if link.until_s > now_s), default=None)

@@ -11,53 +11,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 
 from .batches import IGNORED_LABEL, Batch, Masking
-from .corpus import prepare_corpus
+from .corpus import Corpus, prepare_corpus
 from .records import NO_SAMPLE, Records
 from .samples import ModelInputs, Sample, side_by_side
 from .sampling import permuted, samples_of_step
 from .script_data import CollatedSamples, ScriptSamples
 from .script_stream import ScriptStream
-from .shard_readers import ShardSource
-from .shard_scanner import SurveyedShards
+from .shard_readers import ShardSet, ShardSource
 from .text import open_table
-from .token_files import holds_tokens, open_token_files
+from .token_files import TokenFiles, holds_tokens, open_token_files
 from .tuning_rows import TuningRows
 
 _SPLIT = -1
 """An epoch that no training has. Its permutation chooses the samples for evaluation."""
 
 
-class Source(Protocol):
-    """A source of samples, which are rows of tokens. Equal digests mean equal samples."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def mask_id(self) -> int | None:
-        """The mask token, or None if the `vocab_size` tokens contain none."""
-        ...
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def sequence_length(self) -> int: ...
-
-    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return samples by index, [indices, length]."""
-        ...
+Source = Corpus | TokenFiles | ShardSource
+"""A source of samples that are rows of tokens."""
 
 
 class StepOrder(Protocol):
@@ -108,7 +84,7 @@ class Dataset:
         return self.source.records if isinstance(self.source, ShardSource | ScriptStream) else None
 
     @property
-    def shards(self) -> SurveyedShards | None:
+    def shards(self) -> ShardSet | ScriptStream | None:
         """The shards of `records`, for another thread to survey."""
         return self.source.reopened() if isinstance(self.source, ShardSource | ScriptStream) else None
 

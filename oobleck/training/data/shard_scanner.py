@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from oobleck.control.protocol import ScanAnswer, ScanRange, ScanRequest, ScanResult
 from oobleck.errors import ShardUnreadable
 
 from .shard_reader import Extent
 
-
-class SurveyedShards(Protocol):
-    """Shards that one thread can survey."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    def survey(self, shard: int, start: int, limit: int) -> Extent:
-        """See `ShardReader`. Raises ShardUnreadable."""
-        ...
+Survey = Callable[[int, int, int], Extent]
+"""Surveys a shard, by its number, from a position, up to a number of records. May raise ShardUnreadable."""
 
 
 class ShardScanner:
     """The surveys of one worker. The control thread calls `ask`, which returns at once."""
 
-    def __init__(self, shards: SurveyedShards, device: int, report: Callable[[ScanAnswer], None]) -> None:
-        self._shards = shards
+    def __init__(self, survey: Survey, device: int, report: Callable[[ScanAnswer], None]) -> None:
+        self._survey = survey
         self._device = device
         self._report = report
         self._requests: queue.SimpleQueue[ScanRequest] = queue.SimpleQueue()
@@ -45,22 +36,15 @@ class ShardScanner:
     def _work(self) -> None:
         while True:
             request = self._requests.get()
-            found = _survey(self._shards, request.wants)
+            found = tuple(map(self._result, request.wants))
             self._report(ScanAnswer(device=self._device, request=request.request, found=found))
 
-
-def _survey(shards: SurveyedShards, wants: Sequence[ScanRange]) -> tuple[ScanResult, ...]:
-    """Survey shards. A shard that cannot be read is reported, not raised."""
-    results: list[ScanResult] = []
-    for want in wants:
+    def _result(self, want: ScanRange) -> ScanResult:
         problem: str | None = None
         try:
-            extent = shards.survey(want.shard, want.start, want.limit)
+            extent = self._survey(want.shard, want.start, want.limit)
         except ShardUnreadable as error:
             extent, problem = Extent(bounds=(want.start,)), error.problem
-        results.append(
-            ScanResult(
-                shard=want.shard, bounds=extent.bounds, items=extent.items, is_end=extent.is_end, problem=problem
-            )
+        return ScanResult(
+            shard=want.shard, bounds=extent.bounds, items=extent.items, is_end=extent.is_end, problem=problem
         )
-    return tuple(results)

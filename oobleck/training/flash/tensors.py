@@ -1,4 +1,4 @@
-"""A state with tensors of torch, taken apart into a tree and named tensors, and put together again."""
+"""Takes a state with torch tensors apart into a tree and named tensors, and puts it together again."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Leaf:
     entry: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     sharding: int | None
-    """By number; None for one that is the same in all ranks."""
+    """The number of its sharding; None if all ranks have the same tensor."""
 
 
 @dataclass(slots=True)
 class Flat:
-    """A state's tree, and the tensors of this rank by their entries' names."""
+    """A state's tree, and this rank's tensors, keyed by entry."""
 
     tree: TreeNode = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shardings: tuple[Sharding, ...] = ()
 
     def add(self, value: object, path: str) -> TreeNode:
-        """Note a leaf, which must be a tensor. Raises UsageError."""
+        """Add a leaf, and return its node. Raises UsageError unless it is a tensor that can be stored."""
         if not isinstance(value, torch.Tensor):
             kind = type(value)
             raise UsageError(
@@ -71,7 +71,7 @@ class Flat:
 
 
 def flatten(state: object) -> Flat:
-    """Take a state apart. Raises UsageError that names what cannot be stored."""
+    """Take a state apart. Raises UsageError that names the value that cannot be stored."""
     flat = Flat()
     flat.tree = to_tree(state, flat.add)
     return flat
@@ -101,28 +101,28 @@ def _num_ranks() -> int:
 
 
 def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
-    """All tensors of a tree, in order. Raises CorruptCheckpoint."""
+    """Return all tensors of a tree, in order. Raises CorruptCheckpoint."""
     found: list[Leaf] = []
-    from_tree(tree, lambda said: found.append(_leaf(said)))
+    from_tree(tree, lambda node: found.append(_leaf(node)))
     return tuple(found)
 
 
-def _leaf(said: TreeNode) -> Leaf:
-    match said:
+def _leaf(node: TreeNode) -> Leaf:
+    match node:
         case [str(entry), str(dtype), list(shape), (int() | None) as sharding] if dtype in DTYPE_NAMES.values() and all(
             type(size) is int and size >= 0 for size in shape
         ):
             return Leaf(entry=entry, dtype=dtype, shape=tuple(cast("list[int]", shape)), sharding=sharding)
         case _:
-            raise CorruptCheckpoint(f"a state with a damaged tensor: {str(said)[:80]}")
+            raise CorruptCheckpoint(f"a state with a damaged tensor: {str(node)[:80]}")
 
 
 def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings: tuple[Sharding, ...]) -> object:
-    """Return the state; `shardings` are those of the ranks that there are now."""
+    """Return the state; `shardings` are those over the present ranks."""
     mesh_of = _meshes(shardings)
 
-    def tensor_of(said: TreeNode) -> torch.Tensor:
-        leaf = _leaf(said)
+    def tensor_of(node: TreeNode) -> torch.Tensor:
+        leaf = _leaf(node)
         local = tensors[leaf.entry]
         if leaf.sharding is None:
             return local
@@ -139,7 +139,7 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
 
 
 def _meshes(shardings: tuple[Sharding, ...]) -> Callable[[Sharding], DeviceMesh]:
-    """A mesh for each arrangement, made by all ranks in the same order."""
+    """Make a mesh for each arrangement, in the same order on all ranks."""
     made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
     for each in shardings:
         key = each.device, each.mesh, each.names

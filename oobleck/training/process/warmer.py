@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from oobleck.training.forking import ForkServerSide
+from oobleck.training.forking import ForkServer
 
 from .import_log import LogReader
 from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
@@ -46,7 +46,7 @@ class Warmer:
         log: int,
         warmth: Path,
         work: Callable[[socket.socket], None],
-        server: ForkServerSide,
+        server: ForkServer,
         *,
         import_s: float = _IMPORT_S,
         quiet_s: float = _QUIET_S,

@@ -123,7 +123,7 @@ class _Worker:
         self._records, shards = self._dataset.records, self._dataset.shards
         if self._records is not None and shards is not None:
             self._records.on_news(self._waiter.announce)
-            self._scanner = ShardScanner(shards, self._device, link.send)
+            self._scanner = ShardScanner(shards.survey, self._device, link.send)
             self._shards = shards.names
         self._saving: LayerSaver | None = None
         degree = job.tensor_parallel
