@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -67,13 +67,16 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     if adapters_alone and adapters is None:
         raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
     config = _config_of(checkpoint, metadata)
-    build = partial(_built, task=cast("Task", task), dtype=_dtype_of(weights), adapters=adapters)
-    model, tuner = build(config)
+    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    build = partial(models.build_model, task=cast("Task", task), dtype=dtype)
+    model = build(config)
+    tuner = None if adapters is None else models.add_adapters(model, adapters)
     if "tied" in metadata:  # an earlier version did not write it
         tied = json.loads(metadata["tied"])
         if models.tied_parameters(model) != tied:
             config.tie_word_embeddings = not config.tie_word_embeddings
-            model, tuner = build(config)
+            model = build(config)
+            tuner = None if adapters is None else models.add_adapters(model, adapters)
         weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
     aliases = models.tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
@@ -86,14 +89,6 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
         model = tuner.merge_and_unload()
     model.tie_weights()
     _save_whole(model.save_pretrained, target)
-
-
-def _built(
-    config: PreTrainedConfig, *, task: Task, dtype: torch.dtype, adapters: models.Adapters | None
-) -> tuple[PreTrainedModel, Any]:
-    """Build a model, and the wrapper that can merge its adapters, if any."""
-    model = models.build_model(config, task=task, dtype=dtype)
-    return model, None if adapters is None else models.add_adapters(model, adapters)
 
 
 def _tied_as_trained(
@@ -206,10 +201,6 @@ def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"{checkpoint}: not of a model of transformers ({error})") from error
-
-
-def _dtype_of(weights: dict[str, torch.Tensor]) -> torch.dtype:
-    return next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from oobleck import storage
 from oobleck.training.model import ModelStructure, Share
+from oobleck.training.tensor_bytes import as_tensor
 
 Tensors = Mapping[str, torch.Tensor]
 """A layer's tensors, keyed by their names in files: NAME, optimizer.KIND.NAME or training.WHAT."""
@@ -42,6 +45,17 @@ def part_metadata(share: Share) -> dict[str, str]:
 def part_to_save(share: Share, state: Tensors) -> dict[str, torch.Tensor]:
     """Return the part of a layer's state that this device saves, as views."""
     return {name: _part_to_save(share, name, tensor) for name, tensor in state.items()}
+
+
+def shards_of(manifest: storage.Manifest, layer: int) -> list[storage.Shard]:
+    """Return the files of a layer's parts, in order."""
+    return sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+
+
+def read_part(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    """Return the metadata and the tensors of a layer file, as views of it. Raises CorruptCheckpoint."""
+    file = storage.read_layer_file(path)
+    return file.metadata, {name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items()}
 
 
 def join_parts(parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:

@@ -108,9 +108,9 @@ class LayerSaver:
     def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
         """Allocate memory for this worker's share under a plan, in the background."""
         if self._share is None or self._share.plan is not plan or self._share.lost:
-            layers = self._take_share(plan, ())
+            layers = self._take_share(plan, (), tensors_of)
             if layers:
-                self._saver.prepare({layer: part_to_save(self._part, tensors_of(layer)) for layer in layers})
+                self._saver.prepare(layers)
 
     def save(
         self,
@@ -127,9 +127,7 @@ class LayerSaver:
         The state must not change until `settle` has returned. `position` is the run's position in its shards.
         """
         self._last_step, self._wanted = step, None
-        layers: LayerTensors = {
-            layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
-        }
+        layers = self._take_share(plan, lost, tensors_of)
         if layers:
             name = storage.checkpoint_name(self._run, step=step, generation=generation)
             self._saver.save(layers, name=name, step=step, generation=generation, position=position)
@@ -146,14 +144,16 @@ class LayerSaver:
         except OSError as error:
             raise CorruptCheckpoint(f"layer {layer} of {restore.name}: {error}") from error
 
-    def _take_share(self, plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+    def _take_share(
+        self, plan: ExecutionPlan, lost: Collection[str], tensors_of: Callable[[int], Mapping[str, torch.Tensor]]
+    ) -> LayerTensors:
         share = self._share
         if share is None or share.plan is not plan or share.lost != frozenset(lost):
             part = self._part
             dealt = saving_shares(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
             layers = dealt.get(self._worker_id, ())
             self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
-        return share.layers
+        return {layer: part_to_save(self._part, tensors_of(layer)) for layer in share.layers}
 
     # --- other threads -------------------------------------------------------------------------------------
 

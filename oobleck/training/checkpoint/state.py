@@ -30,7 +30,7 @@ from oobleck.training.comm import DeviceSave, start_thread
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json
 
-from .parts import Tensors, join_parts
+from .parts import Tensors, join_parts, read_part, shards_of
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 """Each layer's tensors, keyed by their names in files."""
@@ -52,14 +52,6 @@ class SavedLayers:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Memory for a worker's share, and the tensors in each of its slots."""
-
-    memory: storage.FlashMemory
-    targets: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-
-
 class FlashSaver:
     """Saves a worker's share of the layers. One thread calls it, and another calls `report`."""
 
@@ -77,7 +69,8 @@ class FlashSaver:
         self._stem = stem
         self._metadata = dict(metadata)
         self._report = report
-        self._share: _Share | None = None
+        self._memory: storage.FlashMemory | None = None
+        self._targets: tuple[tuple[torch.Tensor, ...], ...] = ()  # the tensors in each slot
         self._problem = "no memory was made"
         self._layout: storage.Layout | None = None
         self._busy = threading.Semaphore(1)
@@ -130,27 +123,26 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = storage.FlashMemory.create(storage.next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, no_room(self._directory, layout, error)
+            self._memory, self._problem = None, no_room(self._directory, layout, error)
             self._layout = None  # so that the next `prepare` tries again
         else:
             slots = memory.slots()
             if self._device_save is not None:  # pinned ranges must not share a page, and slots begin with one
                 self._device_save.pin(torch.frombuffer(slot.data, dtype=torch.uint8) for slot in slots if slot.data)
-            self._share = _Share(memory, (_tensors_over(slots[0]), _tensors_over(slots[1])))
+            self._memory, self._targets = memory, tuple(map(_tensors_over, slots))
 
     def _carry_out(self, state: storage.SavedState, sources: list[torch.Tensor], called_s: float) -> None:
-        share = self._share
-        if share is None:
+        if self._memory is None:
             self._copied.set()
             self._busy.release()
             self._give_up(state, self._problem)
             return
-        slot = share.memory.next_slot()
+        slot = self._memory.next_slot()
         slot.begin()
-        copy_s, waited_s = self._copy(sources, share.targets[slot.number])
+        copy_s, waited_s = self._copy(sources, self._targets[slot.number])
         slot.seal(encode_json(state))
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
-            self._forget_older_than(slot.memory)
+            self._forget_older_than(slot.memory)  # until then, a file of a former share has the second newest state
         self._busy.release()
         layout = slot.memory.layout
         self._report(
@@ -175,12 +167,11 @@ class FlashSaver:
         finally:
             copied_s = time.monotonic()
             self._copied.set()  # also after an error: training must not wait forever
-        sources.clear()  # a task in the queue would hold them longer than necessary
+        sources.clear()  # sealing the slot takes long, and does not need them
         since_s = self._waits_since_s
         return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
 
     def _forget_older_than(self, memory: storage.FlashMemory) -> None:
-        """Remove the files of former shares, once both slots of this one hold a state."""
         for path in storage.memory_files(self._directory, self._stem):
             if path != memory.path:
                 with suppress(FileNotFoundError):
@@ -255,15 +246,14 @@ class StateReader:
 
     def _load_from_disk(self, name: str, layer: int) -> Tensors:
         manifest = self._checkpoints.manifest(name)
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        shards = shards_of(manifest, layer)
         if len(shards) != manifest.num_parts:
             raise CorruptCheckpoint(f"{self._checkpoints.path / name}: its manifest has no layer {layer}")
         for shard in shards:
             if (fault := self._checkpoints.fault_of(manifest, shard)) is not None:
                 raise CorruptCheckpoint(str(fault))
-        return self._joined(
-            layer, name, [_part_on_disk(self._checkpoints.path / name / shard.file) for shard in shards]
-        )
+        parts = [read_part(self._checkpoints.path / name / shard.file) for shard in shards]
+        return self._joined(layer, name, parts)
 
     def _joined(self, layer: int, name: str, parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:
         try:
@@ -272,9 +262,8 @@ class StateReader:
             raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
 
     def _verify(self, slot: storage.Slot) -> None:
-        """Verify a slot once, not for every layer in it."""
         key = (slot.memory.path, slot.number, slot.sequence)
-        if key not in self._verified:
+        if key not in self._verified:  # a checksum covers a whole slot, and layers are loaded one by one
             slot.verify()
             self._verified.add(key)
 
@@ -285,11 +274,6 @@ class StateReader:
             with suppress(PeerError):  # of another version
                 slots.append((decode_json(storage.SavedState, slot.note), slot))
         return slots
-
-
-def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    file = storage.read_layer_file(path)
-    return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
 
 
 def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storage.Layout:
@@ -305,7 +289,6 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storag
 
 
 def _tensors_over(slot: storage.Slot) -> tuple[torch.Tensor, ...]:
-    """Return tensors whose memory is the slot's."""
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
 
 

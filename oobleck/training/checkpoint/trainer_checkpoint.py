@@ -61,19 +61,16 @@ def write_checkpoint(
 
     Raises OSError.
     """
-    return write_layers(target, structure, _layers(structure, state, states), step=step)
 
-
-def _layers(
-    structure: ModelStructure, state: Mapping[str, torch.Tensor], states: Mapping[int, Mapping[str, torch.Tensor]]
-) -> Iterator[dict[str, torch.Tensor]]:
-    for layer in range(structure.num_layers):
+    def tensors_of(layer: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for each in structure.layer_parameters(layer):
             tensors[each] = state[each].detach().cpu()
             for key, value in states.get(id(state[each]), {}).items():
                 tensors[f"optimizer.{key}.{each}"] = value
-        yield tensors
+        return tensors
+
+    return write_layers(target, structure, map(tensors_of, range(structure.num_layers)), step=step)
 
 
 def _states(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import CheckpointDirectory, read_layer_file
-from oobleck.training.tensor_bytes import as_tensor
+from oobleck.storage import CheckpointDirectory
 
-from .parts import Tensors, join_parts
+from .parts import Tensors, join_parts, read_part, shards_of
 
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
@@ -47,16 +45,11 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tens
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for layer in range(len(manifest.layer_names)):
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
-        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
+        parts = [read_part(checkpoint / shard.file) for shard in shards_of(manifest, layer)]
         metadata = dict(parts[0][0])
-        weights |= join_parts(parts)
+        weights |= join_parts([(text, _without_states(tensors)) for text, tensors in parts])
     return metadata, weights
 
 
-def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    """Return a layer file's metadata and parameters."""
-    file = read_layer_file(path)
-    return file.metadata, {
-        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
-    }
+def _without_states(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_NOT_WEIGHTS)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +163,13 @@ class Group:
         sends, peer = self.rank == source, target if self.rank == source else source
         nccl.connect_way(sends=sends, timeout_s=timeout_s)
         assert self._streams is not None, "NCCL carries tensors of GPUs"
-        say, hear = partial(self._say, peer), partial(self._hear, peer)
+
+        def say(tag: int) -> staging.Message:
+            return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
+
+        def hear(tag: int) -> staging.Message:
+            return self._receive(torch.empty(1, dtype=torch.uint8), peer, tag)
+
         if sends:
             name = f"send to {self.key.members[peer]}"
             self._senders[peer] = EdgeSender(name, nccl, self._streams, say=say, hear=hear)
@@ -192,12 +197,6 @@ class Group:
             is_given_up = self._is_given_up
         if is_given_up:
             nccl.abort()
-
-    def _say(self, peer: int, tag: int) -> staging.Message:
-        return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
-
-    def _hear(self, peer: int, tag: int) -> staging.Message:
-        return self._receive(torch.empty(1, dtype=torch.uint8), peer, tag)
 
     def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
         if self._nccl is not None and tensor.device == self._nccl.device:

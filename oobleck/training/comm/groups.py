@@ -51,8 +51,6 @@ _RING_TAG = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class _Forming:
-    """Groups that are being formed under the plan update of a generation."""
-
     generation: int
     networks: dict[GroupKey, Network]
     formed: list[Group]
@@ -96,11 +94,6 @@ class GroupTable:
         self._forming: _Forming | None = None
         open_device(address)  # an unusable address fails at the start, not in the first plan
 
-    @property
-    def device(self) -> torch.device:
-        """The device that this worker computes on."""
-        return self.waiter.device
-
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
 
@@ -113,7 +106,7 @@ class GroupTable:
         self._received.put(value.key, value.value, generation=value.generation)
 
     @property
-    def num_told(self) -> int:
+    def num_received(self) -> int:
         """The number of stored rendezvous values, all of groups that are not formed yet."""
         return len(self._received)
 
@@ -203,7 +196,6 @@ class GroupTable:
         return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
 
     def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
-        """Begin to form groups, on threads that can be left behind."""
         networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
         formed: list[Group] = []
 
@@ -241,7 +233,6 @@ class GroupTable:
         self._received.wake()
 
     def _neighbours(self, key: GroupKey) -> list[WorkerId]:
-        """Return the members that this worker connects to."""
         rank, size = key.members.index(self._worker_id), len(key.members)
         if _is_ring(key):
             return sorted({key.members[rank - 1], key.members[(rank + 1) % size]})

@@ -65,7 +65,6 @@ class PeerLinks:
         self.address = WorkerAddress(
             worker_id=worker_id, host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES)
         )
-        """The address that peers need to reach this worker."""
         self._lock = threading.RLock()
         self._addresses: dict[WorkerId, WorkerAddress] = {}
         self._links: dict[int, Link] = {}  # all connections, keyed by descriptor
@@ -90,11 +89,6 @@ class PeerLinks:
                     continue
                 self._addresses[worker_id] = address
                 self._drop_all(link for link in self._links_of({worker_id}) if not link.is_with(address))
-
-    def knows(self, worker_id: WorkerId) -> bool:
-        """Return whether a peer's address is known."""
-        with self._lock:
-            return worker_id in self._addresses
 
     def send(self, worker_id: WorkerId, message: PeerMessage) -> None:
         """Send a message, over a new link if necessary. `lost` is called if it may not have arrived.

@@ -29,13 +29,15 @@ class RendezvousTable:
                 self._values[key] = generation, value
                 self._changed.notify_all()
 
-    def wait(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Block until all keys have values. Raises TimeoutError, also once `is_over`, naming the missing keys."""
+    def wait(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Block until all keys have values, and return these. Raises TimeoutError that names missing keys, also once
+        `is_over`."""
         with self._changed:
             self._changed.wait_for(lambda: is_over() or all(key in self._values for key in keys), timeout_s)
             if missing := [key for key in keys if key not in self._values]:
                 end = "before it was given up" if is_over() else f"within {timeout_s} s"
                 raise TimeoutError(f"no rendezvous key {', '.join(missing)} {end}")
+            return [self._values[key][1] for key in keys]
 
     def wake(self) -> None:
         """Have waiters check whether they are over."""
@@ -44,11 +46,6 @@ class RendezvousTable:
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def get(self, key: str) -> bytes:
-        """Return a stored value. Raises KeyError."""
-        with self._changed:
-            return self._values[key][1]
 
     def has(self, keys: list[str]) -> bool:
         """Return whether all keys have values."""
@@ -97,8 +94,8 @@ class RendezvousStore(Store):
         self._push(key, raw)
 
     def get(self, key: str) -> bytes:
-        self._table.wait([key], self._timeout_s, self._is_over)
-        return self._table.get(key)
+        (value,) = self._table.wait([key], self._timeout_s, self._is_over)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()

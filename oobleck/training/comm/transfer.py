@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 
 import torch
 
@@ -96,17 +96,15 @@ def cut_into_chunks(
     transfers: Sequence[LayerTransfer], size_of: Callable[[int], int], max_elements: int
 ) -> list[Chunk]:
     """Cut and number the messages of an exchange, taking one from each transfer in turn."""
-    turns: list[list[tuple[LayerTransfer, int, int]]] = []
+    pieces: list[list[tuple[LayerTransfer, int, int]]] = []
     for item in transfers:
         size = size_of(item.layer)
         start, end = size * item.part // item.num_parts, size * (item.part + 1) // item.num_parts
-        for turn, first in enumerate(range(start, end, max_elements)):
-            if turn == len(turns):
-                turns.append([])
-            turns[turn].append((item, first, min(first + max_elements, end)))
+        firsts = range(start, end, max_elements)
+        pieces.append([(item, first, min(first + max_elements, end)) for first in firsts])
     chunks: list[Chunk] = []
     sent: Counter[tuple[WorkerId, WorkerId]] = Counter()
-    for item, first, stop in (each for turn in turns for each in turn):
+    for item, first, stop in filter(None, chain.from_iterable(zip_longest(*pieces))):
         chunks.append(Chunk(item, first, stop, sent[item.source, item.target]))
         sent[item.source, item.target] += 1
     return chunks
@@ -144,7 +142,6 @@ class _Row:
                 piece.copy_(values)
 
     def _pieces(self, first: int, stop: int) -> list[torch.Tensor]:
-        """Return the parts of tensors that make up elements [first, stop)."""
         index = bisect_right(self._starts, first) - 1
         pieces = []
         while first < stop:
@@ -157,7 +154,6 @@ class _Row:
 
 
 def _send(group_of: Callable[[LayerTransfer], Group], chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
-    """Send chunks in order, a window of them at a time."""
     posted: deque[tuple[Pending, torch.Tensor]] = deque()
     for chunk in chunks:
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
@@ -176,7 +172,6 @@ def _receive(
     element_bytes: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Receive chunks in order, a window of them at a time."""
     posted: deque[tuple[Chunk, Pending, torch.Tensor]] = deque()
     total = element_bytes * sum(chunk.stop - chunk.first for chunk in chunks)
     received = 0

@@ -43,12 +43,11 @@ class Calls(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The training thread's progress, for `Waiter.has_come_on`: whether it waits, and how many waits it has
-    begun, and how many were successful."""
+    """The training thread's progress, for `Waiter.has_come_on`."""
 
     waits: bool
-    begun: int
-    ready: int
+    begun: int  # waits so far
+    ready: int  # successful waits so far
 
 
 class Waiter:
@@ -62,16 +61,11 @@ class Waiter:
         """The workers that the training thread waits for; none while it computes."""
         self.waited_s = 0.0
         self._longest_s = (0.0, 0.0)
-        self._mark = Mark(waits=False, begun=0, ready=0)
-
-    @property
-    def mark(self) -> Mark:
-        """The training thread's progress. Any thread may read it."""
-        return self._mark
+        self.mark = Mark(waits=False, begun=0, ready=0)
 
     def has_come_on(self, since: Mark) -> bool:
         """Return whether it has progressed: from computation to a wait, or past a wait because that succeeded."""
-        return self._mark.ready > since.ready if since.waits else self._mark.begun > since.begun
+        return self.mark.ready > since.ready if since.waits else self.mark.begun > since.begun
 
     def take_longest_s(self) -> tuple[float, float]:
         """Return when the longest wait since the last call began and ended, by the monotonic clock."""
@@ -98,7 +92,7 @@ class Waiter:
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
-        self._mark = replace(self._mark, waits=True, begun=self._mark.begun + 1)
+        self.mark = replace(self.mark, waits=True, begun=self.mark.begun + 1)
         with self._changed:
             while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
                 pass
@@ -108,7 +102,7 @@ class Waiter:
             if ended_s - began_s > self._longest_s[1] - self._longest_s[0]:
                 self._longest_s = (began_s, ended_s)
             is_ready = ready()
-            self._mark = replace(self._mark, waits=False, ready=self._mark.ready + is_ready)
+            self.mark = replace(self.mark, waits=False, ready=self.mark.ready + is_ready)
             if not is_ready:
                 raise Interrupted
 

@@ -165,19 +165,16 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which the kernel releases when the process dies."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise ResourceLost(f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    problem = f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s"
+                    raise ResourceLost(problem) from None
             time.sleep(_LOCK_POLL_S)
         yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

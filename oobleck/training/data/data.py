@@ -134,7 +134,7 @@ class Dataset:
         if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
-        if (is_filler := input_ids < 0).any():
+        if (is_filler := input_ids < 0).any():  # a record is shorter than a sample, or there is none
             labels = input_ids.masked_fill(is_filler, IGNORED_LABEL)
             tokens = input_ids.masked_fill(is_filler, 0)
             return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)

@@ -56,8 +56,9 @@ class Records:
     def follow(self, assignment_version: int, *, step: int) -> None:
         """Follow an assignment version from now on; all steps up to `step` are done."""
         self._assignment_version = assignment_version
-        for key in [key for key in self._by_step if key[0] < assignment_version or key[1] < step]:
-            self._by_step.pop(key, None)
+        for known in list(self._by_step):  # a copy, since the control thread may call `put` meanwhile
+            if known[0] < assignment_version or known[1] < step:
+                self._by_step.pop(known, None)
 
     def is_told(self, step: int) -> bool:
         """Return whether the records of a step are known."""

@@ -10,7 +10,7 @@ sample into documents, padding is a document of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,12 @@ def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int)
         others=others,
         is_causal=inputs.shifts_labels,
     )
+
+
+def ignored(sample: Sample, inputs: ModelInputs) -> Sample:
+    """Return a filler: a sample none of whose labels counts."""
+    shape = () if inputs.task == "sequence_classification" else sample.tokens.shape
+    return replace(sample, labels=np.full(shape, IGNORED_LABEL))
 
 
 def _check_tokens(tokens: Array, *, length: int, vocab_size: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from oobleck.training.randomness import derive_seed, drawing_alike, generator_st
 
 from .batches import IGNORED_LABEL, Batch
 from .records import NO_SAMPLE
-from .samples import LABELS, ModelInputs, Sample, read_sample, side_by_side
+from .samples import LABELS, ModelInputs, Sample, ignored, read_sample, side_by_side
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Turns samples into named arrays, [samples, …]."""
@@ -114,9 +113,7 @@ class CollatedSamples:
         """
         real = [number for number in numbers if number != NO_SAMPLE]
         rows = self._rows(real or [0], inputs, step)
-        shape = () if inputs.task == "sequence_classification" else rows[0].tokens.shape
-        filler = replace(rows[0], labels=np.full(shape, IGNORED_LABEL))
-        rows = [*rows[: len(real)], *[filler] * (len(numbers) - len(real))]
+        rows = [*rows[: len(real)], *[ignored(rows[0], inputs)] * (len(numbers) - len(real))]
         with blaming(self._place_of(real)):
             return side_by_side(rows, inputs, length=self.sequence_length)
 
@@ -227,6 +224,7 @@ _Rows = list[dict[str, Any]]
 
 
 def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
+    # Nodes cut a batch into microbatches, so a row must not depend on which others are next to it.
     together, draws = _collated(items, collate)
     alone = [_collated([item], collate) for item in items]
     again, _ = _collated(items, collate)

@@ -12,17 +12,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.host.script import SCRIPT_STREAM
 
-from .batches import IGNORED_LABEL
 from .records import NO_SAMPLE, Records
-from .samples import ModelInputs, Sample
+from .samples import ModelInputs, Sample, ignored
 from .script_data import check_alone, numbers_in, read_item
 from .shard_reader import Extent
 
@@ -83,9 +79,7 @@ class ScriptStream:
         Raises ShardUnreadable, or ConfigError for a record that does not fit the model.
         """
         if number == NO_SAMPLE:
-            some = self.sample(self.records.first, inputs)
-            shape = () if inputs.task == "sequence_classification" else some.tokens.shape
-            return replace(some, labels=np.full(shape, IGNORED_LABEL))
+            return ignored(self.sample(self.records.first, inputs), inputs)
         location = self.records.locate(number)
         try:
             return self._read(location.start, inputs)

@@ -30,7 +30,6 @@ class _File:
         self._end_mark = path.with_name(path.name + ".end")
 
     def is_complete(self) -> bool:
-        """Return whether it will not grow. To be called before `size`, or a write between the two is missed."""
         return not self._follows or self._end_mark.exists()
 
     def size(self) -> int:
@@ -66,7 +65,7 @@ class TokenShard:
 
     def survey(self, start: int, limit: int) -> Extent:
         """See `ShardReader`. An incomplete row at the end is dropped."""
-        is_complete = self._file.is_complete()
+        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
         num_tokens = self._num_tokens
         if num_tokens is None:
             num_tokens = self._file.size() // self._dtype.itemsize
@@ -107,7 +106,7 @@ class LineShard:
 
     def survey(self, start: int, limit: int) -> Extent:
         """See `ShardReader`. An unterminated last line is a record once the file is complete."""
-        is_complete = self._file.is_complete()
+        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
         size = self._file.size()
         if size < start:
             raise ShardUnreadable(f"it has {size} bytes, and had {start} before")

@@ -59,11 +59,7 @@ def read_table(data: DataSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
         path = expand_user(name)
         if path.suffix not in _JSON_LINES:
             raise ConfigError(f"data.paths: {name} is no file of JSON lines (.jsonl), which data.format needs")
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"data.paths: {name} cannot be read: {error.strerror}") from error
-        for number, value in _json_lines(path, content):
+        for number, value in _json_lines(path):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}:{number}: it is no JSON object")
             yield f"{path}:{number}", value
@@ -85,25 +81,22 @@ def _contents(data: DataSpec) -> Iterator[bytes]:
         yield from _texts_of_rows(data, data.dataset_path)
         return
     for path in _files(data):
-        try:
-            content = _read(path, data.max_bytes)
-        except OSError as error:
-            raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
         if path.suffix in _JSON_LINES:
-            yield from _texts_of_lines(path, content, data.text_column)
+            yield from _texts_of_lines(path, data.text_column)
         else:
-            yield content
+            yield _read(path, data.max_bytes)
 
 
-def _read(path: Path, max_bytes: int) -> bytes:
-    if path.suffix in _JSON_LINES:
-        return path.read_bytes()  # all of it, since it must not end within a line
-    with path.open("rb") as file:
-        return file.read(max_bytes)
+def _read(path: Path, max_bytes: int = -1) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    except OSError as error:
+        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
 
 
-def _json_lines(path: Path, content: bytes) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(content.splitlines(), 1):
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -112,8 +105,8 @@ def _json_lines(path: Path, content: bytes) -> Iterator[tuple[int, Any]]:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
 
 
-def _texts_of_lines(path: Path, content: bytes, column: str) -> Iterator[bytes]:
-    for number, value in _json_lines(path, content):
+def _texts_of_lines(path: Path, column: str) -> Iterator[bytes]:
+    for number, value in _json_lines(path):
         if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
             raise ConfigError(f"{path}:{number}: has no text under {column!r}; name its key by data.text_column")
         problem = problem_with_columns(value, holds_list=lambda name, row=value: isinstance(row[name], list))  # type: ignore[misc]  # a default binds the row

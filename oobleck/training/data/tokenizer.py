@@ -105,6 +105,7 @@ def load_tokenizer(path: str) -> tuple[Tokenizer, int]:
     # The library raises bare exceptions.
     except Exception as error:
         raise ConfigError(f"data.tokenizer: {file} is no tokenizer: {error}") from error
+    # A file may configure both, for another use than whole documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     names = (_configured_end(file), *_ENDS)

@@ -25,7 +25,6 @@ from .tokenizer import tokenizer_file
 
 _Columns = dict[str, Any]
 
-_COLUMNS: Mapping[str, tuple[str, ...]] = {"prompts": ("prompt", "completion"), "messages": ("messages",)}
 _FORMAT_OF_LABELS = "labels"
 
 
@@ -37,7 +36,15 @@ class TuningRows:
     def __init__(self, data: DataSpec) -> None:
         """Raises ConfigError for data that cannot be read, or has no rows."""
         self._format = data.format
-        self._columns = _COLUMNS.get(data.format, (data.text_column, "label"))
+        self._columns: tuple[str, ...]
+        self._encode: Callable[[Mapping[str, Any]], _Columns]
+        match data.format:
+            case "prompts":
+                self._columns, self._encode = ("prompt", "completion"), self._of_prompt
+            case "messages":
+                self._columns, self._encode = ("messages",), self._of_messages
+            case _:
+                self._columns, self._encode = (data.text_column, "label"), self._of_label
         self.sequence_length = data.sequence_length
         self._tokenizer = _load_tokenizer(data)
         self._rows = list(read_table(data))
@@ -45,10 +52,6 @@ class TuningRows:
             raise ConfigError("data.paths: there are no rows")
         for place, row in self._rows:
             _check_columns(place, row, self._columns)
-        self._encode: Callable[[Mapping[str, Any]], _Columns] = {
-            "prompts": self._of_prompt,
-            "messages": self._of_messages,
-        }.get(data.format, self._of_label)
         self._packed = list(self._pack()) if data.packing else None
         self.num_samples = len(self._rows if self._packed is None else self._packed)
         self.digest = self._digest_all(data)
@@ -95,11 +98,8 @@ class TuningRows:
     def _of_prompt(self, row: Mapping[str, Any]) -> _Columns:
         """Label the completion, and the end of the text after it."""
         prompt, completion = (_text(row, name) for name in self._columns)
-        ids, starts = self._tokens_of(prompt + completion, add_special_tokens=True)
-        labels = [
-            token if start >= len(prompt) and start < len(prompt + completion) else IGNORED_LABEL
-            for token, start in zip(ids, starts, strict=True)
-        ]
+        whole = prompt + completion
+        ids, labels = self._labelled(whole, [(len(prompt), len(whole))], add_special_tokens=True)
         end = self._tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids, labels = [*ids, end], [*labels, end]
@@ -114,11 +114,7 @@ class TuningRows:
         spans = [
             self._span(messages, number, whole) for number, each in enumerate(messages) if each["role"] == "assistant"
         ]
-        ids, starts = self._tokens_of(whole, add_special_tokens=False)
-        labels = [
-            token if any(first <= start < stop for first, stop in spans) else IGNORED_LABEL
-            for token, start in zip(ids, starts, strict=True)
-        ]
+        ids, labels = self._labelled(whole, spans, add_special_tokens=False)
         return {"input_ids": ids, "labels": labels}
 
     def _of_label(self, row: Mapping[str, Any]) -> _Columns:
@@ -143,11 +139,18 @@ class TuningRows:
         assert isinstance(text, str)
         return text
 
-    def _tokens_of(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """Return tokens, and where each begins in the text; -1 for special tokens, which are not in the text."""
+    def _labelled(
+        self, text: str, spans: Sequence[tuple[int, int]], *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return a text's tokens, and labels for those that begin within spans of it."""
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        starts = [start if stop > start else -1 for start, stop in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), starts
+        ids = list(encoded["input_ids"])
+        labels = [
+            # Special tokens are not in the text, and their offsets are empty.
+            token if stop > start and any(first <= start < end for first, end in spans) else IGNORED_LABEL
+            for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True)
+        ]
+        return ids, labels
 
     # --- packing -------------------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ _DISK_EVERY = 100
 
 
 class _Process:
-    """This rank."""
-
     def __init__(self) -> None:
         memory = os.environ.get(scripts.MEMORY_VARIABLE)
         self.memory = Path(memory) if memory else None
@@ -65,7 +63,7 @@ class _Process:
         """Agree with all ranks on a number above all that any of them sees, unless this start has saved already."""
         seen = max((scripts.start_number(part.note.start) for part in parts), default=0)
         answers = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
-        if not self.start:
+        if not self.start:  # all ranks compute the same name from the same answers
             unique = os.environ.get(scripts.START_VARIABLE) or f"t{answers[0][1]}"
             self.start = scripts.start_name(1 + max(int(number) for number, _ in answers), unique)
 

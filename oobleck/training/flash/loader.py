@@ -65,8 +65,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holdings:
-    """One rank's report."""
-
     parts: tuple[scripts.Holding, ...]
     problems: tuple[str, ...]
 
@@ -89,6 +87,7 @@ class Loader:
                 state = exchange.state()
                 self._peers.close()  # from here on, other ranks may overwrite what this one has read
                 return state, chosen
+            # Some rank has found damage, and all choose again without the damaged parts.
             self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
         self._peers.close()
         return None
@@ -97,6 +96,7 @@ class Loader:
         mine = tuple(scripts.Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
         texts = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
         reports = [decode_json(_Holdings, text) for text in texts]
+        # All ranks decide from the same reports, so they choose the same state, or raise the same error.
         chosen = scripts.choose([holding for report in reports for holding in report.parts])
         problems = sorted({problem for report in reports for problem in report.problems})
         if isinstance(chosen, scripts.LostState):
@@ -107,8 +107,6 @@ class Loader:
 
 
 class _Exchange:
-    """One state, on its way to all ranks."""
-
     def __init__(self, peers: Peers, chosen: scripts.Chosen, parts: Sequence[scripts.Part]) -> None:
         """Raises UsageError if the state cannot be laid out on the present number of ranks."""
         self._peers = peers
@@ -136,10 +134,10 @@ class _Exchange:
         return any(part is self._parts[saver] for saver in self._damaged)
 
     def _all_sources(self) -> list[scripts.Source]:
-        """Return all that any rank reads, without pieces that do not overlap with its box."""
         sources = []
         for rank, (values, pieces) in enumerate(self._wants):
             sources.append(values)
+            # A rank of an unchanged sharding needs its own piece alone.
             sources += [source for (number, piece), source in pieces.items() if self._is_wanted(rank, number, piece)]
         return sources
 
@@ -160,7 +158,7 @@ class _Exchange:
         text = torch.zeros(0, dtype=torch.uint8)
         if mine.reader == self._peers.rank:
             text = self._entry(mine.saver, scripts.TREE)
-        sizes = self._peers.gather(str(text.numel()).encode())
+        sizes = self._peers.gather(str(text.numel()).encode())  # a receiver has to allocate the text
         requests = self._send_values(scripts.TREE)
         if mine.reader != self._peers.rank:
             text = torch.empty(int(sizes[mine.reader]), dtype=torch.uint8)
@@ -184,7 +182,7 @@ class _Exchange:
         """Return a tensor of this rank, whole, or its box of a sharded one."""
         if leaf.sharding is not None:
             return self._exchange_pieces(leaf, leaf.sharding)
-        requests = self._send_values(leaf.entry) if math.prod(leaf.shape) else []
+        requests = self._send_values(leaf.entry) if math.prod(leaf.shape) else []  # empty tensors are not sent
         mine = self._wants[self._peers.rank][0]
         if mine.reader == self._peers.rank:
             tensor = self._entry(mine.saver, leaf.entry).clone()

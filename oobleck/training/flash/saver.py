@@ -62,7 +62,7 @@ class MemorySaver:
         return self._memory
 
     def _slot_of(self, memory: storage.FlashMemory) -> storage.Slot:
-        """Return the slot to write, which is never that of the last state that all ranks may have."""
+        # Never the slot of the last state that all ranks may have: another rank may fail before it saves this one.
         for slot in memory.valid_slots():
             if (note := scripts.note_of(slot)) is not None and note.name == self._protected:
                 return memory.slots()[1 - slot.number]
@@ -75,7 +75,7 @@ class MemorySaver:
         for path in storage.memory_files(self._directory, self._stem):
             if self._memory is not None and path == self._memory.path:
                 continue
-            with suppress(CorruptCheckpoint, OSError):
+            with suppress(CorruptCheckpoint, OSError):  # a file that cannot be read is of no use
                 memory = storage.FlashMemory.open(path)
                 slots = memory.valid_slots()
                 is_needed = any(slot.holds(name) for slot in slots)
@@ -108,7 +108,7 @@ class DiskSaver:
 
 
 def _layout(flat: Flat, tree_bytes: int, rank: int, last: storage.FlashMemory | None) -> storage.Layout:
-    """Return the layout of a part, with a reserve for the tree, in which numbers become longer."""
+    # The tree gets a reserve, since its numbers become longer, and another layout would need another file.
     room = last.layout.entries[0].spec.size_bytes if last is not None else 0
     if room < tree_bytes:
         room = 1 << max(_LEAST_TREE_BYTES, tree_bytes * 5 // 4).bit_length()

@@ -87,7 +87,7 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     cut = []
     for placement in tensor.placements:
         if type(placement) is Shard:
-            cut.append(placement.dim % tensor.ndim)
+            cut.append(placement.dim % tensor.ndim)  # it may count from the end
         elif type(placement) is Replicate:
             cut.append(-1)
         else:
@@ -128,7 +128,7 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
             return local
         sharding = shardings[leaf.sharding]
         placements = [Replicate() if cut < 0 else Shard(cut) for cut in sharding.cut]
-        strides = torch.empty(leaf.shape, device="meta").stride()
+        strides = torch.empty(leaf.shape, device="meta").stride()  # of the whole tensor, which no rank has
         on_device = local.to(sharding.device)
         shape = torch.Size(leaf.shape)
         return DTensor.from_local(
