@@ -24,7 +24,7 @@ from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 
 from .parts import cut_state, model_metadata, part_metadata, part_to_save
-from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .state import FlashSaver, LayerTensors, StateReader
 
 _IMPORTED = "imported"  # the tag of the output of `oobleck checkpoint import`, which belongs to no run yet
 _ANY_DEVICE = "device*"  # the states of the node's other workers can be read too
@@ -76,6 +76,7 @@ class LayerSaver:
             f"device{worker_id.device}",
             metadata={**model_metadata(structure), **part_metadata(share)},
             report=self._saved,
+            number=worker_id.device,
             device=device,
         )
         self._log = WorkerLog(__name__, worker_id)
@@ -157,29 +158,18 @@ class LayerSaver:
 
     # --- other threads -------------------------------------------------------------------------------------
 
-    def _saved(self, saved: SavedLayers) -> None:
-        device, state = self._worker_id.device, saved.state
-        if saved.problem is not None:
-            self._log.warning("its share of %s is not saved: %s", state.name, saved.problem)
-            self._report(protocol.StateNotSaved(device=device, name=state.name, step=state.step, reason=saved.problem))
-            return
-        self._log.info(
-            "has %d layers of %s in memory: %.1f MB, training waited %.3f s",
-            len(saved.layers),
-            state.name,
-            saved.size_bytes / 1e6,
-            saved.pause_s,
-        )
-        self._report(
-            protocol.StateSaved(
-                device=device,
-                state=state,
-                layers=saved.layers,
-                size_bytes=saved.size_bytes,
-                pause_s=saved.pause_s,
-                copy_s=saved.copy_s,
+    def _saved(self, saved: protocol.StateSaved | protocol.StateNotSaved) -> None:
+        if isinstance(saved, protocol.StateNotSaved):
+            self._log.warning("its share of %s is not saved: %s", saved.name, saved.reason)
+        else:
+            self._log.info(
+                "has %d layers of %s in memory: %.1f MB, training waited %.3f s",
+                len(saved.layers),
+                saved.state.name,
+                saved.size_bytes / 1e6,
+                saved.pause_s,
             )
-        )
+        self._report(saved)
 
     def _find(self, message: protocol.FindCheckpoints) -> None:
         findings = _Findings()

@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from oobleck import storage
-from oobleck.control.protocol import DataPosition
+from oobleck.control.protocol import DataPosition, StateNotSaved, StateSaved
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.training.comm import DeviceSave, start_thread
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
@@ -38,20 +37,6 @@ LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedLayers:
-    """A save that is complete in memory, or was given up."""
-
-    state: storage.SavedState
-    layers: tuple[int, ...]
-    size_bytes: int
-    pause_s: float
-    """The time for which training waited."""
-    copy_s: float = 0.0
-    """The time that the copy took, mostly concurrent with training."""
-    problem: str | None = None
-
-
 class FlashSaver:
     """Saves a worker's share of the layers. One thread calls it, and another calls `report`."""
 
@@ -61,14 +46,18 @@ class FlashSaver:
         stem: str,
         *,
         metadata: Mapping[str, str],
-        report: Callable[[SavedLayers], None],
+        report: Callable[[StateSaved | StateNotSaved], None],
+        number: int = 0,
         device: torch.device = _CPU,
     ) -> None:
-        """Memory files are `<directory>/<stem>.<n>`, with `metadata` for every layer; `device` holds the layers."""
+        """Memory files are `<directory>/<stem>.<n>`, with `metadata` for every layer. `device` holds the layers, and
+        is the worker's device `number` in reports.
+        """
         self._directory = directory
         self._stem = stem
         self._metadata = dict(metadata)
         self._report = report
+        self._number = number
         self._memory: storage.FlashMemory | None = None
         self._targets: tuple[tuple[torch.Tensor, ...], ...] = ()  # the tensors in each slot
         self._problem = "no memory was made"
@@ -146,7 +135,8 @@ class FlashSaver:
         self._busy.release()
         layout = slot.memory.layout
         self._report(
-            SavedLayers(
+            StateSaved(
+                device=self._number,
                 state=state,
                 layers=layout.layers,
                 size_bytes=layout.size_bytes,
@@ -178,7 +168,7 @@ class FlashSaver:
                     path.unlink()
 
     def _give_up(self, state: storage.SavedState, problem: str) -> None:
-        self._report(SavedLayers(state=state, layers=(), size_bytes=0, pause_s=0.0, problem=problem))
+        self._report(StateNotSaved(device=self._number, name=state.name, step=state.step, reason=problem))
 
 
 class StateReader:

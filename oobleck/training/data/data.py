@@ -25,7 +25,7 @@ from .script_data import CollatedSamples, ScriptSamples
 from .script_stream import ScriptStream
 from .shard_readers import ShardSet, ShardSource
 from .text import open_table
-from .token_files import TokenFiles, holds_tokens, open_token_files
+from .token_files import TokenFiles, holds_tokens
 from .tuning_rows import TuningRows
 
 _SPLIT = -1
@@ -213,5 +213,5 @@ def open_source(data: DataSpec, *, cache_dir: Path) -> Source | ScriptSamples | 
     if data.format != "text":
         return TuningRows(data)
     if holds_tokens(data):
-        return open_token_files(data)
+        return TokenFiles(data)
     return prepare_corpus(data, cache_dir=cache_dir)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,37 +21,31 @@ _SUFFIXES = (".bin", ".npy")
 _DIGESTED_SAMPLES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenFiles:
     """Samples from files of tokens. Equal digests mean equal sizes, and equal samples in those that are compared."""
 
-    names: tuple[str, ...]
-    files: tuple[npt.NDArray[np.generic], ...]
-    """[samples, length] each."""
-    starts: npt.NDArray[np.int64]
-    """The number of each file's first sample, and the number of all samples."""
-    digest: str
-    vocab_size: int
-    mask_id: int | None = None
+    mask_id = None
 
-    @property
-    def num_samples(self) -> int:
-        return int(self.starts[-1])
-
-    @property
-    def sequence_length(self) -> int:
-        return int(self.files[0].shape[1])
+    def __init__(self, data: DataSpec) -> None:
+        """Map a job's files. Raises ConfigError for a file that cannot be read, or is too short."""
+        self._names = data.paths
+        self._files = [_open(expand_user(path), data) for path in data.paths]
+        self._starts = np.cumsum([0, *(len(file) for file in self._files)])  # the number of each file's first sample
+        self.digest = _digest(self._files)
+        self.vocab_size = data.vocab_size
+        self.num_samples = int(self._starts[-1])
+        self.sequence_length = data.sequence_length
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return samples by index, [indices, length]. Raises ConfigError for a token beyond the vocabulary."""
         wanted = np.asarray(indices, dtype=np.int64)
-        numbers = np.searchsorted(self.starts, wanted, side="right") - 1
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         rows = np.empty((len(wanted), self.sequence_length), dtype=np.int64)
         for row, (number, index) in enumerate(zip(numbers, wanted, strict=True)):
-            rows[row] = self.files[number][index - self.starts[number]]
+            rows[row] = self._files[number][index - self._starts[number]]
             if rows[row].max() >= self.vocab_size or rows[row].min() < 0:
                 raise ConfigError(
-                    f"data.paths: {self.names[number]} has the token {rows[row].max()}, and data.vocab_size is "
+                    f"data.paths: {self._names[number]} has the token {rows[row].max()}, and data.vocab_size is "
                     f"{self.vocab_size}; raise it, or check data.token_dtype"
                 )
         return rows
@@ -64,18 +57,6 @@ def holds_tokens(data: DataSpec) -> bool:
     if len(kinds) > 1:
         raise ConfigError("data.paths: text and tokens (.bin, .npy) cannot be mixed; name one kind")
     return kinds == {True}
-
-
-def open_token_files(data: DataSpec) -> TokenFiles:
-    """Map a job's files. Raises ConfigError for a file that cannot be read, or is too short."""
-    files = tuple(_open(expand_user(path), data) for path in data.paths)
-    return TokenFiles(
-        names=data.paths,
-        files=files,
-        starts=np.cumsum([0, *(len(file) for file in files)]),
-        digest=_digest(files),
-        vocab_size=data.vocab_size,
-    )
 
 
 def _open(path: Path, data: DataSpec) -> npt.NDArray[np.generic]:
