@@ -44,7 +44,12 @@ def part_metadata(share: Share) -> dict[str, str]:
 
 def part_to_save(share: Share, state: Tensors) -> dict[str, torch.Tensor]:
     """Return the part of a layer's state that this device saves, as views."""
-    return {name: _part_to_save(share, name, tensor) for name, tensor in state.items()}
+    part = dict(state)
+    for name, tensor in state.items():
+        is_cut = _parameter_of(name) in share.cut_dimensions
+        if share.degree > 1 and not is_cut and not _is_everywhere(name, tensor):
+            part[name] = torch.tensor_split(tensor, share.degree)[share.rank]
+    return part
 
 
 def shards_of(manifest: storage.Manifest, layer: int) -> list[storage.Shard]:
@@ -83,13 +88,6 @@ def cut_state(share: Share, state: Tensors) -> Tensors:
         name: tensor if _is_everywhere(name, tensor) else share.part_of(_parameter_of(name), tensor)
         for name, tensor in state.items()
     }
-
-
-def _part_to_save(share: Share, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    is_share = _parameter_of(name) in share.cut_dimensions
-    if share.degree == 1 or is_share or _is_everywhere(name, tensor):
-        return tensor
-    return torch.tensor_split(tensor, share.degree)[share.rank]
 
 
 def _is_everywhere(name: str, tensor: torch.Tensor) -> bool:

@@ -82,7 +82,8 @@ class FlashSaver:
     ) -> None:
         """Begin to copy these layers, which must not change until `settle` returns. Reports the outcome later."""
         began_s = time.monotonic()
-        state = storage.SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
+        saved_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        state = storage.SavedState(name=name, step=step, generation=generation, saved_at=saved_at, position=position)
         if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
             return
@@ -227,7 +228,10 @@ class StateReader:
         return self._joined(layer, name, [self._part_in(slot, layer) for _, slot in sorted(parts.items())])
 
     def _part_in(self, slot: storage.Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
-        self._verify(slot)
+        key = (slot.memory.path, slot.number, slot.sequence)
+        if key not in self._verified:  # a checksum covers a whole slot, and layers are loaded one by one
+            slot.verify()
+            self._verified.add(key)
         layout = slot.memory.layout
         return layout.metadata, {
             entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
@@ -250,12 +254,6 @@ class StateReader:
             return join_parts(parts)
         except (ValueError, KeyError, RuntimeError) as error:
             raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
-
-    def _verify(self, slot: storage.Slot) -> None:
-        key = (slot.memory.path, slot.number, slot.sequence)
-        if key not in self._verified:  # a checksum covers a whole slot, and layers are loaded one by one
-            slot.verify()
-            self._verified.add(key)
 
     def _slots(self) -> list[tuple[storage.SavedState, storage.Slot]]:
         """Return the slots of memory files, newest first."""
@@ -280,7 +278,3 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storag
 
 def _tensors_over(slot: storage.Slot) -> tuple[torch.Tensor, ...]:
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -73,7 +73,12 @@ class Link:
         """Connect, or challenge the caller."""
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._callee is not None:
-            self._connect(self._callee)
+            try:
+                self._sock.connect((self._callee.host, self._callee.port))
+            except BlockingIOError:
+                pass  # the outcome shows in a later read
+            except OSError:
+                self.is_broken = True
         self._poll.register(self.fd, select.EPOLLIN)
         if self._callee is None:
             self._say(protocol.LinkChallenge(nonce=self._nonce))
@@ -126,15 +131,6 @@ class Link:
         with suppress(OSError):
             self._poll.unregister(self.fd)
         self._sock.close()
-
-    def _connect(self, callee: protocol.WorkerAddress) -> None:
-        """Begin to connect. The outcome shows in a later read."""
-        try:
-            self._sock.connect((callee.host, callee.port))
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_broken = True
 
     def _say(self, message: protocol.LinkMessage) -> None:
         self._out += encode_frame(message)

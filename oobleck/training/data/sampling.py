@@ -41,18 +41,14 @@ def samples_of_step(seed: int, step: int, global_batch_size: int, num_samples: i
 def permuted(seed: int, epoch: int, positions: Sequence[int], num_samples: int) -> list[int]:
     """Return the values of an epoch's permutation of [0, num_samples) at `positions`. O(number of positions)."""
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    digest = hashlib.blake2b(f"samples:{seed}:{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     values = np.array(positions, dtype=np.uint64)
     outside = np.ones(len(values), dtype=bool)
     while outside.any():
         values[outside] = _feistel(values[outside], keys, np.uint64(half_bits))
         outside = values >= num_samples
     return [int(value) for value in values]
-
-
-def _round_keys(seed: int, epoch: int) -> Indices:
-    digest = hashlib.blake2b(f"samples:{seed}:{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: Indices, keys: Indices, half_bits: np.uint64) -> Indices:

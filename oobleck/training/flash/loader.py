@@ -137,13 +137,11 @@ class _Exchange:
         sources = []
         for rank, (values, pieces) in enumerate(self._wants):
             sources.append(values)
-            # A rank of an unchanged sharding needs its own piece alone.
-            sources += [source for (number, piece), source in pieces.items() if self._is_wanted(rank, number, piece)]
+            for (number, piece), source in pieces.items():
+                before, now = self._chosen.note.shardings[number], self._now[number]
+                if before != now or before.piece(rank) == piece:  # unless it changes, a rank needs its own piece alone
+                    sources.append(source)
         return sources
-
-    def _is_wanted(self, rank: int, number: int, piece: tuple[int, ...]) -> bool:
-        before, now = self._chosen.note.shardings[number], self._now[number]
-        return before != now or before.piece(rank) == piece
 
     def state(self) -> object:
         """Exchange all values with other ranks, and return the state."""

@@ -45,7 +45,10 @@ class Flat:
             )
         number: int | None = None
         if isinstance(value, DTensor):
-            number = self._number(_sharding_of(value, path))
+            sharding = _sharding_of(value, path)
+            if sharding not in self.shardings:
+                self.shardings += (sharding,)
+            number = self.shardings.index(sharding)
             local = value.to_local().detach()
         else:
             local = value.detach()
@@ -64,11 +67,6 @@ class Flat:
         self.tensors[entry] = local
         return [entry, name, list(value.shape), number]
 
-    def _number(self, sharding: Sharding) -> int:
-        if sharding not in self.shardings:
-            self.shardings += (sharding,)
-        return self.shardings.index(sharding)
-
 
 def flatten(state: object) -> Flat:
     """Take a state apart. Raises UsageError that names the value that cannot be stored."""
@@ -79,7 +77,8 @@ def flatten(state: object) -> Flat:
 
 def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     mesh = tensor.device_mesh
-    if mesh.mesh.flatten().tolist() != list(range(_num_ranks())):
+    num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if mesh.mesh.flatten().tolist() != list(range(num_ranks)):
         raise UsageError(
             f"oobleck.checkpoint.save: {path} is sharded over a mesh that has not all ranks in their order, as a part "
             "of a larger mesh: such shards cannot be saved"
@@ -94,10 +93,6 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
             raise UsageError(f"oobleck.checkpoint.save: {path} is placed as {placement}; it can be Shard or Replicate")
     names = tuple(mesh.mesh_dim_names or ())
     return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut))
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
